@@ -1,0 +1,37 @@
+"""Outrider: lossless speculative decoding. A drafter rides ahead; the target keeps only what it would have said."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError, ModelError, OutriderError
+
+try:
+    __version__ = version("outrider")
+except PackageNotFoundError:  # run from a source tree
+    __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .drafters import Drafter, register
+    from .llm import LLM, Completion, Result
+    from .text import Piece
+    from .types import Draft, SamplingParams, Tree, chain
+
+_HOMES = {
+    "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "text", "SamplingParams": "types", "Draft": "types",
+    "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters",
+}  # fmt: skip
+__all__ = [
+    "LLM", "Completion", "ConfigError", "Draft", "Drafter", "ModelError", "OutriderError", "Piece", "Result",
+    "SamplingParams", "Tree", "__version__", "chain", "register",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only when something needs it: `outrider --help` should not take seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outrider' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,435 @@
+"""The command line: `outrider generate | chat | verify | trace`.
+
+It sees the library's front door and traces, nothing below. With --json, standard output is exactly one JSON object;
+everything for people goes to standard error then. Errors are sentences; --debug shows where they come from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .errors import ConfigError, OutriderError
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .trace import Recorder
+    from .types import SamplingParams, Sequence
+
+app = typer.Typer(
+    help="Lossless speculative decoding: a drafter rides ahead, the target keeps only what it would have said itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+trace_app = typer.Typer(help="Look at recorded runs.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+errors = Console(stderr=True)
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
+]
+DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: suffix, ngram, model, layerskip, …")]
+DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model.")]
+K = Annotated[str, typer.Option("--k", help="Drafted tokens per step: a number, or auto.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any drafter.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The longest answer.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", help="Any other parameter, as name=value: top_p=0.9, tree=true, ngram_max=5, …"),
+]
+SpecConfig = Annotated[str | None, typer.Option("--speculative-config", help="vLLM's JSON, as it is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
+    model: Model = None,
+    drafter: DrafterName = "suffix",
+    draft_model: DraftModel = None,
+    k: K = "auto",
+    dtype: Dtype = "auto",
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    set_: Set = None,
+    speculative_config: SpecConfig = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Then measure plain decoding of the same prompt.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Record the run to this JSONL file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Generate text with speculation on, streaming, and say what it cost."""
+    with _sentences(debug):
+        prompt = sys.stdin.read() if prompt == "-" else prompt
+        given = _arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        params = _sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
+        with _recorder(trace) as recorder:
+            llm = _load(model, given, recorder)
+            ids = _prompt_ids(llm, prompt, raw)
+            _header(llm, recorder, ids, params)
+            run = Run(llm, ids, params, quiet=as_json)
+            run.go()
+            _footer(llm, recorder, run.seq)
+        plain = _plain_speed(llm, ids, params, run) if compare else None
+        if as_json:
+            print(json.dumps(run.as_json(plain), ensure_ascii=False))
+        else:
+            run.print_summary(plain)
+        if run.interrupted:
+            raise typer.Exit(130)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    drafter: DrafterName = "suffix",
+    draft_model: DraftModel = None,
+    k: K = "auto",
+    dtype: Dtype = "auto",
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 512,
+    system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
+    set_: Set = None,
+    speculative_config: SpecConfig = None,
+    debug: Debug = False,
+) -> None:
+    """Talk to the model; the drafter learns from what was said. An empty line or Ctrl-D leaves."""
+    with _sentences(debug):
+        given = _arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        params = _sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
+        llm = _load(model, given, None)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        for said in _questions():
+            messages.append({"role": "user", "content": said})
+            run = Run(llm, llm.tokenizer.encode_chat(messages), params)
+            run.go()
+            run.print_summary(None)
+            messages.append({"role": "assistant", "content": run.text})
+
+
+@app.command()
+def verify(
+    model: Model = None,
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Only these; default: all.")] = None,
+    dtype: Dtype = "auto",
+    k: K = "5",
+    limit: Annotated[int, typer.Option(help="How many prompts.")] = 20,
+    max_tokens: MaxTokens = 64,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", "-t", help="Default: 0 and 0.8.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL in Spec-Bench's form; default: the bundled ones.")] = None,
+    set_: Set = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the promise: speculative text against plain text, token by token, for every drafter."""
+    with _sentences(debug):
+        from .lossless import measure
+        from .prompts import bundled, from_file
+
+        given = _arguments("off", None, k, dtype, set_, None)
+        llm = _load(model, given, None)
+        texts = [p.text for p in (from_file(prompts) if prompts else bundled())[:limit]]
+        ids = [_prompt_ids(llm, text, raw=llm.tokenizer.chat_template is None) for text in texts]
+        temperatures = tuple(temperature or (0.0, 0.8))
+        with _progress() as progress:
+            report = measure(llm, ids, drafter, temperatures, max_tokens, progress)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            _print_report(report)
+        if report.divergences and llm.config.rule == "match":
+            raise typer.Exit(1)
+
+
+@trace_app.command("show")
+def trace_show(
+    file: Annotated[Path, typer.Argument(help="A JSONL file that `generate --trace` wrote.")],
+    limit: Annotated[int | None, typer.Option(help="Only the first steps.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print a recorded run step by step: accepted, rejected and never reached drafts, and the bonus."""
+    with _sentences(debug):
+        from .show import steps
+        from .trace import read
+
+        steps(Console(), read(file), limit)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+# ---------------------------------------------------------------- running
+
+
+class Run:
+    """One streamed answer: printed as it comes, measured, and robust against Ctrl-C."""
+
+    def __init__(self, llm: LLM, ids: list[int], params: SamplingParams, quiet: bool = False) -> None:
+        self.llm, self.ids, self.params, self.quiet = llm, ids, params, quiet
+        self.console = Console(highlight=False)
+        self.text, self.seconds, self.interrupted = "", 0.0, False
+
+    def go(self) -> None:
+        from .show import ghosts, legend, piece
+
+        if self.console.is_terminal and not self.quiet:
+            self.console.print(legend(), end="\n\n")
+        begin = time.perf_counter()
+        try:
+            for part in self.llm.stream(self.ids, self.params):
+                self.text += part.text
+                if self.quiet:
+                    continue
+                piece(self.console, part)
+                if self.console.is_terminal and not self.console.no_color:
+                    ghosts(self.console, [self.llm.tokenizer.decode([t]) for t in part.rejected])
+        except KeyboardInterrupt:
+            self.interrupted = True
+        self.seconds = time.perf_counter() - begin
+        self.seq: Sequence = self.llm.last
+        if not self.quiet:
+            self.console.print()
+
+    def print_summary(self, plain: float | None) -> None:
+        from .show import summary
+
+        if self.interrupted:
+            errors.print("[yellow]Interrupted; this is what was measured until then.[/yellow]")
+        errors.print()
+        errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, plain))
+
+    def as_json(self, plain: float | None) -> dict[str, Any]:
+        seq, stats, llm = self.seq, self.seq.stats, self.llm
+        result = {
+            "text": self.text,
+            "token_ids": seq.generated,
+            "origins": seq.origins,
+            "finish_reason": seq.finish or "interrupted",
+            "tokens": len(seq.generated),
+            "prompt_tokens": seq.prompt_len,
+            "seconds": self.seconds,
+            "tokens_per_second": len(seq.generated) / self.seconds if self.seconds else 0.0,
+            "steps": stats.steps,
+            "passes": stats.passes,
+            "drafted": stats.drafted,
+            "reached": stats.reached,
+            "accepted": stats.accepted,
+            "alpha": stats.alpha,
+            "alpha_by_position": stats.alpha_by_position,
+            "tau": stats.tau,
+            "seconds_by_phase": stats.seconds,
+            "drafter": llm.config.drafter_name,
+            "k": llm.config.k,
+            "why": stats.why,
+            "seed": seq.seed,
+            "temperature": seq.params.temperature,
+            "model": llm.name,
+            "dtype": llm.dtype,
+        }
+        if seq.params.logprobs is not None:
+            result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
+        return result if plain is None else result | {"plain_tokens_per_second": plain}
+
+
+def _plain_speed(llm: LLM, ids: list[int], params: SamplingParams, run: Run) -> float | None:
+    """The same prompt and seed without drafts, in the same process; None if nothing was said."""
+    from dataclasses import replace
+
+    if run.interrupted or not run.seq.generated:
+        return None
+    begin = time.perf_counter()
+    (plain,) = llm.using(drafter="off").generate([ids], replace(params, seed=run.seq.seed, n=1))
+    seconds = time.perf_counter() - begin
+    if plain.token_ids != run.seq.generated and llm.config.rule == "match":
+        errors.print("[red]The plain text differs: please run `outrider verify` and report what it says.[/red]")
+    return len(plain.token_ids) / seconds
+
+
+def _questions() -> Iterator[str]:
+    console = Console()
+    while True:
+        try:
+            said = console.input("\n[bold]you:[/bold] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            said = ""
+        if not said:
+            return
+        yield said
+
+
+# ---------------------------------------------------------------- from options to arguments
+
+
+def _arguments(
+    drafter: str, draft_model: str | None, k: str, dtype: str, pairs: list[str] | None, spec: str | None
+) -> dict[str, Any]:
+    given: dict[str, Any] = {"drafter": drafter, "dtype": dtype, "k": "auto" if k == "auto" else _number(k, "--k")}
+    if draft_model is not None:
+        given |= {"draft_model": draft_model, "drafter": "model" if drafter == "suffix" else drafter}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes name=value, but got '{pair}'.")
+        given[name.strip().replace("-", "_")] = _value(value.strip())
+    if spec is not None:
+        given["speculative_config"] = spec
+    return given
+
+
+def _value(text: str) -> Any:
+    """true, 5, 0.9, [1, 2] and {"a": 1} as JSON has them; anything else is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _number(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} is '{text}', but it must be 'auto' or a whole number.") from None
+
+
+def _sampling(given: dict[str, Any], **own: Any) -> SamplingParams:
+    """SamplingParams from the command's own options and whatever --set says about sampling."""
+    from .types import SamplingParams
+
+    known = SamplingParams.__dataclass_fields__
+    for name in [name for name in given if name in known]:
+        own[name] = given.pop(name)
+    if isinstance(own.get("logit_bias"), dict):
+        own["logit_bias"] = {int(k): v for k, v in own["logit_bias"].items()}
+    try:
+        return SamplingParams(**own)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"A sampling parameter has the wrong type: {error}.") from error
+
+
+def _load(model: str | None, given: dict[str, Any], recorder: Recorder | None) -> LLM:
+    from .llm import LLM
+
+    given = dict(given)
+    with errors.status("Loading the model …", spinner="dots") if errors.is_terminal else _nothing():
+        from .models.checkpoint import open_checkpoint
+
+        if model is None:
+            open_checkpoint(None)  # fetches with its own progress bar
+        return LLM(model, speculative_config=given.pop("speculative_config", None), recorder=recorder, **given)
+
+
+def _prompt_ids(llm: LLM, prompt: str, raw: bool) -> list[int]:
+    if raw or llm.tokenizer.chat_template is None:
+        ids: list[int] = llm.tokenizer.encode_prompt(prompt)
+        return ids
+    if not prompt.strip():
+        raise ConfigError("The prompt is empty; give at least one word.")
+    chat: list[int] = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return chat
+
+
+# ---------------------------------------------------------------- traces, progress, errors
+
+
+@contextmanager
+def _recorder(path: Path | None) -> Iterator[Recorder | None]:
+    if path is None:
+        yield None
+        return
+    from .trace import Recorder
+
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OutriderError(f"The trace cannot be written to {path}: {error}.") from error
+    with file:
+        yield Recorder("full", file)
+
+
+def _header(llm: LLM, recorder: Recorder | None, ids: list[int], params: SamplingParams) -> None:
+    if recorder is not None:
+        facts = {"model": llm.name, "dtype": llm.dtype, "drafter": llm.config.drafter_name, "k": llm.config.k}
+        text = llm.tokenizer.decode(ids, skip_special=False)
+        recorder.header(**facts, rule=llm.config.rule, temperature=params.temperature, prompt=ids, prompt_text=text)
+
+
+def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence) -> None:
+    if recorder is not None:
+        from .trace import read
+
+        path = Path(recorder.file.name) if recorder.file else None
+        drafted = [n[0] for line in read(path).lines for n in line["nodes"]] if path else []
+        pieces = {t: llm.tokenizer.decode([t], skip_special=False) for t in {*seq.tokens, *drafted}}
+        recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, done: bar.update(task, description=what, completed=done)
+
+
+def _print_report(report: Any) -> None:
+    from rich.table import Table
+
+    table = Table("drafter", "temperature", "tokens compared", "accepted", "divergences")
+    for t in report.tallies:
+        share = "–" if t.alpha is None else f"{t.alpha:.0%}"
+        mark = "[green]0[/green]" if not t.divergences else f"[red]{len(t.divergences)}[/red]"
+        table.add_row(t.drafter, f"{t.temperature:g}", str(t.compared_tokens), share, mark)
+    console = Console()
+    console.print(table)
+    for t in report.tallies:
+        for d in t.divergences:
+            console.print(
+                f"{t.drafter}, temperature {t.temperature:g}, prompt {d.prompt}: differs at token {d.position}, "
+                f"where the target's margin is {d.margin:.4f}"
+            )
+    verdict = "identical text" if not report.divergences else f"{report.divergences} divergences"
+    console.print(f"{report.model}, {report.dtype}, rule {report.rule}: {report.compared_tokens} tokens, {verdict}.")
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _sentences(debug: bool) -> Iterator[None]:
+    """Errors that users can repair are printed as the sentence they are; --debug lets them through."""
+    try:
+        yield
+    except OutriderError as error:
+        if debug:
+            raise
+        errors.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        errors.print("\nInterrupted.")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # `outrider … | head`
+        raise typer.Exit(0) from None

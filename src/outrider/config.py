@@ -1,0 +1,119 @@
+"""Every choice of a run in one frozen record; what follows from them is computed once, here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from .drafters import Drafter, lookup
+from .errors import ConfigError
+from .verify import RULES
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to build an engine around a target."""
+
+    drafter: str | type[Drafter] = "suffix"  # a name from the registry, or a class
+    k: int | str = "auto"  # drafted tokens per step, or "auto"
+    rule: str = "match"
+    dtype: str = "auto"
+    max_length: int | None = None  # prompt and answer together; None: the model's context, at most 8192
+    max_batch: int = 8
+    max_rows: int = 512  # rows of one pass: longer prompts are fed in chunks of this many
+    cache_tokens: int | None = None  # K/V places in all; None: room for several full sequences
+    options: dict[str, Any] = field(default_factory=dict)  # the drafter's own
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ConfigError(f"There is no rule '{self.rule}'. Choose one of: {', '.join(RULES)}.")
+        if self.k != "auto" and not (isinstance(self.k, int) and 0 <= self.k <= 64):
+            raise ConfigError(f"k is {self.k!r}, but it must be 'auto' or a number from 0 to 64.")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, {', '.join(DTYPES)}.")
+        for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, but it must be at least 1.")
+
+    @property
+    def drafter_name(self) -> str:
+        return lookup(self.drafter).name
+
+    def with_(self, **changes: Any) -> Config:
+        return replace(self, **changes)
+
+    def length_for(self, context: int) -> int:
+        """The longest sequence that will be served."""
+        if self.max_length is not None and self.max_length > context:
+            raise ConfigError(f"max_length is {self.max_length}, but the model's context has {context} positions.")
+        return self.max_length or min(context, 8192)
+
+    def slots_for(self, length: int) -> int:
+        """K/V places: never fewer than one full sequence with its draft needs."""
+        wanted = self.cache_tokens if self.cache_tokens is not None else 4 * length
+        return max(wanted, length + 64)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype == "auto":
+            # bfloat16 halves the bytes a pass reads, where the processor computes in it.
+            native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return torch.bfloat16 if native else torch.float32
+        return DTYPES[self.dtype]
+
+
+# Where others' names lead: vLLM's speculative configuration and Hugging Face's generate arguments.
+_VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
+
+
+def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `speculative_config`, as JSON or a dictionary, in our words: arguments for `LLM`."""
+    try:
+        given = dict(json.loads(text)) if isinstance(text, str) else dict(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"The speculative configuration is not a JSON object: {error}.") from error
+    model = given.pop("model", None)
+    method = given.pop("method", "draft_model" if model else "ngram")
+    if method not in _VLLM_METHODS:
+        raise ConfigError(f"The speculative method '{method}' is not known here; use: {', '.join(_VLLM_METHODS)}.")
+    arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
+    if model is not None:
+        arguments["draft_model"] = model
+    if "num_speculative_tokens" in given:
+        arguments["k"] = given.pop("num_speculative_tokens")
+    if "rejection_sample_method" in given:
+        arguments["rule"] = {"standard": "reject", "block": "block"}.get(given.pop("rejection_sample_method"), "match")
+    return arguments | given
+
+
+def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`assistant_model`, `prompt_lookup_num_tokens`, `num_assistant_tokens` in our words; the rest stays."""
+    given = dict(arguments)
+    if given.get("assistant_model") is not None:
+        given |= {"drafter": "model", "draft_model": given["assistant_model"]}
+    if given.get("prompt_lookup_num_tokens") is not None:
+        given |= {"drafter": "ngram", "k": given["prompt_lookup_num_tokens"]}
+    if given.get("num_assistant_tokens") is not None:
+        given["k"] = given["num_assistant_tokens"]
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"):
+        given.pop(name, None)
+    return given
+
+
+def config_from(arguments: dict[str, Any]) -> Config:
+    """A Config from loose arguments; what it does not know goes to the drafter as options."""
+    known = {f.name for f in fields(Config)} - {"options"}
+    own = {name: value for name, value in arguments.items() if name in known}
+    return Config(**own, options={n: v for n, v in arguments.items() if n not in known})

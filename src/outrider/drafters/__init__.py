@@ -1,0 +1,122 @@
+"""What a drafter is, and where drafters are found.
+
+A drafter proposes tokens that the target has not said yet. It speaks target token ids and knows nothing of
+the engine. Whatever it does wrong costs speed, never correctness: skipping, delaying, repeating or crashing
+in any of these calls leaves the text as it is (`outrider.testing.check_drafter` asserts exactly that).
+
+A new drafter is one file in this folder, or a class anywhere behind `@register("name")`, or an entry point
+in the group `outrider.drafters`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from ..errors import ConfigError
+from ..types import Draft, Sequence, Step
+
+if TYPE_CHECKING:
+    from ..cache import Cache, Plane
+    from ..models import Model
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What a drafter may lean on: the target and its K/V, the shared slots, and the options it was given."""
+
+    target: Model
+    cache: Cache
+    plane: Plane  # the target's own
+    options: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None  # the target's, where there is text
+
+    def option(self, *names: str, default: Any) -> Any:
+        """The first of these options that was given: an option may have one name here and another elsewhere."""
+        return next((self.options[name] for name in names if self.options.get(name) is not None), default)
+
+
+class Drafter:
+    """Five verbs; only `draft` is mandatory."""
+
+    name: ClassVar[str] = ""
+    taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
+
+    def __init__(self, space: Workspace) -> None:
+        self.space = space
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `overlap` does anything: only then is it worth running the target in a thread."""
+        return type(self).overlap is not Drafter.overlap
+
+    @classmethod
+    def trial_options(cls, target: Model) -> dict[str, Any]:
+        """Options with which this drafter can be tried on any target, when nobody has configured it."""
+        return {}
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence arrived."""
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """Propose at most budget[i] nodes after seqs[i].tokens, best first; an empty tree is always right."""
+        raise NotImplementedError
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        """The target is busy with this draft: whatever is done here is hidden."""
+
+    def observe(self, step: Step) -> None:
+        """The target has spoken; the sequences already hold what was emitted."""
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence finished or was cancelled."""
+
+
+_REGISTRY: dict[str, type[Drafter]] = {}
+D = TypeVar("D", bound=type[Drafter])
+
+
+def register(name: str) -> Callable[[D], D]:
+    """Class decorator: make a drafter known by name."""
+
+    def add(cls: D) -> D:
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def names() -> list[str]:
+    """Every drafter that can be asked for."""
+    _discover()
+    return sorted(_REGISTRY)
+
+
+def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
+    """A drafter's class, by name or as it is."""
+    if not isinstance(drafter, str):
+        return drafter
+    _discover()
+    if drafter not in _REGISTRY:
+        raise ConfigError(f"There is no drafter called '{drafter}'. Choose one of: {', '.join(names())}.")
+    return _REGISTRY[drafter]
+
+
+def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
+    """Build a drafter; its options are in the workspace."""
+    return lookup(drafter)(space)
+
+
+def _discover() -> None:
+    """Import this folder's drafters and installed plug-ins, once."""
+    if "off" in _REGISTRY:
+        return
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for point in entry_points(group="outrider.drafters"):
+        register(point.name)(point.load())

@@ -1,0 +1,169 @@
+"""Drafting with a model: feed what its plane lacks, then choose token after token, for all sequences at once.
+
+Shared by every drafter that runs layers (a small model, the target's own layers): they differ in the model, the part
+of it and the plane. Tokens are chosen as the target would choose them, under the same parameters and the same noise,
+so that a good model is right even at high temperature. Under the rules `reject` and `block` they are drawn from q
+with noise of their own, and q is handed over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache, Packing, Plane
+from ..models import WHOLE, Model, Part
+from ..sampling import DRAFT, draw, key, law, ranked
+from ..types import Draft, Sequence, Tree
+
+CHUNK = 512  # rows of one pass while catching up with a long prompt
+
+
+@dataclass
+class Growth:
+    """One sequence's tree while it grows. Nodes are numbered in the order they are fed or listed."""
+
+    seq: Sequence
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    survival: list[float] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)  # [V] each
+    places: dict[int, int] = field(default_factory=dict)  # node that was fed -> its spare slot, in order of feeding
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root down to a node."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def add(self, token: int, parent: int, confidence: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.survival.append(confidence * (self.survival[parent] if parent >= 0 else 1.0))
+        return len(self.tokens) - 1
+
+    def tree(self, source: str) -> Tree:
+        q = torch.stack(self.q) if self.q else None
+        return Tree(self.tokens, self.parents, self.survival, q, source)
+
+
+class Rollout:
+    """A model over a plane, drafting chains or trees."""
+
+    def __init__(self, model: Model, cache: Cache, plane: Plane, part: Part = WHOLE, source: str = "model") -> None:
+        self.model, self.cache, self.plane, self.part, self.source = model, cache, plane, part, source
+
+    def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """budget[i] tokens after each sequence, one pass for each depth."""
+        grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
+        logits = self._feed([g.seq for g in grown])  # [B, V]
+        live = grown
+        while live:
+            for growth, row in zip(live, logits, strict=True):
+                self._extend(growth, row)
+            live = [g for g in live if len(g.tokens) < g.budget]
+            if live:
+                logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
+        for growth in grown:
+            self._keep(growth.seq, growth.places)  # a chain's nodes are fed in order: place and number agree
+        return Draft.pack(g.tree(self.source) for g in grown)
+
+    def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
+        """Level by level: the `width` likeliest nodes of each get `width` children; the best `budget` are kept."""
+        grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
+        for growth, row in zip(grown, self._feed(seqs), strict=True):
+            self._branch(growth, -1, row, width)
+        frontier = [(g, list(range(len(g.tokens)))) for g in grown]
+        for _ in range(depth - 1):
+            chosen = [(g, self._worth_feeding(g, nodes, width)) for g, nodes in frontier]
+            chosen = [(g, nodes) for g, nodes in chosen if nodes]
+            if not chosen:
+                break
+            rows = iter(self._run(chosen))
+            frontier = [(g, [c for n in nodes for c in self._branch(g, n, next(rows), width)]) for g, nodes in chosen]
+        return Draft.pack(self._best(g) for g in grown)
+
+    # ------------------------------------------------------------ choosing
+
+    def _extend(self, growth: Growth, logits: Tensor) -> None:
+        """One more token at the end of a chain. logits [V]."""
+        seq, last = growth.seq, len(growth.tokens) - 1
+        if seq.rule == "match":
+            token, confidence = ranked(logits, seq, growth.tokens, 1)[0]
+        else:
+            q = law(logits, seq, growth.tokens)
+            token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
+            confidence = float(q[token])
+            growth.q.append(q)
+        growth.add(token, last, confidence)
+
+    def _branch(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[int]:
+        children = ranked(logits, growth.seq, growth.path(node), width)
+        return [growth.add(token, node, confidence) for token, confidence in children]
+
+    def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
+        """The likeliest nodes of a level, as many as there are spare slots left for."""
+        room = min(width, len(self.cache.spare(growth.seq)) - len(growth.places))
+        return sorted(heapq.nlargest(max(room, 0), nodes, key=lambda n: growth.survival[n]))
+
+    def _best(self, growth: Growth) -> Tree:
+        """The likeliest nodes, best first. A child never survives more often than its parent, so this is a tree."""
+        order = sorted(range(len(growth.tokens)), key=lambda n: (-growth.survival[n], n))[: growth.budget]
+        number = {node: i for i, node in enumerate(order)} | {-1: -1}
+        # The engine will look for node i in spare slot i: only K/V that happens to be there can be kept.
+        self._keep(growth.seq, (place for node, place in growth.places.items() if number.get(node) == place))
+        return Tree(
+            [growth.tokens[n] for n in order],
+            [number[growth.parents[n]] for n in order],
+            [growth.survival[n] for n in order],
+            None,
+            self.source,
+        )
+
+    # ------------------------------------------------------------ running
+
+    def _feed(self, seqs: list[Sequence]) -> Tensor:
+        """Bring the plane up to date with every sequence; logits after each one's last token. [B, V]"""
+        starts = [self._catch_up(seq) for seq in seqs]
+        packed = Packing(self.cache)
+        for seq, start in zip(seqs, starts, strict=True):
+            packed.pending(seq, start, len(seq.tokens), want=True)
+        logits = self.model.forward(packed.rows(), self.plane, self.part).logits
+        for seq in seqs:
+            self._hold(seq, len(seq.tokens))
+        return logits
+
+    def _catch_up(self, seq: Sequence) -> int:
+        """Feed all but the last chunk of what the plane lacks; returns where the rest begins (never past the end)."""
+        start = min(self.cache.sync(seq, self.plane), len(seq.tokens) - 1)
+        while len(seq.tokens) - start > CHUNK:
+            packed = Packing(self.cache)
+            packed.pending(seq, start, start + CHUNK, want=False)
+            self.model.forward(packed.rows(), self.plane, replace(self.part, head=False))
+            start += CHUNK
+            self._hold(seq, start)
+        return start
+
+    def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
+        """Feed these nodes, each seeing its own ancestors; logits after each. [sum of nodes, V]"""
+        packed = Packing(self.cache)
+        for growth, nodes in batch:
+            for node in nodes:
+                growth.places[node] = len(growth.places)
+            packed.nodes(growth.seq, growth.tokens, growth.parents, nodes, growth.places)
+        return self.model.forward(packed.rows(), self.plane, self.part).logits
+
+    def _hold(self, seq: Sequence, tokens: int) -> None:
+        """The plane now holds this many tokens of the sequence."""
+        self.plane.held[seq.id] = tokens
+
+    def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
+        """The plane holds these drafted nodes where the engine will look for them."""
+        self.plane.nodes[seq.id] = frozenset(nodes)

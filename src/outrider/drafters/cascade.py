@@ -1,0 +1,66 @@
+"""Several drafters in a row: each sequence takes the first draft that is not empty.
+
+Put the cheap and sure one first: a suffix match costs nothing, and a model drafts where nothing repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import ConfigError
+from ..types import Draft, Sequence, Step, Tree
+from . import Drafter, Workspace, make, register
+
+
+@register("cascade")
+class Cascade(Drafter):
+    """Options: cascade, a list of drafter names (default suffix, then ngram), and whatever those drafters take."""
+
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
+        names = space.option("cascade", default=("suffix", "ngram"))
+        names = names.split(",") if isinstance(names, str) else list(names)
+        if not names or "cascade" in names:
+            raise ConfigError("A cascade needs at least one drafter, and cannot contain itself.")
+        self.drafters = [make(name.strip(), space) for name in names]
+        self.taps = tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
+
+    @property
+    def overlaps(self) -> bool:
+        return any(drafter.overlaps for drafter in self.drafters)
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        trees = [Tree([], [])] * len(seqs)
+        for drafter in self.drafters:
+            open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
+            if not open_:
+                break
+            try:
+                answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+            except Exception:  # one that fails must not silence the others
+                continue
+            for i, tree in zip(open_, answer.trees, strict=True):
+                trees[i] = tree
+        return Draft.pack(trees)
+
+    def begin(self, seq: Sequence) -> None:
+        self._each(lambda drafter: drafter.begin(seq))
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        self._each(lambda drafter: drafter.overlap(seqs, draft))
+
+    def observe(self, step: Step) -> None:
+        self._each(lambda drafter: drafter.observe(step))
+
+    def end(self, seq: Sequence) -> None:
+        self._each(lambda drafter: drafter.end(seq))
+
+    def _each(self, call: Callable[[Drafter], None]) -> None:
+        failure = None
+        for drafter in self.drafters:
+            try:
+                call(drafter)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure

@@ -1,0 +1,82 @@
+"""A smaller model with the target's vocabulary, drafting chains or trees in a plane of its own.
+
+Its K/V lives in the target's slots, so acceptance, preemption and prefix reuse need no code here: before each draft
+the plane is asked what it lacks, and that is fed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..models import Model
+from ..types import Draft, Sequence, Step
+from . import Drafter, Workspace, register
+from ._rollout import Rollout
+
+
+@register("model")
+class SmallModel(Drafter):
+    """Options: draft_model (a path, a name or a model), draft_dtype, tree, tree_width, tree_depth."""
+
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
+        self.model = _load(space)
+        shape = self.model.plane_shape
+        plane = space.cache.add_plane(shape.layers, shape.heads, shape.dim, shape.dtype)
+        self.rollout = Rollout(self.model, space.cache, plane, source="model")
+        self.tree = bool(space.option("tree", default=False))
+        self.width = int(space.option("tree_width", default=3))
+        self.depth = int(space.option("tree_depth", default=5))
+
+    @classmethod
+    def trial_options(cls, target: Model) -> dict[str, Any]:
+        return {"draft_model": target}  # the target as its own drafter: always right, never worth it, a fair trial
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        if self.tree and all(seq.rule == "match" for seq in seqs):
+            return self.rollout.trees(seqs, budget, self.width, self.depth)
+        return self.rollout.chains(seqs, budget)
+
+    def observe(self, step: Step) -> None:
+        """Nothing to do: tokens are the truth, and the plane reconciles to them at the next draft."""
+
+
+def _load(space: Workspace) -> Model:
+    wanted = space.option("draft_model", "assistant_model", "model", default=None)
+    if wanted is None:
+        raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
+    if not isinstance(wanted, str) and hasattr(wanted, "forward"):
+        model: Model = wanted
+        _same_size(model.config.vocab_size, space.target.config.vocab_size)
+        return model
+    from ..models.checkpoint import open_checkpoint  # heavy, and only needed for files
+    from ..models.transformer import Transformer
+
+    checkpoint = open_checkpoint(wanted)
+    if space.tokenizer is not None:
+        _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
+    dtype = getattr(torch, str(space.option("draft_dtype", default=space.target.dtype)).removeprefix("torch."))
+    return Transformer(checkpoint.config, checkpoint.weights, dtype, length=space.cache.length)
+
+
+def _same_vocabulary(ours: Any, theirs: Any, name: str) -> None:
+    """Ids must mean the same on both sides; sizes may differ by padding, which no tokenizer produces."""
+    a, b = ours.vocabulary, theirs.vocabulary
+    differ = sum(b.get(piece) != i for piece, i in a.items())
+    if differ or len(a) != len(b):
+        raise ConfigError(
+            f"The draft model {name} has another vocabulary than the target ({len(a)} and {len(b)} pieces, {differ} of "
+            f"them different), so its token ids mean something else. Choose a draft model with the same tokenizer, or "
+            f"a drafter that needs no model: --drafter suffix."
+        )
+
+
+def _same_size(ours: int, theirs: int) -> None:
+    if ours != theirs:
+        raise ConfigError(
+            f"The draft model has {ours} token ids and the target {theirs}: their vocabularies differ. Choose a draft "
+            f"model with the same tokenizer."
+        )

@@ -1,0 +1,210 @@
+"""START HERE. One step of lossless speculative decoding.
+
+A step is one target pass over a packed forest of drafted tokens; the target makes its own choice at every node, and
+the longest drafted path that agrees with those choices is kept. Prefill, plain decoding and verification are the same
+step with different forests.
+
+The engine knows ids, not text; it knows that there is a drafter, not which. Whatever the drafter does (nothing,
+nonsense, an exception), the emitted tokens are those of the target alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence as Listing
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from .cache import Cache, Plane
+from .control import Controller
+from .drafters import Drafter
+from .errors import ModelError
+from .sampling import Dice, Target, logprob
+from .scheduler import Scheduler
+from .types import Draft, Output, Rows, Sequence, Step, Tree, Turn, Verdict
+from .verify import RULES
+
+
+class Pending(Protocol):
+    def wait(self) -> Output: ...
+
+
+class Runner(Protocol):
+    plane: Plane
+
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending: ...
+
+
+class Listener(Protocol):
+    def observe(self, step: Step) -> None: ...
+
+
+class Engine:
+    """Runs sequences to their end, several tokens per target pass where the drafter guesses well."""
+
+    def __init__(
+        self,
+        target: Runner,
+        cache: Cache,
+        drafter: Drafter,
+        controller: Controller,
+        scheduler: Scheduler,
+        vocabulary: int,
+        listeners: Listing[Listener] = (),
+    ) -> None:
+        self.target, self.cache, self.drafter = target, cache, drafter
+        self.controller, self.scheduler, self.listeners = controller, scheduler, listeners
+        self.vocabulary = vocabulary
+        self.index = 0
+        self.last_failure = ""  # what the drafter's optional verbs last raised
+        self.clock = Clock()
+
+    def add(self, seq: Sequence) -> None:
+        self.scheduler.add(seq)
+        self._ask("begin", seq)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Forget a sequence between two steps; its slots are free at once."""
+        if seq.finish is None:
+            seq.finish = "cancelled"
+            self._close(seq)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def step(self) -> Step:
+        """Pick, budget, draft, launch, overlap, judge, commit, observe."""
+        clock = self.clock.start()
+        turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick()))
+        with clock.time("draft"):
+            draft, failure = self._draft(turns)
+        with clock.time("verify"):
+            rows, first = self.cache.plan(turns, draft, self.target.plane)
+            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps)
+            with clock.time("overlap"):
+                self._ask("overlap", [t.seq for t in turns], draft)
+            output = pending.wait()
+        with clock.time("judge"):
+            coins = [Dice(turn.seq) for turn in turns]
+            voices = self._voices(turns, draft, output, first)
+            verdicts = [self._settle(*each) for each in zip(turns, draft.trees, voices, coins, strict=True)]
+        step = Step(
+            self.index, turns, draft, rows, output, verdicts, clock.seconds, clock.starts, first, coins,
+            self.controller.why, failure,
+        )  # fmt: skip
+        self._publish(step)
+        return step
+
+    # ------------------------------------------------------------ the parts of a step
+
+    def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
+        """Ask the drafter for every turn with a budget, and believe nothing it says about shapes."""
+        asked = [i for i, turn in enumerate(turns) if turn.budget]
+        trees, failure = [Tree([], [])] * len(turns), ""
+        if asked:
+            try:
+                answer = self.drafter.draft([turns[i].seq for i in asked], [turns[i].budget for i in asked])
+                for i, tree in zip(asked, answer.trees, strict=True):
+                    trees[i] = _sound(tree, turns[i].budget, self.vocabulary)
+            except Exception as error:  # a drafter costs speed, never an answer
+                failure = f"{type(error).__name__}: {error}"
+                trees = [Tree([], [])] * len(turns)
+        return Draft.pack(trees), failure
+
+    def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
+        """The target over each sequence's rows; None where part of a prompt still waits."""
+        highest, greedy = output.logits.max(-1)  # [R], [R]
+        _insist_on_numbers(highest)
+        choices = greedy.tolist()
+        spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
+        return [
+            Target(turn.seq, output.logits[span], choices[span]) if turn.whole else None
+            for turn, span in zip(turns, spans, strict=True)
+        ]
+
+    def _settle(self, turn: Turn, tree: Tree, voice: Target | None, coins: Dice) -> Verdict | None:
+        """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
+        seq, plane = turn.seq, self.target.plane
+        fed = plane.held[seq.id] = plane.held.get(seq.id, 0) + turn.feed
+        seq.stats.passes += 1
+        if voice is None:
+            return None
+        verdict = seq.extend(RULES[seq.rule](tree, voice, coins), tree)
+        plane.nodes[seq.id] = frozenset(range(len(tree.tokens)))
+        self.cache.commit(seq, fed, verdict.path)
+        seq.stats.count(tree, verdict)
+        if seq.params.logprobs is not None:
+            emitted = zip(verdict.rows, verdict.tokens, strict=True)
+            seq.logprobs += [logprob(voice.logits[row], token, seq.params.logprobs) for row, token in emitted]
+        return verdict
+
+    def _publish(self, step: Step) -> None:
+        self.index += 1
+        for seq in step.seqs:
+            for phase, seconds in step.clock.items():
+                seq.stats.seconds[phase] = seq.stats.seconds.get(phase, 0.0) + seconds
+            seq.stats.why = step.why
+            seq.stats.failures += bool(step.failure)
+        self._ask("observe", step)
+        for listener in (self.controller, *self.listeners):
+            listener.observe(step)
+        for seq in step.seqs:
+            if seq.finish:
+                self._close(seq)
+
+    # ------------------------------------------------------------ small print
+
+    def _close(self, seq: Sequence) -> None:
+        self.scheduler.remove(seq, keep=True)
+        self._ask("end", seq)
+
+    def _ask(self, verb: str, *arguments: object) -> None:
+        """Call one of the drafter's optional verbs; if it fails, the text goes on without it."""
+        try:
+            getattr(self.drafter, verb)(*arguments)
+        except Exception as error:
+            self.last_failure = f"{verb}: {type(error).__name__}: {error}"
+
+
+class Clock:
+    """Seconds of each phase of a step, and when each began since the engine was made."""
+
+    def __init__(self) -> None:
+        self.zero = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.starts: dict[str, float] = {}
+
+    def start(self) -> Clock:
+        self.seconds, self.starts = {}, {}
+        return self
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        self.starts[phase] = begin - self.zero
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - begin
+
+
+def _sound(tree: Tree, budget: int, vocabulary: int) -> Tree:
+    """As much of a tree as is well-formed and affordable: every prefix of one is a tree again."""
+    sound = 0
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if not (0 <= token < vocabulary and -1 <= parent < node):
+            break
+        sound += 1
+    return tree.cut(min(sound, budget))
+
+
+def _insist_on_numbers(highest: Tensor) -> None:
+    """highest [R]: each row's largest logit. A NaN anywhere in a row surfaces here."""
+    if not bool(highest.isfinite().all()):
+        raise ModelError(
+            "The target produced NaN or infinite logits, so no token can be chosen. The weights may be damaged or "
+            "overflow in this dtype: try dtype float32, or fetch the model again."
+        )

@@ -1,0 +1,19 @@
+"""One kind of error for everything a user can cause or repair.
+
+The message is a sentence that says what happened and what to do about it. The command line prints it and
+exits with status 1; a traceback is for bugs, never for these.
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Something a user can understand and repair; `str(error)` is the whole story."""
+
+
+class ConfigError(OutriderError, ValueError):
+    """A parameter or a combination of parameters that cannot work."""
+
+
+class ModelError(OutriderError):
+    """A model, a tokenizer or a weight file that cannot be found, read or run."""

@@ -1,0 +1,231 @@
+"""Text in, text out: the library's front door.
+
+    llm = LLM()                                          # or LLM("path/or/name", drafter="suffix", k="auto")
+    out = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, seed=7))
+    for piece in llm.stream("Once upon a time"): print(piece.text, end="")
+
+`generate` continues raw text, `chat` applies the model's template. Everything below the text is the engine's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Iterator, Sequence as Listing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .build import build_engine
+from .config import Config, config_from, from_hugging_face, from_speculative_config
+from .errors import ConfigError
+from .machine import prepare
+from .text import Piece, Reader
+from .trace import Recorder
+from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    origins: str  # one letter per token: a (accepted) or b (bonus)
+    stats: Stats
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """All answers to one prompt; what a single answer has is reachable directly."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Completion.__dataclass_fields__:
+            return getattr(self.outputs[0], name)
+        raise AttributeError(name)
+
+
+class LLM:
+    """A target with a drafter. Hugging Face's and vLLM's argument names are understood too."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        speculative_config: str | dict[str, Any] | None = None,
+        threads: int | None = None,
+        recorder: Recorder | None = None,
+        **arguments: Any,  # drafter, k, rule, dtype, max_length, max_batch, …; anything else goes to the drafter
+    ) -> None:
+        if speculative_config is not None:
+            arguments |= from_speculative_config(speculative_config)
+        config = config_from(from_hugging_face(arguments))
+        prepare()  # before the first product of this process
+        if threads is not None:
+            torch.set_num_threads(threads)
+        from .models.checkpoint import open_checkpoint
+        from .models.transformer import Transformer
+
+        checkpoint = open_checkpoint(model)
+        length = config.length_for(checkpoint.config.context_length)
+        target = Transformer(checkpoint.config, checkpoint.weights, config.torch_dtype, length=length)
+        self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
+
+    def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
+        self.name, self.target, self.tokenizer, self.config = name, target, tokenizer, config
+        self.recorder = recorder or Recorder()
+        self._ids = itertools.count(1)
+        self._readers: dict[int, Reader] = {}
+        self._rejected: dict[int, list[int]] = {}
+        self._engine()
+
+    def _engine(self) -> None:
+        self.engine = build_engine(self.target, self.config, self.tokenizer, (self, self.recorder))
+
+    def using(self, recorder: Recorder | None = None, **changes: Any) -> LLM:
+        """The same target in memory with another drafter, K or rule."""
+        sibling = LLM.__new__(LLM)
+        old = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name != "options"}
+        config = config_from(old | from_hugging_face(changes))
+        sibling._assemble(self.name, self.target, self.tokenizer, config, recorder)
+        return sibling
+
+    @property
+    def dtype(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    # ------------------------------------------------------------ the public verbs
+
+    def generate(
+        self,
+        prompts: str | Listing[str | list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        speculate: bool = True,
+    ) -> list[Result]:
+        """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text."""
+        asked: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = params if isinstance(params, list) else [params or SamplingParams()] * len(asked)
+        if len(each) != len(asked):
+            raise ConfigError(f"There are {len(asked)} prompts but {len(each)} sampling parameters.")
+        ids = [self._encode(prompt) for prompt in asked]
+        raw = [isinstance(prompt, str) for prompt in asked]
+        batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
+        self._run([seq for seqs in batch for seq in seqs])
+        return [
+            Result(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self._close, seqs)])
+            for prompt, i, seqs in zip(asked, ids, batch, strict=True)
+        ]
+
+    def chat(
+        self, messages: Messages | list[Messages], params: SamplingParams | None = None, speculate: bool = True
+    ) -> list[Result]:
+        """Answer a conversation, or several, under the model's chat template."""
+        several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.generate([self.tokenizer.encode_chat(m) for m in several], params, speculate)
+
+    def stream(
+        self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
+    ) -> Iterator[Piece]:
+        """Continue a prompt (or answer messages), one piece per step. Leaving the loop cancels the request."""
+        asked: Any = prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            asked = self.tokenizer.encode_chat(prompt)
+        one = replace(params or SamplingParams(), n=1)
+        (seq,) = self._sequences(self._encode(asked), one, speculate, isinstance(asked, str))
+        return self._pieces(seq)
+
+    def _pieces(self, seq: Sequence) -> Iterator[Piece]:
+        self.last = seq  # what was measured outlives an interrupted loop
+        reader, said = self._readers[seq.id], 0
+        self.engine.add(seq)
+        try:
+            while not seq.done:
+                self.engine.step()
+                if seq.done:
+                    reader.finish()
+                if len(seq.origins) > said:
+                    texts, ids = reader.texts[said:], seq.generated[said:]
+                    yield Piece("".join(texts), ids, seq.origins[said:], texts, self._rejected.pop(seq.id, []))
+                    said = len(seq.origins)
+        except GeneratorExit:
+            self.engine.cancel(seq)
+            raise
+        except BaseException:
+            self._engine()  # an interrupted step may have left anything; the next request starts clean
+            raise
+        finally:
+            self._readers.pop(seq.id, None)
+
+    # ------------------------------------------------------------ inside
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        room = self.engine.cache.length
+        if not ids:
+            raise ConfigError("The prompt is empty; give at least one word.")
+        if len(ids) >= room:
+            raise ConfigError(
+                f"The prompt has {len(ids)} tokens, but only {room} fit, the answer included. Shorten the prompt"
+                + (", or raise max_length." if room < self.target.config.context_length else ".")
+            )
+        if not all(0 <= i < self.target.config.vocab_size for i in ids):
+            raise ConfigError(f"A prompt token is outside the vocabulary of {self.target.config.vocab_size} ids.")
+        return ids
+
+    def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
+        """One sequence for each of the n answers; the j-th has seed + j."""
+        seed = params.seed if params.seed is not None else secrets.randbits(31)
+        fits = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(ids)))
+        seqs = [self._sequence(ids, fits, seed + j) for j in range(params.n)]
+        for seq in seqs:
+            seq.speculate = speculate
+            # Raw text is continued in mid-sentence: a first space belongs to it.
+            seq.watch = self._readers[seq.id] = Reader(self.tokenizer.stream(continuing=raw), fits, seq.ends)
+        return seqs
+
+    def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
+        eos = self.tokenizer.eos_ids | self.target.config.eos_ids
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        return Sequence(next(self._ids), list(ids), params, seed, ends, self._bad_words(params), self.config.rule)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each banned word as it is spelled at the start of a text and after a space."""
+        spelled = {tuple(self.tokenizer.encode(s)) for word in params.bad_words for s in (word, " " + word.lstrip())}
+        return tuple(sorted(ids for ids in spelled if ids))
+
+    def _run(self, seqs: Iterable[Sequence]) -> None:
+        try:
+            for seq in seqs:
+                self.engine.add(seq)
+            while self.engine.busy:
+                self.engine.step()
+        except BaseException:
+            self._engine()
+            raise
+
+    def _close(self, seq: Sequence) -> Completion:
+        reader = self._readers.pop(seq.id)
+        reader.finish()
+        self._rejected.pop(seq.id, None)
+        logprobs = seq.logprobs if seq.params.logprobs is not None else None
+        return Completion(
+            "".join(reader.texts), seq.generated, seq.finish or "", seq.origins, seq.stats, seq.seed, logprobs
+        )
+
+    def observe(self, step: Step) -> None:
+        """The engine's listener: remembers what was drafted in vain, for whoever shows it."""
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
+            if verdict is not None:
+                vain = [t for t, fate in zip(tree.tokens, verdict.fates, strict=True) if fate != ACCEPTED]
+                self._rejected[turn.seq.id] = vain

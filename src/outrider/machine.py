@@ -1,0 +1,88 @@
+"""Facts about this machine that users must never have to know.
+
+Some virtual machines advertise AMX and fault on it (SIGILL): oneDNN would then take the whole program down in the first
+bfloat16 or int8 product. `prepare()` tries one in a child process, once per machine, and caps oneDNN if the child dies.
+It must run before the first product of this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from .paths import cache_folder
+
+_CAP = "AVX512_CORE_BF16"
+_PROBE = """
+import torch
+x, w = torch.randn(16, 64), torch.randn(64, 64)
+packed = torch.ops.mkldnn._reorder_linear_weight(w.bfloat16(), None)
+torch.ops.mkldnn._linear_pointwise(x.bfloat16(), packed, None, "none", [], "")
+torch.matmul(x.bfloat16(), w.bfloat16())
+"""
+
+
+def prepare() -> None:
+    """Make bfloat16 and int8 products safe in this process. Cheap after the first time on a machine."""
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_tile" not in cpu_flags():
+        return
+    if not _amx_works():
+        os.environ["ONEDNN_MAX_CPU_ISA"] = _CAP
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the processor says it can do (Linux on x86; empty elsewhere)."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def fingerprint() -> str:
+    """Short name for this machine and this torch: what was measured here holds only here."""
+    facts = (cpu_name(), sorted(cpu_flags()), os.cpu_count(), torch.__version__, platform.platform())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _amx_works() -> bool:
+    note = cache_folder() / "probes" / f"amx-{fingerprint()}.json"
+    try:
+        return bool(json.loads(note.read_text())["works"])
+    except (OSError, ValueError, KeyError, TypeError):
+        works = _child_survives()
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = note.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"works": works}))
+        unfinished.replace(note)
+    except OSError:
+        pass  # nothing is lost but the next start's two seconds
+    return works
+
+
+def _child_survives() -> bool:
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0

@@ -1,0 +1,56 @@
+"""What a model is to the rest of Outrider: rows in, logits out, K/V kept in a plane that somebody else owns.
+
+Three optional arguments (a part of the layers, a hidden state to resume from, taps) are enough for every method
+that looks inside a target, so that no method ever forks a model file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import Output, Rows
+
+if TYPE_CHECKING:
+    from ..cache import Plane
+    from .config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a model's blocks run. The default is all of them, with the head."""
+
+    start: int = 0
+    stop: int | None = None  # None: to the last layer
+    skip_attention: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+    head: bool = True
+
+
+WHOLE = Part()
+
+
+class PlaneShape(NamedTuple):
+    """What a model needs a plane to hold."""
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class Model(Protocol):
+    """A causal language model over rows."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def plane_shape(self) -> PlaneShape: ...
+
+    def forward(
+        self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Output: ...

@@ -1,0 +1,42 @@
+"""Matrix products whose rows do not depend on their neighbours.
+
+On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
+upwards (a one-row product takes another kernel, so it is padded to two). Plain `F.linear` gives no such promise; it
+serves float64, other devices, and machines without oneDNN. `Linear.exact` says which one this is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Linear:
+    """y = x Wᵀ + b. x [T, in] -> [T, out] in the weight's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.exact = packs(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.exact else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.exact:
+            return F.linear(x, self.weight, self.bias)
+        if x.shape[0] == 1:
+            return self._packed(x.expand(2, -1).contiguous())[:1]
+        return self._packed(x)
+
+    def _packed(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether oneDNN can hold this weight packed on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

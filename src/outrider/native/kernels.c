@@ -1,0 +1,144 @@
+/* The small operations of a decoder pass on a CPU: norm, rope, attention, gated activation.
+ *
+ * The promise: a row's result is the same bits whichever rows share the call and however many threads there are.
+ * It holds by construction. Every sum has one order, given by the row alone: W lanes, each in ascending order, then
+ * one fixed tree. Short tails are padded with zeros and run through the same instructions. Products and sums fuse
+ * only where `fma_` is written (build with -ffp-contract=off, never with -ffast-math). Blocks, tiles and parts decide
+ * who computes a number, never how.
+ *
+ * It does not know models, sequences or drafts: only rows, slots and planes. Callers check shapes and types. Every
+ * function takes one struct whose fields are 8 bytes each, and returns non-zero when there is no memory.
+ */
+#include "vectors.h"
+
+#include "attend.h"
+
+/* Rows that one part of a job takes: enough elements to be worth waking another thread for. */
+INLINE int64_t block_of(int64_t width) { return most(1, 32768 / most(1, width)); }
+
+static int by_blocks(Work work, const void *job, int64_t rows, int64_t block, int64_t threads) {
+    return spread(work, job, (rows + block - 1) / block, threads);
+}
+
+static float inverse_rms(const float *x, int64_t n, float eps) {
+    vf sum = {0};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) sum = fma_(load(x + i), load(x + i), sum);
+    const vf rest = load_some(x + i, n - i);
+    sum = fma_(rest, rest, sum);
+    return 1.0f / sqrtf(lanes_sum(sum) / (float)n + eps);
+}
+
+/* ---------------------------------------------------------------- x += delta, then norm */
+
+typedef struct {
+    float *x; /* [T, H] */
+    const void *delta; /* [T, H] or NULL */
+    const float *weight; /* [H] */
+    void *out; /* [T, H] */
+    int64_t rows, width;
+    double eps;
+    int64_t delta_bf16, out_bf16, threads;
+} Norm;
+
+static int norm_rows(const void *job, int64_t part) {
+    const Norm *a = job;
+    const int64_t n = a->width, block = block_of(n);
+    float *restrict row = scratch(0, n);
+    if (!row) return 1;
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {
+        float *restrict x = a->x + t * n;
+        if (a->delta) {
+            read_row(row, at(a->delta, a->delta_bf16, t * n), a->delta_bf16, n);
+            for (int64_t i = 0; i < n; i++) x[i] += row[i];
+        }
+        const float scale = inverse_rms(x, n, (float)a->eps);
+        for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * a->weight[i];
+        write_row(at(a->out, a->out_bf16, t * n), a->out_bf16, row, n);
+    }
+    return 0;
+}
+
+int outrider_add_norm(const Norm *a) { return by_blocks(norm_rows, a, a->rows, block_of(a->width), a->threads); }
+
+/* ---------------------------------------------------------------- silu(gate) * up */
+
+typedef struct {
+    const void *gate_up; /* [T, 2I] */
+    void *out; /* [T, I] */
+    int64_t rows, width, bf16, threads;
+} Silu;
+
+INLINE int64_t silu_block(int64_t width) { return block_of(4 * width); } /* an exponential is worth several sums */
+
+static int silu_rows(const void *job, int64_t part) {
+    const Silu *a = job;
+    const int64_t n = a->width, wide = padded(n), block = silu_block(n);
+    float *gate = scratch(0, 2 * wide), *up = gate + wide;
+    if (!gate) return 1;
+    memset(gate, 0, (size_t)(2 * wide) * sizeof *gate);
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {
+        read_row(gate, at(a->gate_up, a->bf16, 2 * t * n), a->bf16, n);
+        read_row(up, at(a->gate_up, a->bf16, (2 * t + 1) * n), a->bf16, n);
+        for (int64_t i = 0; i < wide; i += W) {
+            const vf g = load(gate + i);
+            store(gate + i, g / (1.0f + exp_(-g)) * load(up + i));
+        }
+        write_row(at(a->out, a->bf16, t * n), a->bf16, gate, n);
+    }
+    return 0;
+}
+
+int outrider_silu_mul(const Silu *a) { return by_blocks(silu_rows, a, a->rows, silu_block(a->width), a->threads); }
+
+/* ---------------------------------------------------------------- rope; k and v into their slots */
+
+typedef struct {
+    const void *qkv; /* [T, (heads + 2 kv_heads) d] */
+    const float *cos, *sin; /* [T, half] */
+    float *q, *k, *v; /* [T, heads, d], [S, kv_heads, d], [S, kv_heads, d] */
+    const int64_t *slots; /* [T] */
+    const float *q_norm, *k_norm; /* [d] or NULL */
+    int64_t rows, heads, kv_heads, d, half;
+    double eps;
+    int64_t bf16, threads;
+} Rope;
+
+INLINE int64_t rope_width(const Rope *a) { return (a->heads + 2 * a->kv_heads) * a->d; }
+
+static void turn_head(const Rope *a, float *restrict x, int64_t t, const float *weight) {
+    if (weight) {
+        const float scale = inverse_rms(x, a->d, (float)a->eps);
+        for (int64_t i = 0; i < a->d; i++) x[i] = x[i] * scale * weight[i];
+    }
+    const float *restrict cos = a->cos + t * a->half, *restrict sin = a->sin + t * a->half;
+    for (int64_t i = 0; i < a->half; i++) {
+        const float first = x[i], second = x[i + a->half];
+        x[i] = first * cos[i] - second * sin[i];
+        x[i + a->half] = second * cos[i] + first * sin[i];
+    }
+}
+
+static int rope_rows(const void *job, int64_t part) {
+    const Rope *a = job;
+    const int64_t width = rope_width(a), block = block_of(width), q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
+    float *row = scratch(0, width);
+    if (!row) return 1;
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {
+        read_row(row, at(a->qkv, a->bf16, t * width), a->bf16, width);
+        for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
+            turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
+        memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
+        memcpy(a->k + a->slots[t] * kv_width, row + q_width, (size_t)kv_width * sizeof *row);
+        memcpy(a->v + a->slots[t] * kv_width, row + q_width + kv_width, (size_t)kv_width * sizeof *row);
+    }
+    return 0;
+}
+
+int outrider_rope_store(const Rope *a) { return by_blocks(rope_rows, a, a->rows, block_of(rope_width(a)), a->threads); }
+
+/* ---------------------------------------------------------------- attention, in attend.h */
+
+int outrider_attend(const Attend *a) { return attend(a); }
+
+const char *outrider_isa(void) { return ISA; }

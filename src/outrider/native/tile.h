@@ -1,0 +1,276 @@
+/* Attention of a few queries that share a line and a kv head, one block of keys at a time.
+ *
+ * Lists of keys are cut into blocks by the place of a key in its list. Within a block a score is one sum over d, a
+ * weight one exponential, an output one sum over the keys in order; lanes of the weights' sum follow a key's place.
+ * None of it depends on the tile: its rows are walked together only so that K and V are read once for all of them.
+ * A key outside a row's list is never multiplied.
+ */
+#ifndef OUTRIDER_TILE_H
+#define OUTRIDER_TILE_H
+
+#include "vectors.h"
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define QUERIES 4 /* queries that share a register tile: 32 registers hold 4 x 4 sums, 16 registers 2 x 4 */
+#else
+#define QUERIES 2
+#endif
+
+enum {
+    BLOCK = 256, /* keys of a block; a multiple of W. Another number gives other bits */
+    VALUES = 64, /* value rows that are read together */
+    TILE = 48, /* queries of a tile, at most */
+    STRIDE = BLOCK + 16, /* scores are written W at a time, and may run over */
+};
+
+typedef struct {
+    const float *q, *k, *v; /* [T, heads, d], [S, kv_heads, d], [S, kv_heads, d] */
+    const int32_t *table; /* [lines, table_stride] */
+    const int64_t *lines, *context; /* [T], [T] */
+    const int32_t *ancestors; /* [T, depth] or NULL */
+    void *out; /* [T, heads, d] */
+    int64_t table_stride, depth, rows, heads, kv_heads, d, window;
+    double scale;
+    int64_t bf16, threads;
+} Attend;
+
+typedef struct {
+    float best, total; /* the largest score; the sum of exp(score - best) */
+    float *sum; /* [wide] of exp(score - best) * value */
+} State; /* of a query, after some of its keys */
+
+/* Consecutive queries of one line and one kv head, row by row. */
+typedef struct {
+    const Attend *a;
+    const int64_t *ends; /* [T] keys in a row's list */
+    int64_t kv, first, count, group; /* first: row * group + head in group */
+    int64_t from, to, low, high; /* the block's keys; keys low .. high-1 are in every row's list */
+    int64_t wide; /* d, padded */
+    float *q, *scores, *copy; /* [TILE, wide], [TILE, STRIDE], [VALUES, wide] */
+    State state[TILE]; /* of this block */
+} Tile;
+
+INLINE int64_t row_of(const Tile *tile, int64_t query) { return (tile->first + query) / tile->group; }
+
+INLINE int64_t head_of(const Tile *tile, int64_t query) { /* row * heads + head */
+    return row_of(tile, query) * tile->a->heads + tile->kv * tile->group + (tile->first + query) % tile->group;
+}
+
+/* A row's keys within the block are start .. end-1: none, if end <= start. */
+INLINE int64_t start_of(const Tile *tile, int64_t t) {
+    return most(tile->from, tile->a->window > 0 ? tile->ends[t] - tile->a->window : 0);
+}
+
+INLINE int64_t end_of(const Tile *tile, int64_t t) { return least(tile->to, tile->ends[t]); }
+
+/* ---------------------------------------------------------------- a register tile */
+
+/* W scores for each of Q queries: lane by lane over d, then a tree of folds. */
+INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float *scores) {
+    vf part[QUERIES][W / 4];
+    for (int quad = 0; quad < W / 4; quad++) {
+        vf sum[QUERIES][4] = {{{0}}};
+        const float *const *key = keys + 4 * quad;
+        for (int64_t c = 0; c < wide; c += W) {
+            vf k[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                k[j] = load(key[j] + c);
+                KEEP(k[j]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < Q; i++) {
+                vf x = load(q + i * wide + c);
+                KEEP(x);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[i][j] = fma_(x, k[j], sum[i][j]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < Q; i++)
+            part[i][quad] = FOLD(HALF, FOLD(LOW, sum[i][0], sum[i][1]), FOLD(LOW, sum[i][2], sum[i][3]));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; i++) {
+#if W == 16
+        part[i][0] = FOLD(BLOCK, FOLD(BLOCK, part[i][0], part[i][1]), FOLD(BLOCK, part[i][2], part[i][3]));
+#elif W == 8
+        part[i][0] = FOLD(BLOCK, part[i][0], part[i][1]);
+#endif
+        store(scores + i * STRIDE, part[i][0]);
+    }
+}
+
+/* Sums of p * values for Q queries and C vectors of d, one key after the other. */
+INLINE void weigh(int Q, int C, const float *p, const float **values, int64_t n, const State *state, int64_t c) {
+    vf sum[QUERIES][4];
+    for (int i = 0; i < Q; i++)
+        for (int j = 0; j < C; j++) sum[i][j] = load(state[i].sum + c + j * W);
+    for (int64_t key = 0; key < n; key++) {
+        vf value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) {
+            value[j] = load(values[key] + c + j * W);
+            KEEP(value[j]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < Q; i++) {
+            const vf weight = all(p[i * STRIDE + key]);
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) sum[i][j] = fma_(weight, value[j], sum[i][j]);
+        }
+    }
+    for (int i = 0; i < Q; i++)
+        for (int j = 0; j < C; j++) store(state[i].sum + c + j * W, sum[i][j]);
+}
+
+#define BY_QUERIES(n, CALL) /* the number of queries, as a constant */ \
+    do { \
+        if (n == 1) CALL(1); \
+        else if (n == 2 || QUERIES == 2) CALL(2); \
+        else if (n == 3) CALL(3 < QUERIES ? 3 : QUERIES); \
+        else CALL(QUERIES); \
+    } while (0)
+
+INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, not 4 + 4 + 1 */
+    const int64_t turns = (left + QUERIES - 1) / QUERIES;
+    return (left + turns - 1) / turns;
+}
+
+/* ---------------------------------------------------------------- stretches of keys */
+
+/* Where keys j .. j+n-1 of row t begin in a plane; the last one again until `fill` pointers are set. */
+static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
+                 const float **found) {
+    const Attend *a = tile->a;
+    const int32_t *line = a->table + a->lines[t] * a->table_stride;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t own = j + i - a->context[t];
+        const int64_t slot = own < 0 ? line[j + i] : a->ancestors[t * a->depth + own];
+        found[i] = plane + (slot * a->kv_heads + tile->kv) * a->d;
+        if (tile->wide == a->d) continue;
+        float *copy = tile->copy + i * tile->wide; /* a row that does not fill its last vector: zeros do */
+        memcpy(copy, found[i], (size_t)a->d * sizeof *copy);
+        memset(copy + a->d, 0, (size_t)(tile->wide - a->d) * sizeof *copy);
+        found[i] = copy;
+    }
+    for (int64_t i = n; i < fill; i++) found[i] = found[n - 1];
+}
+
+/* Scores of keys j .. end-1 of row t for queries first .. last-1; up to W-1 scores after them are overwritten. */
+static void score_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
+    const float *keys[W];
+    const int64_t wide = tile->wide;
+    for (; j < end; j += W) {
+        find(tile, tile->a->k, t, j, least(W, end - j), W, keys);
+        for (int64_t i = first, n; i < last; i += n) {
+            n = take(last - i);
+            float *scores = tile->scores + i * STRIDE + (j - tile->from);
+#define SCORE(Q) score(Q, tile->q + i * wide, wide, keys, scores)
+            BY_QUERIES(n, SCORE);
+        }
+    }
+}
+
+static void weigh_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
+    const float *values[VALUES];
+    const int64_t wide = tile->wide;
+    for (; j < end; j += VALUES) {
+        const int64_t keys = least(VALUES, end - j);
+        find(tile, tile->a->v, t, j, keys, keys, values);
+        for (int64_t i = first, n; i < last; i += n) {
+            n = take(last - i);
+            const float *p = tile->scores + i * STRIDE + (j - tile->from);
+            const State *state = tile->state + i;
+            int64_t c = 0;
+#define WEIGH4(Q) weigh(Q, 4, p, values, keys, state, c)
+#define WEIGH1(Q) weigh(Q, 1, p, values, keys, state, c)
+            for (; c + 4 * W <= wide; c += 4 * W) BY_QUERIES(n, WEIGH4);
+            for (; c < wide; c += W) BY_QUERIES(n, WEIGH1);
+        }
+    }
+}
+
+/* Every row walks its own keys in order; what all rows of the tile share is walked together.
+ *
+ *     row 0   start ......[low ........ high]. end
+ *     row 1      start ...[low ........ high]...... end
+ */
+typedef void (*Walk)(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end);
+
+static void walk_own(const Tile *tile, Walk keys, int after) {
+    for (int64_t first = 0, last; first < tile->count; first = last) {
+        const int64_t t = row_of(tile, first), start = start_of(tile, t), end = end_of(tile, t);
+        last = least(tile->count, (t + 1) * tile->group - tile->first);
+        if (after) keys(tile, first, last, t, most(tile->high, start), end);
+        else keys(tile, first, last, t, start, least(tile->low, end));
+    }
+}
+
+static void walk(const Tile *tile, Walk keys) {
+    walk_own(tile, keys, 0);
+    keys(tile, 0, tile->count, row_of(tile, 0), tile->low, tile->high);
+    walk_own(tile, keys, 1);
+}
+
+/* Scores start .. end-1 become weights. */
+static void softmax(State *state, float *scores, int64_t start, int64_t end) {
+    const int64_t low = start / W * W, high = padded(end);
+    for (int64_t j = low; j < start; j++) scores[j] = -INFINITY;
+    for (int64_t j = end; j < high; j++) scores[j] = -INFINITY;
+    vf top = all(-INFINITY), sum = {0};
+    for (int64_t j = low; j < high; j += W) {
+        const vf x = load(scores + j);
+        top = either((vu)(x > top), x, top);
+    }
+    state->best = lanes_top(top);
+    for (int64_t j = low; j < high; j += W) {
+        const vf p = exp_(load(scores + j) - state->best);
+        store(scores + j, p);
+        sum += p;
+    }
+    state->total = lanes_sum(sum);
+}
+
+static void load_queries(Tile *tile) {
+    const Attend *a = tile->a;
+    const float scale = (float)a->scale;
+    for (int64_t i = 0; i < tile->count; i++) {
+        float *q = tile->q + i * tile->wide;
+        for (int64_t c = 0; c < a->d; c++) q[c] = a->q[head_of(tile, i) * a->d + c] * scale;
+        for (int64_t c = a->d; c < tile->wide; c++) q[c] = 0.0f;
+    }
+}
+
+/* The states of one block. A query without keys in it has total 0; then its best and sum mean nothing. */
+static void attend_block(Tile *tile, int64_t block) {
+    tile->from = tile->low = block * BLOCK;
+    tile->to = tile->high = tile->from + BLOCK;
+    for (int64_t t = row_of(tile, 0); t <= row_of(tile, tile->count - 1); t++) {
+        tile->low = most(tile->low, start_of(tile, t));
+        tile->high = least(tile->high, least(tile->a->context[t], end_of(tile, t)));
+    }
+    tile->high = most(tile->low, tile->high);
+    walk(tile, score_keys);
+    for (int64_t i = 0; i < tile->count; i++) {
+        const int64_t t = row_of(tile, i), start = start_of(tile, t), end = end_of(tile, t);
+        tile->state[i].total = 0.0f;
+        if (start < end) softmax(tile->state + i, tile->scores + i * STRIDE, start - tile->from, end - tile->from);
+        memset(tile->state[i].sum, 0, (size_t)tile->wide * sizeof(float));
+    }
+    walk(tile, weigh_keys);
+}
+
+/* A query's keys so far, and then its next block. */
+static void merge(State *so_far, const State *next, int64_t wide) {
+    if (next->total == 0.0f) return;
+    const float best = next->best > so_far->best ? next->best : so_far->best;
+    const vf factors = exp_((vf){so_far->best - best, next->best - best});
+    const float old = factors[0], new = factors[1];
+    so_far->best = best;
+    so_far->total = so_far->total * old + next->total * new;
+    for (int64_t c = 0; c < wide; c += W)
+        store(so_far->sum + c, load(so_far->sum + c) * old + load(next->sum + c) * new);
+}
+
+#endif

@@ -1,0 +1,218 @@
+/* What the kernels are made of: vectors whose order of operations is fixed, rows in two types, scratch, threads.
+ *
+ * The width W is the machine's own; a sum's order depends on it, so machines may differ in the last bit, but calls on
+ * one machine never do. Nothing here knows what the numbers mean.
+ */
+#ifndef OUTRIDER_VECTORS_H
+#define OUTRIDER_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define W 16
+#define ISA "AVX512"
+#elif defined(__AVX2__) && defined(__FMA__)
+#define W 8
+#define ISA "AVX2"
+#elif defined(__aarch64__)
+#define W 4
+#define ISA "NEON"
+#else
+#define W 4
+#define ISA "128-bit vectors"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+
+/* ---------------------------------------------------------------- vectors */
+
+INLINE vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE vf load_some(const float *p, int64_t n) { /* n < W values, then zeros */
+    vf v = {0};
+    memcpy(&v, p, (size_t)n * sizeof *p);
+    return v;
+}
+
+INLINE vf all(float x) { return x - (vf){0}; }
+
+INLINE vf fma_(vf a, vf b, vf c) { /* a * b + c, rounded once where the machine can */
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf either(vu mask, vf yes, vf no) { return (vf)((mask & (vu)yes) | (~mask & (vu)no)); }
+
+INLINE float lanes_sum(vf v) {
+    float lane[W];
+    memcpy(lane, &v, sizeof v);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) lane[i] += lane[i + step];
+    return lane[0];
+}
+
+INLINE float lanes_top(vf v) {
+    float lane[W];
+    memcpy(lane, &v, sizeof v);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) lane[i] = lane[i] > lane[i + step] ? lane[i] : lane[i + step];
+    return lane[0];
+}
+
+/* Folds halve the number of vectors: lanes of (a, b) are summed in pairs. log2(W) folds turn W vectors into one whose
+ * lane i is the sum of vector i, always by the same tree. Lanes are picked within blocks of four, then among blocks. */
+#define LOW(i, off) ((i) / 4 * 4 + (i) % 4 / 2 + (i) % 2 * W + 2 * (off)) /* a0 b0 a1 b1, or a2 b2 a3 b3 */
+#define HALF(i, off) ((i) / 4 * 4 + (i) % 2 + (i) % 4 / 2 * W + 2 * (off)) /* a0 a1 b0 b1, or a2 a3 b2 b3 */
+#define BLOCK(i, off) ((i) % 4 + (i) % (W / 2) / 4 * 8 + (i) / (W / 2) * W + 4 * (off)) /* even blocks, or odd ones */
+#define FOUR(F, i, off) F(i, off), F((i) + 1, off), F((i) + 2, off), F((i) + 3, off)
+#if W == 16
+#define LANES(F, off) FOUR(F, 0, off), FOUR(F, 4, off), FOUR(F, 8, off), FOUR(F, 12, off)
+#elif W == 8
+#define LANES(F, off) FOUR(F, 0, off), FOUR(F, 4, off)
+#else
+#define LANES(F, off) FOUR(F, 0, off)
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(F, a, b, off) __builtin_shufflevector(a, b, LANES(F, off))
+#else
+#define PICK(F, a, b, off) __builtin_shuffle(a, b, (vu){LANES(F, off)})
+#endif
+#define FOLD(F, a, b) (PICK(F, a, b, 0) + PICK(F, a, b, 1))
+
+/* A value that stays in its register: compilers like to read it from memory again for every use. */
+#if defined(__AVX512F__)
+#define KEEP(x) __asm__("" : "+v"(x))
+#elif defined(__SSE__)
+#define KEEP(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KEEP(x) __asm__("" : "+w"(x))
+#else
+#define KEEP(x)
+#endif
+
+INLINE vf exp_(vf x) { /* about 1 ulp; 0 below -87.3, infinity above 88.3, NaN stays NaN */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
+    vf t = fma_(x, all(1.44269504f), all(shift));
+    vf n = t - shift;
+    vf r = fma_(n, all(-0.693359375f), x);
+    r = fma_(n, all(2.12194440e-4f), r);
+    vf p = fma_(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
+    p = fma_(p, r, all(8.3334519073e-3f));
+    p = fma_(p, r, all(4.1665795894e-2f));
+    p = fma_(p, r, all(1.6666665459e-1f));
+    p = fma_(p, r, all(5.0000001201e-1f));
+    p = fma_(p, r * r, r) + 1.0f;
+    vf power = (vf)(((vu)t << 23) + 0x3f800000u);
+    vf y = either((vu)(x < -87.3f), all(0.0f), p * power);
+    return either((vu)(x > 88.3f), all(INFINITY), y);
+}
+
+/* ---------------------------------------------------------------- rows in two types, scratch, threads */
+
+static void read_row(float *restrict out, const void *row, int64_t bf16, int64_t n) {
+    if (!bf16) {
+        memcpy(out, row, (size_t)n * sizeof *out);
+        return;
+    }
+    const uint16_t *half = row;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+static void write_row(void *out, int64_t bf16, const float *restrict row, int64_t n) { /* to nearest, ties to even */
+    if (!bf16) {
+        memcpy(out, row, (size_t)n * sizeof *row);
+        return;
+    }
+    uint16_t *restrict half = out;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, row + i, sizeof bits);
+        uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        half[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+}
+
+INLINE void *at(const void *base, int64_t bf16, int64_t i) { return (char *)base + i * (bf16 ? 2 : 4); }
+
+INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Growing buffers, kept by their thread for the next call: fresh ones would cost page faults in every layer. */
+static float *scratch(int which, int64_t floats) {
+    static _Thread_local char *base[2];
+    static _Thread_local size_t held[2];
+    const size_t need = (size_t)floats * sizeof(float) + 64;
+    if (need > held[which]) {
+        free(base[which]);
+        base[which] = malloc(need + need / 2);
+        held[which] = base[which] ? need + need / 2 : 0;
+    }
+    return base[which] ? (float *)(((uintptr_t)base[which] + 63) & ~(uintptr_t)63) : NULL;
+}
+
+/* Threads may come with different rounding of denormals (torch.set_flush_denormal); all work runs in one mode. */
+#if defined(__SSE__)
+#define PLAIN_MODE \
+    unsigned mode = _mm_getcsr(); \
+    _mm_setcsr(0x1f80)
+#define OLD_MODE _mm_setcsr(mode)
+#elif defined(__aarch64__)
+#define PLAIN_MODE \
+    uint64_t mode; \
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=r"(mode))
+#define OLD_MODE __asm__ volatile("msr fpcr, %0" : : "r"(mode))
+#else
+#define PLAIN_MODE
+#define OLD_MODE
+#endif
+
+typedef int (*Work)(const void *job, int64_t part); /* non-zero: no memory */
+
+static int spread(Work work, const void *job, int64_t parts, int64_t threads) {
+    int failed = 0;
+    if (parts <= 1 || threads <= 1) {
+        PLAIN_MODE;
+        for (int64_t i = 0; i < parts; i++) failed |= work(job, i);
+        OLD_MODE;
+        return failed;
+    }
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads) reduction(| : failed)
+    for (int64_t i = 0; i < parts; i++) {
+        PLAIN_MODE;
+        failed |= work(job, i);
+        OLD_MODE;
+    }
+    return failed;
+}
+
+#endif

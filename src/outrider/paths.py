@@ -1,0 +1,20 @@
+"""Where Outrider keeps what it can make again. It knows folders, not what is in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """$OUTRIDER_HOME, else the platform's place for caches. The folder need not exist yet."""
+    if home := os.environ.get("OUTRIDER_HOME"):
+        return Path(home).expanduser()
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return Path(local) / "outrider" if local else Path.home() / "AppData" / "Local" / "outrider"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "outrider"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return Path(shared) / "outrider" if shared else Path.home() / ".cache" / "outrider"

@@ -1,0 +1,1 @@
+"""How passes are run: the same `launch` and `wait` on every device."""

@@ -1,0 +1,40 @@
+"""Passes as they are, on a CPU (or any device without captured graphs).
+
+`launch` starts a pass and `wait` gives its output. Where the drafter has something to do meanwhile, the pass runs in a
+worker thread (torch releases the interpreter lock inside its operations); otherwise it runs inline, which is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..cache import Plane
+from ..models import Model
+from ..types import Output, Rows
+
+
+class Pending:
+    """A pass under way."""
+
+    def __init__(self, wait: Callable[[], Output]) -> None:
+        self.wait = wait
+
+
+class Eager:
+    """Runs one model over its plane."""
+
+    def __init__(self, model: Model, plane: Plane) -> None:
+        self.model, self.plane = model, plane
+        self._worker: ThreadPoolExecutor | None = None
+
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending:
+        def run() -> Output:
+            return self.model.forward(rows, self.plane, taps=taps)
+
+        if not overlapped:
+            return Pending(run)
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "target")
+        future: Future[Output] = self._worker.submit(run)
+        return Pending(future.result)

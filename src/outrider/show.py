@@ -1,0 +1,96 @@
+"""What a run looks like in a terminal: one legend, the same colours everywhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .text import Piece
+from .trace import Line, Trace
+from .types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
+
+# The one place where fates get their colours. rich honours NO_COLOR and dumb terminals.
+STYLES = {
+    ACCEPTED: "green",
+    BONUS: "bold cyan",
+    REJECTED: "red strike",
+    UNREACHED: "dim strike",
+    PRUNED: "dim",
+}
+WORDS = {
+    ACCEPTED: "accepted from the draft",
+    BONUS: "the target's own",
+    REJECTED: "rejected draft",
+    UNREACHED: "never reached",
+    PRUNED: "pruned",
+}
+
+
+def legend(*fates: str) -> Text:
+    line = Text()
+    for fate in fates or (ACCEPTED, BONUS, REJECTED):
+        line.append(WORDS[fate], STYLES[fate]).append("   ")
+    return line
+
+
+def piece(console: Console, piece: Piece) -> None:
+    """Print one step's text as it arrives, tinted by origin."""
+    for text, origin in zip(piece.texts, piece.origins, strict=True):
+        console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
+
+
+def ghosts(console: Console, tokens: list[str]) -> None:
+    """Drafted words that the target refused, struck out where they would have stood."""
+    for token in tokens:
+        if token.strip():
+            console.print(Text(token.strip("\n"), STYLES[REJECTED]), end="", soft_wrap=True)
+
+
+def summary(stats: Stats, seconds: float, drafter: str, plain: float | None = None) -> Table:
+    """Tokens/s, passes, τ and α; the plain speed beside it where it was measured."""
+    speed = stats.emitted / seconds if seconds else 0.0
+    table = Table.grid(padding=(0, 2))
+    table.add_row("tokens", f"{stats.emitted} in {seconds:.2f} s", f"[bold]{speed:.1f} tokens/s[/bold]")
+    table.add_row("passes", str(stats.passes), f"τ = {stats.tau or 0:.2f} tokens per pass with a verdict")
+    if stats.reached:
+        detail = f"α = {stats.alpha:.0%} of {stats.reached} reached, {stats.drafted} drafted"
+        table.add_row(f"drafter {drafter}", f"{stats.accepted} accepted", detail)
+    else:
+        table.add_row(f"drafter {drafter}", "nothing drafted", stats.why)
+    if plain:
+        verdict = f"[bold]{speed / plain:.2f} x[/bold] the plain speed, the same text"
+        table.add_row("plain", f"{plain:.1f} tokens/s", verdict)
+    if stats.failures:
+        table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text went on without it")
+    return table
+
+
+def steps(console: Console, trace: Trace, limit: int | None = None) -> None:
+    """A recorded run, one line per step: what was drafted, what became of it, what it cost."""
+    known: dict[str, str] = trace.footer.get("pieces") or {}
+    pieces = {int(k): v for k, v in known.items()}
+    console.print(legend(ACCEPTED, BONUS, REJECTED, UNREACHED))
+    for line in trace.lines[:limit]:
+        console.print(_step(line, pieces), soft_wrap=True, highlight=False)
+    if trace.footer:
+        n, drafted, accepted = (trace.footer[k] for k in ("steps", "drafted", "accepted"))
+        tau = trace.footer["emitted"] / n if n else 0
+        console.print(f"{n} steps, {drafted} drafted, {accepted} accepted, τ = {tau:.2f}", style="bold")
+
+
+def _step(line: Line, pieces: dict[int, str]) -> Text:
+    us = line["us"]
+    text = Text(f"{line['step']:>5} · {line['seq']} @{line['at']:<5} ", "dim")
+    text.append(f"draft {us['draft'][1] / 1000:6.2f} ms  verify {us['verify'][1] / 1000:7.2f} ms  ", "dim")
+    for token, _, _, _, fate in line["nodes"]:
+        text.append(_shown(token, pieces), STYLES[fate])
+        text.append("·", "dim")
+    accepted = sum(node[4] == ACCEPTED for node in line["nodes"])
+    if len(line["emitted"]) > accepted:
+        text.append(" → ", "dim").append(_shown(line["emitted"][-1], pieces), STYLES[BONUS])
+    return text
+
+
+def _shown(token: int, pieces: dict[int, str]) -> str:
+    return repr(pieces[token])[1:-1] if token in pieces else f"#{token}"

@@ -1,0 +1,220 @@
+"""What happened, step by step: recorded once, read by tests, terminals and pages.
+
+A trace is JSONL: a header, one line per (step, sequence), a footer with counters. Levels: `off` records nothing,
+`summary` the nodes with their fates, `full` also what the target thought of each node: p, its top five, the margin.
+The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway.
+
+    {"step": 17, "seq": 1, "at": 214, "source": "suffix", "budget": 5, "why": "…",
+     "us": {"draft": [0, 812], "verify": [812, 9140], "overlap": [900, 20], "judge": [9952, 41]},
+     "nodes": [[token, parent, q, p, fate], …], "emitted": [262, 4950],
+     "chose": [[token, p, margin, [[token, p], …]], …]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from .errors import OutriderError
+from .types import Step, Tree, Verdict
+from .verify import RULES
+
+VERSION = 1
+LEVELS = ("off", "summary", "full")
+Line = dict[str, Any]
+
+
+class Recorder:
+    """Listens to an engine. `lines` grows in memory, or each line goes to `file` as it happens."""
+
+    def __init__(self, level: str = "off", file: TextIO | None = None) -> None:
+        if level not in LEVELS:
+            raise OutriderError(f"There is no trace level '{level}'. Choose one of: {', '.join(LEVELS)}.")
+        self.level, self.file = level, file
+        self.lines: list[Line] = []
+        self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
+
+    def header(self, **facts: Any) -> None:
+        """Once, before the first step: model, drafter, rule, prompts, pieces: whatever readers need."""
+        self._put({"outrider_trace": VERSION, "level": self.level, **facts})
+
+    def observe(self, step: Step) -> None:
+        if self.level == "off":
+            return
+        for i, verdict in enumerate(step.verdicts):
+            if verdict is not None:
+                self._put(_line(step, i, verdict, full=self.level == "full"))
+                self._count(step.draft.trees[i], verdict)
+
+    def footer(self, **facts: Any) -> None:
+        self._put({"end": True, **self.counts, **facts})
+
+    def _count(self, tree: Tree, verdict: Verdict) -> None:
+        for name, more in zip(self.counts, (1, len(tree.tokens), len(verdict.path), len(verdict.tokens)), strict=True):
+            self.counts[name] += more
+
+    def _put(self, line: Line) -> None:
+        if self.level == "off":
+            return
+        if self.file is None:
+            self.lines.append(line)
+        else:
+            self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self.file.flush()  # a run that is cut off leaves a readable trace
+
+
+def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
+    turn, tree, at = step.turns[i], step.draft.trees[i], step.first[i]
+    logits = step.output.logits[at : at + 1 + len(tree.tokens)]  # [n+1, V]
+    p = torch.log_softmax(logits.float(), -1).exp() if full else None
+    coins: Any = step.coins[i]
+    line: Line = {
+        "step": step.index,
+        "seq": turn.seq.id,
+        "at": len(turn.seq.tokens) - len(verdict.tokens),
+        "source": tree.source,
+        "budget": turn.budget,
+        "why": step.why,
+        "us": {k: [round(step.starts[k] * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
+        "nodes": _nodes(tree, verdict, p),
+        "emitted": verdict.tokens,
+    }
+    if p is not None:
+        line["chose"] = [_chose(logits[row], p[row], t) for row, t in zip(verdict.rows, verdict.tokens, strict=True)]
+    if turn.seq.rule != "match":
+        line["coins"] = [sorted(coins.flips.items()), sorted(coins.draws.items())]
+    if step.failure:
+        line["failure"] = step.failure
+    if turn.seq.finish:
+        line["finish"] = turn.seq.finish
+    return line
+
+
+def _nodes(tree: Tree, verdict: Verdict, p: Tensor | None) -> list[list[Any]]:
+    rows = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        survival = tree.survival[node] if tree.survival else None
+        before = tree.survival[parent] if tree.survival and parent >= 0 else 1.0
+        q = None if survival is None else round(survival / before if before else 0.0, 4)
+        seen = None if p is None else round(float(p[parent + 1, token]), 4)
+        rows.append([token, parent, q, seen, verdict.fates[node]])
+    return rows
+
+
+def _chose(logits: Tensor, p: Tensor, token: int) -> list[Any]:
+    """The target's choice at one row: the token, its p, the gap between the two highest logits, the top five."""
+    values, ids = p.topk(min(5, p.numel()))
+    two = logits.topk(2).values
+    top = [[t, round(v, 4)] for t, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [token, round(float(p[token]), 4), round(float(two[0] - two[1]), 4), top]
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass
+class Trace:
+    """A whole recording."""
+
+    header: Line = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    footer: Line = field(default_factory=dict)
+
+    @staticmethod
+    def of(lines: Iterable[Line]) -> Trace:
+        trace = Trace()
+        for line in lines:
+            if "outrider_trace" in line:
+                trace.header = line
+            elif line.get("end"):
+                trace.footer = line
+            else:
+                trace.lines.append(line)
+        return trace
+
+    def save(self, path: Path | str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            for line in (self.header, *self.lines, self.footer):
+                if line:
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read(path: Path | str) -> Trace:
+    """Load a JSONL trace; a file cut off in mid-line is read up to there."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            trace = Trace.of(_parse(file, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(f"The trace {path} cannot be read: {error}.") from error
+    if not trace.header:
+        raise OutriderError(f"{path} is not an Outrider trace: its first line has no 'outrider_trace'.")
+    if trace.header["outrider_trace"] > VERSION:
+        raise OutriderError(f"{path} was written by a newer Outrider (trace version {trace.header['outrider_trace']}).")
+    return trace
+
+
+def _parse(file: TextIO, path: Path | str) -> Iterator[Line]:
+    for number, text in enumerate(file, start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            if number > 1:
+                return  # the run was cut off while writing this line
+            line = None
+        if not isinstance(line, dict):
+            raise OutriderError(f"{path} is not an Outrider trace: line {number} is not a JSON object.")
+        yield line
+
+
+# ---------------------------------------------------------------- replaying
+
+
+class _Recorded:
+    """The target's choices and the coins of one line, played back to the judge."""
+
+    def __init__(self, line: Line) -> None:
+        self.emitted = line["emitted"]
+        flips, draws = line.get("coins", ((), ()))
+        self.flips: dict[int, bool] = dict(flips)
+        self.draws: dict[int, int] = dict(draws)
+        size = 1 + max([*self.emitted, *(node[0] for node in line["nodes"]), 0])
+        self.anything = torch.ones(size, dtype=torch.float64)  # the coins are known: chances do not matter
+
+    def choose(self, row: int, emitted: list[int]) -> int:
+        # Where the text ended inside an accepted block, the target's further choices were not emitted.
+        return self.emitted[len(emitted)] if len(emitted) < len(self.emitted) else -1
+
+    def law(self, row: int, emitted: list[int]) -> Tensor:
+        return self.anything
+
+    def flip(self, place: int, chance: float) -> bool:
+        return self.flips[place]
+
+    def draw(self, place: int, p: Tensor) -> int:
+        return self.draws[place]
+
+
+def replay(trace: Trace) -> list[Verdict]:
+    """Judge every recorded step again, without a model. The result is what was recorded, or the trace is wrong."""
+    rule = RULES[trace.header.get("rule", "match")]
+    verdicts = []
+    for line in trace.lines:
+        tree, played = Tree([n[0] for n in line["nodes"]], [n[1] for n in line["nodes"]]), _Recorded(line)
+        verdicts.append(rule(tree, played, played).cut(len(line["emitted"]), tree))
+    return verdicts
+
+
+def recorded(trace: Trace) -> list[Verdict]:
+    """The verdicts as the lines tell them: accepted nodes in order of depth, and what was emitted."""
+    verdicts = []
+    for line in trace.lines:
+        fates = "".join(node[4] for node in line["nodes"])
+        path = [node for node, fate in enumerate(fates) if fate == "a"]
+        verdicts.append(Verdict(path, line["emitted"], fates))
+    return verdicts

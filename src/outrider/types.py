@@ -1,0 +1,346 @@
+"""Everything that flows through a step, with a shape on every tensor.
+
+This file knows ids, shapes and fates. It knows neither text nor models nor where a draft came from.
+
+    B sequences in the step   N drafted nodes   T rows of the target pass   R rows that need logits   V vocabulary
+    p is the target's distribution, q the drafter's, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as Listing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+
+ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
+BONUS = "b"  # a token the target added itself; `ACCEPTED` and `BONUS` are also the origins of emitted tokens
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target chooses its next token, and when it stops. Every field means the same with and without drafts."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None  # None draws a fresh one; the seed used is always reported
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None  # how many alternatives to report beside each token
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM spells "off"
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value}, but it must be between {low:g} and {high:g}.")
+        if "" in self.stop:
+            raise ConfigError("A stop string is empty; give at least one character or leave it out.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """True when the choice is the bare argmax of the logits: nothing has to be processed."""
+        return self.greedy and not (
+            self.logit_bias
+            or self.bad_words
+            or self.min_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 10**9),
+    ("top_p", 1e-9, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-3, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("seed", 0, 2**63 - 1),
+    ("max_tokens", 1, 10**9),
+    ("min_tokens", 0, 10**9),
+    ("n", 1, 1024),
+    ("logprobs", 0, 1000),
+)
+
+
+class Tree(NamedTuple):
+    """One sequence's part of a draft. Parents come before children; -1 is the root, the last committed token."""
+
+    tokens: list[int]  # [n]
+    parents: list[int]  # [n]
+    survival: list[float] | None = None  # [n] the drafter's chance that the whole path to the node is accepted
+    q: Tensor | None = None  # [n, V] the law each node was really drawn from; only `reject` and `block` read it
+    source: str = ""  # who drafted it
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    def cut(self, n: int) -> Tree:
+        """The first n nodes. Drafters list nodes best first, and parents precede children, so this is a tree too."""
+        if n >= len(self.tokens):
+            return self
+        survival = None if self.survival is None else self.survival[:n]
+        return Tree(self.tokens[:n], self.parents[:n], survival, None if self.q is None else self.q[:n], self.source)
+
+
+def chain(
+    tokens: Iterable[int], survival: list[float] | None = None, q: Tensor | None = None, source: str = ""
+) -> Tree:
+    """A draft without branches."""
+    tokens = list(tokens)
+    return Tree(tokens, list(range(-1, len(tokens) - 1)), survival, q, source)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A packed forest: one tree for each sequence of the step."""
+
+    tokens: Tensor  # [N]
+    parents: Tensor  # [N] index within the tree, always smaller than the node's own; -1 is the root
+    offsets: tuple[int, ...]  # [B+1]
+    trees: tuple[Tree, ...]  # [B] the same forest, tree by tree, on the host
+
+    @staticmethod
+    def pack(trees: Iterable[Tree]) -> Draft:
+        trees = tuple(trees)
+        tokens = [t for tree in trees for t in tree.tokens]
+        parents = [p for tree in trees for p in tree.parents]
+        offsets = [0]
+        for tree in trees:
+            offsets.append(offsets[-1] + len(tree.tokens))
+        as_ids = torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
+        return Draft(*as_ids, tuple(offsets), trees)
+
+    @staticmethod
+    def empty(batch: int) -> Draft:
+        return Draft.pack(chain([]) for _ in range(batch))
+
+    def tree(self, i: int) -> Tree:
+        return self.trees[i]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sequence's place in a step: how many of its pending tokens are fed, and how many nodes may be drafted."""
+
+    seq: Sequence
+    feed: int  # pending tokens of this step; the rest of a long prompt waits for the next one
+    whole: bool  # True when nothing stays pending: the sequence gets logits, a draft and a verdict
+    budget: int = 0
+
+    def allow(self, budget: int) -> Turn:
+        return replace(self, budget=budget)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a model runs: pending tokens and drafted nodes of all sequences, packed."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T] root position + depth for nodes
+    slots: Tensor  # [T] where each row's K/V goes
+    lines: Tensor  # [T] the sequence's line in the table
+    context: Tensor  # [T] how many table entries of its line a row reads: itself included for pending rows
+    table: Tensor  # [lines, length] int32, slot of each committed position
+    ancestors: Tensor | None  # [T, D] int32 slots of drafted ancestors, self last, then -1; None: no drafts
+    want: Tensor  # [R] rows whose logits are needed
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the target says about those rows."""
+
+    logits: Tensor  # [R, V] float32
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the taps that were asked for
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one sequence's tree."""
+
+    path: list[int]  # accepted nodes, root to leaf
+    tokens: list[int]  # what is emitted: the path, then one token that the target chose itself
+    fates: str  # one letter per node
+
+    @property
+    def origins(self) -> str:
+        """One letter per emitted token: accepted from the draft, or the target's own bonus."""
+        return ACCEPTED * len(self.path) + BONUS * (len(self.tokens) - len(self.path))
+
+    def cut(self, n: int, tree: Tree) -> Verdict:
+        """The verdict as if the text had ended after n emitted tokens: what lies beyond was never reached."""
+        if n >= len(self.tokens):
+            return self
+        spoke = {-1, *self.path[: n - 1]}  # nodes at which the target's choice is still emitted
+        fates = [
+            fate if fate == PRUNED or parent in spoke else UNREACHED
+            for fate, parent in zip(self.fates, tree.parents, strict=True)
+        ]
+        return Verdict(self.path[:n], self.tokens[:n], "".join(fates))
+
+    @property
+    def rows(self) -> list[int]:
+        """For each emitted token, the tree's row (0 is the root, node i is row i+1) whose logits chose it."""
+        return [0, *(node + 1 for node in self.path)][: len(self.tokens)]
+
+
+@dataclass
+class Stats:
+    """Counters of one sequence, after the cut at the end of the text."""
+
+    steps: int = 0  # target passes that gave a verdict
+    passes: int = 0  # target passes in all, prefill chunks included
+    drafted: int = 0
+    reached: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    reached_at: list[int] = field(default_factory=list)  # by depth
+    accepted_at: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, overlap, judge: shared by the batch
+    preempted: int = 0
+    reused: int = 0  # prompt tokens whose K/V another request had already computed
+    failures: int = 0  # times the drafter raised; the text went on without it
+    why: str = ""  # the controller's last reason, in words
+
+    @property
+    def alpha(self) -> float | None:
+        """Accepted ÷ reached: how often the target agrees with a node it looks at."""
+        return self.accepted / self.reached if self.reached else None
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens per verdict, bonus included."""
+        return self.emitted / self.steps if self.steps else None
+
+    @property
+    def alpha_by_position(self) -> list[float]:
+        return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
+
+    def count(self, tree: Tree, verdict: Verdict) -> None:
+        self.steps += 1
+        self.emitted += len(verdict.tokens)
+        self.drafted += len(tree.tokens)
+        self.accepted += len(verdict.path)
+        # One node per depth is "reached" by the walk: the accepted one, or the step's first miss.
+        walked = len(verdict.path) + (REJECTED in verdict.fates)
+        self.reached += walked
+        while len(self.reached_at) < walked:
+            self.reached_at.append(0)
+            self.accepted_at.append(0)
+        for depth in range(walked):
+            self.reached_at[depth] += 1
+            self.accepted_at[depth] += depth < len(verdict.path)
+
+
+@dataclass
+class Sequence:
+    """One request: the only record that grows. Its tokens are the truth; every cache reconciles to them."""
+
+    id: int
+    tokens: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    ends: frozenset[int] = frozenset()  # ids that end the text
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    rule: str = "match"
+    speculate: bool = True  # False: plain decoding for this one, in the same batch
+    watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
+    prompt_len: int = -1
+    finish: str | None = None  # stop, length, cancelled
+    origins: str = ""  # one letter per generated token
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.tokens)  # it grows: never the caller's own list
+        if self.prompt_len < 0:
+            self.prompt_len = len(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be emitted."""
+        return self.params.max_tokens - (len(self.tokens) - self.prompt_len)
+
+    def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
+        """Append what is emitted, cut after the first end token and at max_tokens; returns what was really kept."""
+        room, end = self.room, None
+        for i, token in enumerate(verdict.tokens[:room]):
+            # The listener hears an end token too, and hears each token once, in order.
+            heard = self.watch is not None and self.watch(token)
+            if heard or token in self.ends:
+                end = i
+                break
+        kept = verdict.cut(room if end is None else end + 1, tree)
+        self.tokens.extend(kept.tokens)
+        self.origins += kept.origins
+        if end is not None:
+            self.finish = "stop"
+        elif self.room <= 0:
+            self.finish = "length"
+        return kept
+
+
+class TokenLogprob(NamedTuple):
+    """log p of an emitted token under the target's unprocessed law, with the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """All of one step, for whoever listens. Valid until the next step: copy what you keep."""
+
+    index: int
+    turns: Listing[Turn]  # [B]
+    draft: Draft
+    rows: Rows
+    output: Output
+    verdicts: Listing[Verdict | None]  # [B] None where a prompt is not yet wholly fed
+    clock: dict[str, float]  # seconds: draft, verify, overlap, judge
+    starts: dict[str, float]  # seconds since the engine started, same keys
+    first: Listing[int]  # [B] index into output.logits of each sequence's root row; -1 without verdict
+    coins: Listing[object]  # [B] the randomness each verdict used
+    why: str = ""  # the controller's reason for this budget
+    failure: str = ""  # what a failing drafter said
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [turn.seq for turn in self.turns]

@@ -1,0 +1,129 @@
+"""Prompt lookup against a search that tries everything, and against callers who forget, repeat and lie."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, strategies as st
+
+from outrider.drafters import Workspace, lookup, ngram
+from outrider.drafters.ngram import NGram
+from outrider.errors import ConfigError
+from outrider.types import Sequence, Tree
+
+texts = st.lists(st.integers(0, 2), max_size=40)
+
+
+def drafter(**options: object) -> NGram:
+    return NGram(Workspace(None, None, None, options))  # type: ignore[arg-type]
+
+
+def ask(it: NGram, seq: Sequence, room: int) -> Tree:
+    return it.draft([seq], [room]).tree(0)
+
+
+def brute_force(tokens: list[int], low: int, high: int, room: int) -> tuple[int, list[int]]:
+    """The longest n-gram first, its occurrences from the latest backwards; (n, what followed)."""
+    for n in range(high, low - 1, -1):
+        for start in range(len(tokens) - 1, n - 1, -1):
+            if tokens[start - n : start] == tokens[-n:]:
+                copied = list(tokens)
+                for i in range(room):
+                    copied.append(copied[start + i])
+                return n, copied[len(tokens) :]
+    return 0, []
+
+
+@given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
+def test_it_finds_what_a_full_search_finds(tokens: list[int], low: int, more: int, room: int) -> None:
+    n, expected = brute_force(tokens, low, low + more, room)
+    tree = ask(drafter(ngram_min=low, ngram_max=low + more), Sequence(0, tokens), room)
+    assert tree.tokens == expected
+    assert tree.is_chain
+    assert tree.source == ("ngram" if n else "")
+    if n:
+        assert tree.survival is not None
+        assert tree.survival[0] == pytest.approx(n / (n + ngram.DOUBT))
+        assert tree.survival == sorted(tree.survival, reverse=True)
+
+
+def test_the_latest_occurrence_and_the_longest_match_win() -> None:
+    assert ask(drafter(), Sequence(0, [1, 2, 7, 1, 2, 8, 1, 2]), 1).tokens == [8]
+    assert ask(drafter(), Sequence(0, [5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2]), 1).tokens == [7]
+
+
+def test_a_period_goes_on() -> None:
+    assert ask(drafter(), Sequence(0, [9, 1, 2, 3, 1, 2, 3]), 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_nothing_found_or_nothing_allowed_is_an_empty_tree() -> None:
+    draft = drafter().draft([Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])], [5, 0, 5])
+    assert [tree.tokens for tree in draft.trees] == [[], [], []]
+    assert draft.offsets == (0, 0, 0, 0)
+
+
+def test_a_batch_is_drafted_sequence_by_sequence() -> None:
+    draft = drafter().draft([Sequence(0, [1, 2, 3, 1, 2]), Sequence(1, [4, 5, 6, 4, 5])], [2, 1])
+    assert draft.tokens.tolist() == [3, 1, 6]
+    assert draft.offsets == (0, 2, 3)
+
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["grow", "begin", "end", "draft", "reuse", "copy", "cut"]), texts), max_size=12
+)
+
+
+@given(texts, actions)
+def test_whatever_was_called_before_the_tokens_decide(tokens: list[int], calls: list[tuple[str, list[int]]]) -> None:
+    it, seq = drafter(), Sequence(0, list(tokens))
+    for action, new in calls:
+        if action == "grow":
+            seq.tokens.extend(new)
+        elif action == "cut":
+            del seq.tokens[len(new) :]
+            ask(it, seq, 4)
+        elif action in ("reuse", "copy"):
+            seq = Sequence(0, list(new if action == "reuse" else seq.tokens))
+        elif action == "draft":
+            ask(it, seq, 4)
+        else:
+            getattr(it, action)(seq)
+        if len(new) % 2:  # otherwise the drafter learns of it only later
+            assert ask(it, seq, 4) == ask(drafter(), seq, 4)
+    assert ask(it, seq, 4) == ask(drafter(), seq, 4)
+
+
+def test_an_end_rewritten_in_place_is_noticed() -> None:
+    it, seq = drafter(), Sequence(0, [1, 2, 3, 1, 2])
+    assert ask(it, seq, 1).tokens == [3]
+    seq.tokens[2:] = [4, 1, 5, 1, 2]
+    assert ask(it, seq, 1).tokens == [4]
+
+
+def test_sequences_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "KEPT", 3)
+    it = drafter()
+    for i in range(10):
+        it.begin(Sequence(i, [1, 2, 3, 1, 2]))
+    assert len(it._notes) == 3
+    assert ask(it, Sequence(0, [1, 2, 3, 1, 2]), 1).tokens == [3]
+
+
+def test_options_by_our_names_and_by_vllms() -> None:
+    assert lookup("ngram") is NGram
+    assert list(drafter()._sizes) == [4, 3, 2]
+    assert list(drafter(prompt_lookup_max=5, prompt_lookup_min=3)._sizes) == [5, 4, 3]
+    assert list(drafter(ngram_max=1)._sizes) == [1]
+    with pytest.raises(ConfigError, match="ngram_min is 3 and ngram_max is 2"):
+        drafter(ngram_min=3, ngram_max=2)
+
+
+def test_it_is_fast() -> None:
+    it, seq = drafter(), Sequence(0, [i * i % 97 for i in range(4000)])
+    it.begin(seq)
+    started = time.perf_counter()
+    for i in range(1000):
+        seq.tokens.append(i % 7)
+        ask(it, seq, 8)
+    assert time.perf_counter() - started < 1.0  # 1 ms each; about 0.01 ms is usual
