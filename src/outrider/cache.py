@@ -199,8 +199,7 @@ class Cache:
 
     def _take(self, n: int) -> list[int]:
         while len(self._free) < n:
-            _, row = self._pop_retired()
-            self._drop(row.slots)
+            self._evict()
         taken = [self._free.pop() for _ in range(n)]
         for slot in taken:
             self._readers[slot] = 1
@@ -214,14 +213,14 @@ class Cache:
 
     def _room_for_line(self) -> None:
         if not self._lines:
-            _, row = self._pop_retired()
-            self._drop(row.slots)
+            self._evict()
 
-    def _pop_retired(self) -> tuple[int, Row]:
+    def _evict(self) -> None:
+        """Forget the finished row that was used longest ago."""
         name, row = self.retired.popitem(last=False)
         self._lines.append(row.line)
+        self._drop(row.slots)
         self._forget(name)
-        return name, row
 
     def _forget(self, name: int, rename: int | None = None) -> None:
         for plane in self.planes:

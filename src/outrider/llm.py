@@ -86,7 +86,6 @@ class LLM:
         self.name, self.target, self.tokenizer, self.config = name, target, tokenizer, config
         self.recorder = recorder or Recorder()
         self._ids = itertools.count(1)
-        self._readers: dict[int, Reader] = {}
         self._rejected: dict[int, list[int]] = {}
         self._engine()
 
@@ -97,7 +96,10 @@ class LLM:
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
         old = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name != "options"}
-        config = config_from(old | from_hugging_face(changes))
+        new = from_hugging_face(changes)
+        if "drafter" not in new:
+            old |= self.config.options  # they are the drafter's: another one starts without them
+        config = config_from(old | new)
         sibling._assemble(self.name, self.target, self.tokenizer, config, recorder)
         return sibling
 
@@ -109,12 +111,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Listing[str | list[int]],
+        prompts: str | list[int] | Listing[str | list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
         speculate: bool = True,
     ) -> list[Result]:
         """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text."""
-        asked: list[str | list[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        one: Any = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # a text, or its ids
+        asked: list[Any] = [prompts] if one else list(prompts)
         each = params if isinstance(params, list) else [params or SamplingParams()] * len(asked)
         if len(each) != len(asked):
             raise ConfigError(f"There are {len(asked)} prompts but {len(each)} sampling parameters.")
@@ -147,11 +150,12 @@ class LLM:
 
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
         self.last = seq  # what was measured outlives an interrupted loop
-        reader, said = self._readers[seq.id], 0
+        reader, said = _reader(seq), 0
         self.engine.add(seq)
         try:
-            while not seq.done:
-                self.engine.step()
+            while not seq.done or len(seq.origins) > said:
+                if len(seq.origins) == said:  # else another stream's step has brought us on already
+                    self.engine.step()
                 if seq.done:
                     reader.finish()
                 if len(seq.origins) > said:
@@ -162,10 +166,10 @@ class LLM:
             self.engine.cancel(seq)
             raise
         except BaseException:
-            self._engine()  # an interrupted step may have left anything; the next request starts clean
+            self._restart()
             raise
         finally:
-            self._readers.pop(seq.id, None)
+            self._rejected.pop(seq.id, None)
 
     # ------------------------------------------------------------ inside
 
@@ -191,7 +195,7 @@ class LLM:
         for seq in seqs:
             seq.speculate = speculate
             # Raw text is continued in mid-sentence: a first space belongs to it.
-            seq.watch = self._readers[seq.id] = Reader(self.tokenizer.stream(continuing=raw), fits, seq.ends)
+            seq.watch = Reader(self.tokenizer.stream(continuing=raw), fits, seq.ends)
         return seqs
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
@@ -211,11 +215,18 @@ class LLM:
             while self.engine.busy:
                 self.engine.step()
         except BaseException:
-            self._engine()
+            self._restart()
             raise
 
+    def _restart(self) -> None:
+        """An interrupted step may have left anything: what was under way is cancelled, the next request starts clean."""
+        for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
+            seq.finish = seq.finish or "cancelled"
+        self._rejected.clear()
+        self._engine()
+
     def _close(self, seq: Sequence) -> Completion:
-        reader = self._readers.pop(seq.id)
+        reader = _reader(seq)
         reader.finish()
         self._rejected.pop(seq.id, None)
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
@@ -229,3 +240,8 @@ class LLM:
             if verdict is not None:
                 vain = [t for t, fate in zip(tree.tokens, verdict.fates, strict=True) if fate != ACCEPTED]
                 self._rejected[turn.seq.id] = vain
+
+
+def _reader(seq: Sequence) -> Reader:
+    assert isinstance(seq.watch, Reader)
+    return seq.watch

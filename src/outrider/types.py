@@ -52,7 +52,7 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM spells "off"
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is not None and not low <= value <= high:  # false for NaN too
                 raise ConfigError(f"{name} is {value}, but it must be between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -112,11 +114,13 @@ def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
     return lookup(drafter)(space)
 
 
+@cache
 def _discover() -> None:
     """Import this folder's drafters and installed plug-ins, once."""
-    if "off" in _REGISTRY:
-        return
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     for point in entry_points(group="outrider.drafters"):
-        register(point.name)(point.load())
+        try:
+            register(point.name)(point.load())
+        except Exception as error:  # somebody else's broken plug-in must not take the others along
+            warnings.warn(f"The drafter plug-in '{point.name}' ({point.value}) cannot be loaded: {error}", stacklevel=2)

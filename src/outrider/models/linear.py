@@ -1,8 +1,9 @@
 """Matrix products whose rows do not depend on their neighbours.
 
 On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
-upwards (a one-row product takes another kernel, so it is padded to two). Plain `F.linear` gives no such promise; it
-serves float64, other devices, and machines without oneDNN. `Linear.exact` says which one this is.
+upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
+kernels for two rows read a weight more slowly. Plain `F.linear` gives no such promise; it serves float64, other
+devices, and machines without oneDNN. `Linear.exact` says which one this is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FEWEST = 4  # rows of a product
 
 
 class Linear:
@@ -24,9 +27,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.exact:
             return F.linear(x, self.weight, self.bias)
-        if x.shape[0] == 1:
-            return self._packed(x.expand(2, -1).contiguous())[:1]
-        return self._packed(x)
+        rows = x.shape[0]
+        if rows >= FEWEST:
+            return self._packed(x)
+        return self._packed(torch.cat([x, x.new_zeros(FEWEST - rows, self.in_features)]))[:rows]
 
     def _packed(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

@@ -27,7 +27,8 @@ typedef struct {
 
 /* ---------------------------------------------------------------- one tile */
 
-static int open_tile(Tile *tile, const Job *job, int64_t kv, Range range, float **memory) {
+/* A tile with its queries loaded, and `spare` [TILE, wide] for the caller. */
+static int open_tile(Tile *tile, const Job *job, int64_t kv, Range range, float **spare) {
     const int64_t wide = job->wide;
     float *at = scratch(0, (3 * TILE + VALUES) * wide + TILE * STRIDE);
     if (!at) return 1;
@@ -36,8 +37,8 @@ static int open_tile(Tile *tile, const Job *job, int64_t kv, Range range, float 
     tile->wide = wide;
     tile->q = at;
     for (int64_t i = 0; i < TILE; i++) tile->state[i].sum = at + (TILE + i) * wide;
-    *memory = at + 2 * TILE * wide; /* [TILE, wide] for the caller */
-    tile->copy = *memory + TILE * wide;
+    *spare = at + 2 * TILE * wide;
+    tile->copy = *spare + TILE * wide;
     tile->scores = tile->copy + VALUES * wide;
     load_queries(tile);
     return 0;
@@ -59,9 +60,12 @@ static int attend_whole(const void *opaque, int64_t part) {
     if (open_tile(&tile, job, part / job->tile_count, range, &sums)) return 1;
     memset(sums, 0, (size_t)(tile.count * tile.wide) * sizeof *sums);
     for (int64_t i = 0; i < tile.count; i++) so_far[i] = (State){-INFINITY, 0.0f, sums + i * tile.wide};
-    int64_t blocks = 0;
-    for (int64_t i = 0; i < tile.count; i += 1) blocks = most(blocks, (job->ends[row_of(&tile, i)] + BLOCK - 1) / BLOCK);
-    for (int64_t block = 0; block < blocks; block++) {
+    int64_t block = INT64_MAX, end = 0; /* the first block and the last key of any row */
+    for (int64_t t = row_of(&tile, 0); t <= row_of(&tile, tile.count - 1); t++) {
+        block = least(block, start_of(&tile, t) / BLOCK);
+        end = most(end, job->ends[t]);
+    }
+    for (; block * BLOCK < end; block++) {
         attend_block(&tile, block);
         for (int64_t i = 0; i < tile.count; i++) merge(so_far + i, tile.state + i, tile.wide);
     }
@@ -121,8 +125,8 @@ static void divide(Job *job) { /* rows of one line stay together, as many as fit
     const Attend *a = job->a;
     for (int64_t t = 0, end; t < a->rows; t = end) {
         for (end = t + 1; end < a->rows && a->lines[end] == a->lines[t];) end++;
-        const int64_t all_rows = (end - t), fit = most(1, TILE / job->group), tiles = (all_rows + fit - 1) / fit;
-        const int64_t size = least(TILE, (all_rows + tiles - 1) / tiles * job->group), last = end * job->group;
+        const int64_t rows = end - t, fit = most(1, TILE / job->group), tiles = (rows + fit - 1) / fit;
+        const int64_t size = least(TILE, (rows + tiles - 1) / tiles * job->group), last = end * job->group;
         for (int64_t i = t * job->group; i < last; i += size)
             job->tiles[job->tile_count++] = (Range){i, least(size, last - i)};
     }

@@ -121,7 +121,8 @@ static void turn_head(const Rope *a, float *restrict x, int64_t t, const float *
 
 static int rope_rows(const void *job, int64_t part) {
     const Rope *a = job;
-    const int64_t width = rope_width(a), block = block_of(width), q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
+    const int64_t width = rope_width(a), block = block_of(width);
+    const int64_t q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
     float *row = scratch(0, width);
     if (!row) return 1;
     for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {

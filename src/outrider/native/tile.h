@@ -88,14 +88,14 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
         }
 #pragma GCC unroll 4
         for (int i = 0; i < Q; i++)
-            part[i][quad] = FOLD(HALF, FOLD(LOW, sum[i][0], sum[i][1]), FOLD(LOW, sum[i][2], sum[i][3]));
+            part[i][quad] = FOLD(PAIRS, FOLD(SINGLES, sum[i][0], sum[i][1]), FOLD(SINGLES, sum[i][2], sum[i][3]));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < Q; i++) {
 #if W == 16
-        part[i][0] = FOLD(BLOCK, FOLD(BLOCK, part[i][0], part[i][1]), FOLD(BLOCK, part[i][2], part[i][3]));
+        part[i][0] = FOLD(QUADS, FOLD(QUADS, part[i][0], part[i][1]), FOLD(QUADS, part[i][2], part[i][3]));
 #elif W == 8
-        part[i][0] = FOLD(BLOCK, part[i][0], part[i][1]);
+        part[i][0] = FOLD(QUADS, part[i][0], part[i][1]);
 #endif
         store(scores + i * STRIDE, part[i][0]);
     }

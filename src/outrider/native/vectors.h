@@ -84,10 +84,10 @@ INLINE float lanes_top(vf v) {
 }
 
 /* Folds halve the number of vectors: lanes of (a, b) are summed in pairs. log2(W) folds turn W vectors into one whose
- * lane i is the sum of vector i, always by the same tree. Lanes are picked within blocks of four, then among blocks. */
-#define LOW(i, off) ((i) / 4 * 4 + (i) % 4 / 2 + (i) % 2 * W + 2 * (off)) /* a0 b0 a1 b1, or a2 b2 a3 b3 */
-#define HALF(i, off) ((i) / 4 * 4 + (i) % 2 + (i) % 4 / 2 * W + 2 * (off)) /* a0 a1 b0 b1, or a2 a3 b2 b3 */
-#define BLOCK(i, off) ((i) % 4 + (i) % (W / 2) / 4 * 8 + (i) / (W / 2) * W + 4 * (off)) /* even blocks, or odd ones */
+ * lane i is the sum of vector i, always by the same tree. Lanes are picked within fours, then among fours. */
+#define SINGLES(i, off) ((i) / 4 * 4 + (i) % 4 / 2 + (i) % 2 * W + 2 * (off)) /* a0 b0 a1 b1, or a2 b2 a3 b3 */
+#define PAIRS(i, off) ((i) / 4 * 4 + (i) % 2 + (i) % 4 / 2 * W + 2 * (off)) /* a0 a1 b0 b1, or a2 a3 b2 b3 */
+#define QUADS(i, off) ((i) % 4 + (i) % (W / 2) / 4 * 8 + (i) / (W / 2) * W + 4 * (off)) /* even fours, or odd ones */
 #define FOUR(F, i, off) F(i, off), F((i) + 1, off), F((i) + 2, off), F((i) + 3, off)
 #if W == 16
 #define LANES(F, off) FOUR(F, 0, off), FOUR(F, 4, off), FOUR(F, 8, off), FOUR(F, 12, off)

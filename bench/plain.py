@@ -1,0 +1,98 @@
+"""Plain decoding, Outrider against transformers' generate: the same weights, prompts and number of tokens, interleaved.
+
+    python bench/plain.py [--dtype bfloat16] [--rounds 3] [--tokens 64]
+
+Ratios are per prompt and round, both sides one after the other; the last line is one JSON object. Neither side drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+import outrider
+from outrider import LLM, SamplingParams
+from outrider.machine import cpu_name
+from outrider.models.checkpoint import open_checkpoint
+from outrider.prompts import bundled
+
+
+def peer(dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The default model in transformers, from the same GGUF file."""
+    path = open_checkpoint(None).path
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    return model.eval()
+
+
+def seconds(run: Callable[[], int], tokens: int) -> float:
+    """Seconds per token; both sides must really produce that many."""
+    begin = time.perf_counter()
+    made = run()
+    took = time.perf_counter() - begin
+    assert made == tokens, f"{made} tokens instead of {tokens}"
+    return took / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+
+    llm = LLM(drafter="off", dtype=options.dtype)
+    theirs = peer(getattr(torch, options.dtype))
+    params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
+    rows, same = [], 0
+    for prompt in bundled()[: options.prompts]:
+        ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+        mine: list[list[int]] = []
+        other: list[list[int]] = []
+
+        def ours(ids: list[int] = ids, mine: list[list[int]] = mine) -> int:
+            mine.append(llm.using(drafter="off").generate([ids], params)[0].token_ids)
+            return len(mine[-1])
+
+        def hf(ids: list[int] = ids, other: list[list[int]] = other) -> int:
+            given = torch.tensor([ids])
+            exact = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens, "do_sample": False}
+            out = theirs.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **exact)
+            other.append(out[0, len(ids) :].tolist())
+            return len(other[-1])
+
+        ours(), hf()  # the first call of each pays for lazy set-up
+        for _ in range(options.rounds):
+            a, b = seconds(ours, options.tokens), seconds(hf, options.tokens)
+            rows.append((a, b))
+            print(f"{prompt.category:<10} outrider {1 / a:6.1f} tok/s   transformers {1 / b:6.1f} tok/s   {b / a:4.2f} x")
+        same += mine[-1] == other[-1]
+    ratio = statistics.median(b / a for a, b in rows)
+    print(f"median of {len(rows)}: {ratio:.2f} x; {same} of {options.prompts} texts equal to transformers'")
+    result = {
+        "bench": "plain",
+        "command": f"python bench/plain.py --dtype {options.dtype} --rounds {options.rounds} --tokens {options.tokens}",
+        "model": llm.name,
+        "dtype": options.dtype,
+        "tok_s": statistics.median(1 / a for a, _ in rows),
+        "transformers_tok_s": statistics.median(1 / b for _, b in rows),
+        "ratio": ratio,
+        "ratio_low": min(b / a for a, b in rows),
+        "texts_equal": f"{same}/{options.prompts}",
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "versions": {"outrider": outrider.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        | {"transformers": transformers.__version__},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
