@@ -72,7 +72,9 @@ def main() -> None:
         for _ in range(options.rounds):
             a, b = seconds(ours, options.tokens), seconds(hf, options.tokens)
             rows.append((a, b))
-            print(f"{prompt.category:<10} outrider {1 / a:6.1f} tok/s   transformers {1 / b:6.1f} tok/s   {b / a:4.2f} x")
+            print(
+                f"{prompt.category:<10} outrider {1 / a:6.1f} tok/s   transformers {1 / b:6.1f} tok/s   {b / a:4.2f} x"
+            )
         same += mine[-1] == other[-1]
     ratio = statistics.median(b / a for a, b in rows)
     print(f"median of {len(rows)}: {ratio:.2f} x; {same} of {options.prompts} texts equal to transformers'")

@@ -39,7 +39,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.live))
-        child = self._new(parent.tokens + [1])
+        child = self._new([*parent.tokens, 1])
         shared = self.cache.fork(parent, child)
         assert self.cache.rows[child.id].slots == self.cache.rows[parent.id].slots[:shared]
         self.live.append(child)

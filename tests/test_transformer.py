@@ -106,7 +106,7 @@ def doubled(case: str) -> torch.nn.Module:
 
     def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = position_ids[..., None].double() * config.inverse_frequencies()  # [1, T, d/2]
-        angles = torch.cat([angles, angles], -1) 
+        angles = torch.cat([angles, angles], -1)
         return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 
     for module in theirs.modules():

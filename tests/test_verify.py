@@ -1,8 +1,8 @@
 """The judge, exactly: the law of what `reject` and `block` emit is enumerated, not sampled.
 
-`Enumerator` runs a rule once for every way its coins can fall and adds up the probabilities, in float64. A rule is right
-when the law of the first K+1 tokens (a step, then plain draws) is the target's own. The planted bugs at the end show that
-the check can fail.
+`Enumerator` runs a rule once for every way its coins can fall and adds up the probabilities, in float64. A rule is
+right when the law of the first K+1 tokens (a step, then plain draws) is the target's own. The planted bugs at the end
+show that the check can fail.
 """
 
 from __future__ import annotations
@@ -219,9 +219,7 @@ def block_stops_early(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
     return full.cut(max(first, 1), tree)
 
 
-@pytest.mark.parametrize(
-    "bug", [wrong_residual, reused_coin, greedy_acceptance, discards_by_value, block_stops_early]
-)
+@pytest.mark.parametrize("bug", [wrong_residual, reused_coin, greedy_acceptance, discards_by_value, block_stops_early])
 def test_planted_bugs_are_caught(bug: Rule) -> None:
     assert worst_error(bug) > 1e-3
 
@@ -281,7 +279,7 @@ def test_rules_for_chains_prune_branches() -> None:
 
     class Coins:
         def flip(self, place: int, chance: float) -> bool:
-            return 0.5 < chance
+            return chance > 0.5
 
         def draw(self, place: int, p: torch.Tensor) -> int:
             return int(p.argmax())

@@ -42,9 +42,9 @@ class Plane:
     """The K/V of a group of layers, in slots shared with every other plane."""
 
     def __init__(self, layers: int, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (slots, heads, dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d] each
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        # Not zeroed: nobody reads a slot before it is written, and untouched memory costs nothing.
+        self.k = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d]
+        self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
         self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
         self.nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
 

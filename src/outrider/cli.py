@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .errors import ConfigError, OutriderError
+from .options import arguments, sampling
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -78,13 +79,14 @@ def generate(
     """Generate text with speculation on, streaming, and say what it cost."""
     with _sentences(debug):
         prompt = sys.stdin.read() if prompt == "-" else prompt
-        given = _arguments(drafter, draft_model, k, dtype, set_, speculative_config)
-        params = _sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
+        given = arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
         with _recorder(trace) as recorder:
             llm = _load(model, given, recorder)
             ids = _prompt_ids(llm, prompt, raw)
             _header(llm, recorder, ids, params)
-            run = Run(llm, ids, params, quiet=as_json)
+            # As a text it is continued, its first space included; as ids it is answered.
+            run = Run(llm, prompt if raw or llm.tokenizer.chat_template is None else ids, params, quiet=as_json)
             run.go()
             _footer(llm, recorder, run.seq)
         plain = _plain_speed(llm, ids, params, run) if compare else None
@@ -113,8 +115,8 @@ def chat(
 ) -> None:
     """Talk to the model; the drafter learns from what was said. An empty line or Ctrl-D leaves."""
     with _sentences(debug):
-        given = _arguments(drafter, draft_model, k, dtype, set_, speculative_config)
-        params = _sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
+        given = arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
         llm = _load(model, given, None)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for said in _questions():
@@ -141,10 +143,11 @@ def verify(
 ) -> None:
     """Measure the promise: speculative text against plain text, token by token, for every drafter."""
     with _sentences(debug):
+        from . import show
         from .lossless import measure
         from .prompts import bundled, from_file
 
-        given = _arguments("off", None, k, dtype, set_, None)
+        given = arguments("off", None, k, dtype, set_, None)
         llm = _load(model, given, None)
         texts = [p.text for p in (from_file(prompts) if prompts else bundled())[:limit]]
         ids = [_prompt_ids(llm, text, raw=llm.tokenizer.chat_template is None) for text in texts]
@@ -154,7 +157,7 @@ def verify(
         if as_json:
             print(json.dumps(report.as_json()))
         else:
-            _print_report(report)
+            show.report(Console(), report)
         if report.divergences and llm.config.rule == "match":
             raise typer.Exit(1)
 
@@ -184,8 +187,8 @@ def main() -> None:
 class Run:
     """One streamed answer: printed as it comes, measured, and robust against Ctrl-C."""
 
-    def __init__(self, llm: LLM, ids: list[int], params: SamplingParams, quiet: bool = False) -> None:
-        self.llm, self.ids, self.params, self.quiet = llm, ids, params, quiet
+    def __init__(self, llm: LLM, asked: str | list[int], params: SamplingParams, quiet: bool = False) -> None:
+        self.llm, self.asked, self.params, self.quiet = llm, asked, params, quiet
         self.console = Console(highlight=False)
         self.text, self.seconds, self.interrupted = "", 0.0, False
 
@@ -196,7 +199,7 @@ class Run:
             self.console.print(legend(), end="\n\n")
         begin = time.perf_counter()
         try:
-            for part in self.llm.stream(self.ids, self.params):
+            for part in self.llm.stream(self.asked, self.params):
                 self.text += part.text
                 if self.quiet:
                     continue
@@ -220,11 +223,11 @@ class Run:
 
     def as_json(self, plain: float | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm
-        result = {
+        result: dict[str, Any] = {
             "text": self.text,
             "token_ids": seq.generated,
             "origins": seq.origins,
-            "finish_reason": seq.finish or "interrupted",
+            "finish_reason": "interrupted" if self.interrupted else seq.finish,
             "tokens": len(seq.generated),
             "prompt_tokens": seq.prompt_len,
             "seconds": self.seconds,
@@ -277,53 +280,7 @@ def _questions() -> Iterator[str]:
         yield said
 
 
-# ---------------------------------------------------------------- from options to arguments
-
-
-def _arguments(
-    drafter: str, draft_model: str | None, k: str, dtype: str, pairs: list[str] | None, spec: str | None
-) -> dict[str, Any]:
-    given: dict[str, Any] = {"drafter": drafter, "dtype": dtype, "k": "auto" if k == "auto" else _number(k, "--k")}
-    if draft_model is not None:
-        given |= {"draft_model": draft_model, "drafter": "model" if drafter == "suffix" else drafter}
-    for pair in pairs or []:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes name=value, but got '{pair}'.")
-        given[name.strip().replace("-", "_")] = _value(value.strip())
-    if spec is not None:
-        given["speculative_config"] = spec
-    return given
-
-
-def _value(text: str) -> Any:
-    """true, 5, 0.9, [1, 2] and {"a": 1} as JSON has them; anything else is a string."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _number(text: str, name: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name} is '{text}', but it must be 'auto' or a whole number.") from None
-
-
-def _sampling(given: dict[str, Any], **own: Any) -> SamplingParams:
-    """SamplingParams from the command's own options and whatever --set says about sampling."""
-    from .types import SamplingParams
-
-    known = SamplingParams.__dataclass_fields__
-    for name in [name for name in given if name in known]:
-        own[name] = given.pop(name)
-    if isinstance(own.get("logit_bias"), dict):
-        own["logit_bias"] = {int(k): v for k, v in own["logit_bias"].items()}
-    try:
-        return SamplingParams(**own)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"A sampling parameter has the wrong type: {error}.") from error
+# ---------------------------------------------------------------- what a command needs
 
 
 def _load(model: str | None, given: dict[str, Any], recorder: Recorder | None) -> LLM:
@@ -335,7 +292,12 @@ def _load(model: str | None, given: dict[str, Any], recorder: Recorder | None) -
 
         if model is None:
             open_checkpoint(None)  # fetches with its own progress bar
-        return LLM(model, speculative_config=given.pop("speculative_config", None), recorder=recorder, **given)
+        try:
+            return LLM(model, speculative_config=given.pop("speculative_config", None), recorder=recorder, **given)
+        except OutriderError:
+            raise
+        except (TypeError, ValueError) as error:  # --set takes anything; only its reader knows what it should be
+            raise ConfigError(f"A parameter has the wrong type or value: {error}.") from error
 
 
 def _prompt_ids(llm: LLM, prompt: str, raw: bool) -> list[int]:
@@ -391,26 +353,6 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda what, done: bar.update(task, description=what, completed=done)
-
-
-def _print_report(report: Any) -> None:
-    from rich.table import Table
-
-    table = Table("drafter", "temperature", "tokens compared", "accepted", "divergences")
-    for t in report.tallies:
-        share = "–" if t.alpha is None else f"{t.alpha:.0%}"
-        mark = "[green]0[/green]" if not t.divergences else f"[red]{len(t.divergences)}[/red]"
-        table.add_row(t.drafter, f"{t.temperature:g}", str(t.compared_tokens), share, mark)
-    console = Console()
-    console.print(table)
-    for t in report.tallies:
-        for d in t.divergences:
-            console.print(
-                f"{t.drafter}, temperature {t.temperature:g}, prompt {d.prompt}: differs at token {d.position}, "
-                f"where the target's margin is {d.margin:.4f}"
-            )
-    verdict = "identical text" if not report.divergences else f"{report.divergences} divergences"
-    console.print(f"{report.model}, {report.dtype}, rule {report.rule}: {report.compared_tokens} tokens, {verdict}.")
 
 
 @contextmanager

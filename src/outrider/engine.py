@@ -112,7 +112,7 @@ class Engine:
             except Exception as error:  # a drafter costs speed, never an answer
                 failure = f"{type(error).__name__}: {error}"
                 trees = [Tree([], [])] * len(turns)
-        return Draft.pack(trees), failure
+        return self.controller.prune(turns, Draft.pack(trees)), failure
 
     def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt still waits."""

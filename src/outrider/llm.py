@@ -159,9 +159,9 @@ class LLM:
                 if seq.done:
                     reader.finish()
                 if len(seq.origins) > said:
-                    texts, ids = reader.texts[said:], seq.generated[said:]
-                    yield Piece("".join(texts), ids, seq.origins[said:], texts, self._rejected.pop(seq.id, []))
-                    said = len(seq.origins)
+                    texts, ids, origins = reader.texts[said:], seq.generated[said:], seq.origins[said:]
+                    said += len(origins)  # before the loop's body runs: more may be said meanwhile
+                    yield Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, []))
         except GeneratorExit:
             self.engine.cancel(seq)
             raise
@@ -219,7 +219,7 @@ class LLM:
             raise
 
     def _restart(self) -> None:
-        """An interrupted step may have left anything: what was under way is cancelled, the next request starts clean."""
+        """An interrupted step may have left anything: cancel what was under way, and start clean."""
         for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             seq.finish = seq.finish or "cancelled"
         self._rejected.clear()

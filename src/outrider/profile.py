@@ -9,7 +9,7 @@ from .cache import Cache, Packing, Plane
 from .models import Model
 from .types import Sequence
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 
 def target_costs(model: Model, cache: Cache, plane: Plane, repeats: int = 3) -> dict[int, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +11,9 @@ from rich.text import Text
 from .text import Piece
 from .trace import Line, Trace
 from .types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
+
+if TYPE_CHECKING:
+    from .lossless import Report
 
 # The one place where fates get their colours. rich honours NO_COLOR and dumb terminals.
 STYLES = {
@@ -36,6 +41,10 @@ def legend(*fates: str) -> Text:
 
 def piece(console: Console, piece: Piece) -> None:
     """Print one step's text as it arrives, tinted by origin."""
+    if not console.is_terminal:  # a file gets the text itself; rich would expand its tabs
+        console.file.write(piece.text)
+        console.file.flush()
+        return
     for text, origin in zip(piece.texts, piece.origins, strict=True):
         console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
 
@@ -94,3 +103,21 @@ def _step(line: Line, pieces: dict[int, str]) -> Text:
 
 def _shown(token: int, pieces: dict[int, str]) -> str:
     return repr(pieces[token])[1:-1] if token in pieces else f"#{token}"
+
+
+def report(console: Console, report: Report) -> None:
+    """What `verify` found: a table, each divergence, one sentence."""
+    table = Table("drafter", "temperature", "tokens compared", "accepted", "divergences")
+    for t in report.tallies:
+        share = "–" if t.alpha is None else f"{t.alpha:.0%}"
+        mark = "[green]0[/green]" if not t.divergences else f"[red]{len(t.divergences)}[/red]"
+        table.add_row(t.drafter, f"{t.temperature:g}", str(t.compared_tokens), share, mark)
+    console.print(table)
+    for t in report.tallies:
+        for d in t.divergences:
+            console.print(
+                f"{t.drafter}, temperature {t.temperature:g}, prompt {d.prompt}: differs at token {d.position}, "
+                f"where the target's margin is {d.margin:.4f}"
+            )
+    verdict = "identical text" if not report.divergences else f"{report.divergences} divergences"
+    console.print(f"{report.model}, {report.dtype}, rule {report.rule}: {report.compared_tokens} tokens, {verdict}.")
