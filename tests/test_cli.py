@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 from click.testing import Result
 from typer.testing import CliRunner
 
+import tiny
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli import app
 from outrider.trace import read, recorded, replay
 from outrider.types import Sequence
 
 PROGRAM = [sys.executable, "-c", "from outrider.cli import main; main()"]
-PROMISED = (
-    "text token_ids finish_reason tokens seconds tokens_per_second steps drafted reached accepted alpha tau drafter k "
-    "seed temperature model dtype"
-).split()
-FAST = ["--dtype", "float32", "--k", "4"]
+PROMISED = {
+    "text", "token_ids", "finish_reason", "tokens", "seconds", "tokens_per_second", "steps", "drafted", "reached",
+    "accepted", "alpha", "tau", "drafter", "k", "seed", "temperature", "model", "dtype",
+}  # fmt: skip
+FAST = ["--dtype", "float32", "--k", "4", "--drafter", "suffix"]
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 
@@ -66,14 +66,16 @@ def test_json_is_one_object_with_what_was_promised(folder: Path, temperature: st
     done = generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5)
     assert (done.exit_code, done.stderr) == (0, "")
     out = one_object(done.stdout)
-    assert set(PROMISED) <= out.keys()
+    assert out.keys() >= PROMISED
     assert out["tokens"] == len(out["token_ids"]) == len(out["origins"])
     assert out["accepted"] == out["origins"].count("a") <= out["reached"] <= out["drafted"]
     assert out["tau"] == pytest.approx(out["tokens"] / out["steps"])
     assert (out["seed"], out["temperature"], out["drafter"], out["k"]) == (5, float(temperature), "suffix", 4)
     assert (out["model"], out["dtype"], out["finish_reason"]) == ("tiny", "float32", "length")
     assert set(out["seconds_by_phase"]) == {"draft", "verify", "overlap", "judge"}
-    again = one_object(generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5, "--k", 0).stdout)
+    again = one_object(
+        generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5, "--k", 0).stdout
+    )
     assert (again["token_ids"], again["text"]) == (out["token_ids"], out["text"])
 
 
@@ -119,7 +121,14 @@ def test_standard_input_raw_and_stop(folder: Path) -> None:
 
 
 def test_set_takes_any_parameter(folder: Path) -> None:
-    pairs = ["top_p=0.9", "ignore-eos=true", "logprobs=2", 'logit_bias={"300": -5, "68": 5000}', "tree=true", "max_rows=7"]
+    pairs = [
+        "top_p=0.9",
+        "ignore-eos=true",
+        "logprobs=2",
+        'logit_bias={"300": -5, "68": 5000}',
+        "tree=true",
+        "max_rows=7",
+    ]
     done = generate(folder, "one", "--json", "-n", 6, "-t", "0.8", "--seed", 1, *(x for p in pairs for x in ("-s", p)))
     out = one_object(done.stdout)
     assert out["token_ids"] == [68] * 6
@@ -130,7 +139,11 @@ def test_set_takes_any_parameter(folder: Path) -> None:
 def test_speculative_config_and_draft_models(folder: Path) -> None:
     plain = one_object(generate(folder, "one two", "--json", "-n", 16, "--drafter", "off").stdout)
     vllm = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}')
-    for extra, drafter, k in ((vllm, "ngram", 3), (("--draft-model", folder), "model", 4), (("-d", "cascade"), "cascade", 4)):
+    for extra, drafter, k in (
+        (vllm, "ngram", 3),
+        (("-d", "model", "--draft-model", folder), "model", 4),
+        (("-d", "cascade"), "cascade", 4),
+    ):
         out = one_object(generate(folder, "one two", "--json", "-n", 16, *extra).stdout)
         assert (out["drafter"], out["k"], out["token_ids"]) == (drafter, k, plain["token_ids"])
 
@@ -247,6 +260,11 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     for name, content in (("text", b"hello\n"), ("json", b'{"a": 1}\n'), ("empty", b""), ("binary", bytes(range(256)))):
         (tmp_path / name).write_bytes(content)
         fails(invoke("trace", "show", tmp_path / name), "trace")
+    for line in ('{"outrider_trace": "x"}', '{"outrider_trace": 1}\n{}', '{"outrider_trace": 1}\n{"end": true}'):
+        (tmp_path / "damaged").write_text(line + "\n")
+        done = invoke("trace", "show", tmp_path / "damaged")
+        assert done.exit_code == 1
+        assert "is damaged" in done.stderr
     fails(invoke("trace", "show", tmp_path / "missing"), "cannot be read")
     fails(invoke("trace", "show", tmp_path), "cannot be read")
 
@@ -327,8 +345,8 @@ def test_models_that_cannot_be_opened(folder: Path, tmp_path: Path) -> None:
 
 def test_a_draft_model_with_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3)
-    fails(generate(folder, "one", "--draft-model", other), "another vocabulary", "--drafter suffix")
-    fails(generate(folder, "one", "--draft-model", "/no/such/draft"), "/no/such/draft")
+    fails(generate(folder, "one", "-d", "model", "--draft-model", other), "another vocabulary", "--drafter suffix")
+    fails(generate(folder, "one", "-d", "model", "--draft-model", "/no/such/draft"), "/no/such/draft")
 
 
 @pytest.mark.parametrize("poison", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
@@ -356,7 +374,9 @@ def test_help_is_fast_because_torch_is_not_loaded() -> None:
     seconds = []
     for _ in range(3):
         begin = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+        )
         seconds.append(time.perf_counter() - begin)
     assert done.stdout.splitlines()[-1] == "[]"
     for word in ("generate", "chat", "verify", "trace"):
@@ -365,11 +385,8 @@ def test_help_is_fast_because_torch_is_not_loaded() -> None:
 
 
 def test_debug_shows_the_traceback() -> None:
-    command = [*PROGRAM, "generate", "hi", "-m", "/no/such/model"]
-    quiet = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert (quiet.returncode, quiet.stdout) == (1, "")
-    assert quiet.stderr.startswith("Error: ")
-    loud = subprocess.run([*command, "--debug"], capture_output=True, text=True, env=environment())
+    command = [*PROGRAM, "generate", "hi", "-m", "/no/such/model", "--debug"]
+    loud = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert loud.returncode == 1
     assert "Traceback" in loud.stderr
     assert "ModelError" in loud.stderr
@@ -413,21 +430,21 @@ def in_a_terminal(command: list[str], **env: str) -> str:
     return output.decode()
 
 
-def test_colours_in_a_terminal_and_none_with_no_color(folder: Path) -> None:
+def test_colours_in_a_terminal(folder: Path) -> None:
     command = [*PROGRAM, "generate", "one two", "-m", str(folder), *FAST, "-n", "24", "--set", "ignore_eos=true"]
     bright = in_a_terminal(command)
     for word in ("accepted from the draft", "the target's own", "rejected draft", "tokens/s"):
         assert word in bright
     assert "\x1b[32m" in bright  # accepted
     assert "\x1b[1;36m" in bright  # the target's own
-    sober = in_a_terminal(command, NO_COLOR="1")
-    assert not COLOUR.search(sober)
-    assert "tokens/s" in sober
 
 
-def test_colours_when_they_are_forced(folder: Path) -> None:
-    assert COLOUR.search(generate(folder, "one two", "-n", 16, FORCE_COLOR="1").stdout)
-    assert not COLOUR.search(generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1").stdout)
+def test_colours_when_they_are_forced_and_none_with_no_color(folder: Path) -> None:
+    bright = generate(folder, "one two", "-n", 16, FORCE_COLOR="1")
+    assert COLOUR.search(bright.stdout)
+    sober = generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1")
+    assert "accepted from the draft" in sober.stdout
+    assert not COLOUR.search(sober.stdout + sober.stderr)
     forced = generate(folder, "one two", "-n", 16, "--json", FORCE_COLOR="1")
     assert "\x1b" not in forced.stdout
     one_object(forced.stdout)
@@ -457,7 +474,8 @@ def test_the_default_model_by_default() -> None:
 
 @pytest.mark.real
 def test_verify_on_the_default_model() -> None:
-    done = invoke("verify", "--limit", 2, "--max-tokens", 8, "--json", "--set", "max_length=1024")
+    some = ("-d", "suffix", "-d", "model")  # the others are compared in test_llm
+    done = invoke("verify", *some, "--limit", 2, "--max-tokens", 8, "--json", "--set", "max_length=1024")
     report = one_object(done.stdout)
     assert (done.exit_code, report["divergences"]) == (0, 0)
-    assert report["compared_tokens"] >= 100
+    assert report["compared_tokens"] == 64

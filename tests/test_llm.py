@@ -37,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(folder, dtype="float32", k=4)
+    return LLM(folder, drafter="suffix", dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")
 def real() -> LLM:
     """The default model; short contexts, so that its cache is small."""
-    return LLM(dtype="auto", k=4, max_length=512)
+    return LLM(drafter="suffix", dtype="auto", k=4, max_length=512)
 
 
 def plain_ids(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:

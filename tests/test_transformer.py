@@ -81,10 +81,12 @@ def pair(case: str) -> tuple[torch.nn.Module, configs.ModelConfig, Safetensors]:
     for name, parameter in theirs.named_parameters():
         # Small and all alike, as they come, nothing that is mixed up would show.
         torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.2)
-    folder = Path(tempfile.mkdtemp(prefix="outrider-tiny-"))
+    home = tempfile.TemporaryDirectory(prefix="outrider-tiny-")
+    folder = Path(home.name)
     theirs.save_pretrained(folder)
     ours = configs.from_hf(read_json(folder / "config.json"))
     weights = Safetensors(find_safetensors(folder))
+    weights.home = home  # goes when they go
     check(weights, ours, folder)
     return theirs, ours, weights
 

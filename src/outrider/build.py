@@ -17,8 +17,14 @@ from .scheduler import Scheduler
 _KEPT_PREFIXES = 32  # finished sequences whose K/V stays readable until slots run short
 
 
-def build_engine(model: Model, config: Config, tokenizer: Any = None, listeners: tuple[Listener, ...] = ()) -> Engine:
-    """Cache, runner, drafter, controller and scheduler around a target."""
+def build_engine(
+    model: Model,
+    config: Config,
+    tokenizer: Any = None,
+    listeners: tuple[Listener, ...] = (),
+    costs: dict[int, float] | None = None,
+) -> Engine:
+    """Cache, runner, drafter, controller and scheduler around a target. Given `costs` are not measured again."""
     length = config.length_for(model.config.context_length)
     cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length)
     plane = cache.add_plane(*model.plane_shape)
@@ -27,7 +33,7 @@ def build_engine(model: Model, config: Config, tokenizer: Any = None, listeners:
     if drafter.name == "off":
         controller = Fixed(0)
     elif config.k == "auto":
-        controller = Adaptive(Costs(target_costs(model, cache, plane)), name=drafter.name)
+        controller = Adaptive(Costs(costs or target_costs(model, cache, plane)), name=drafter.name)
     else:
         controller = Fixed(int(config.k))
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)

@@ -133,7 +133,7 @@ def verify(
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Only these; default: all.")] = None,
     dtype: Dtype = "auto",
     k: K = "5",
-    limit: Annotated[int, typer.Option(help="How many prompts.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 20,
     max_tokens: MaxTokens = 64,
     temperature: Annotated[list[float] | None, typer.Option("--temperature", "-t", help="Default: 0 and 0.8.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL in Spec-Bench's form; default: the bundled ones.")] = None,
@@ -165,7 +165,7 @@ def verify(
 @trace_app.command("show")
 def trace_show(
     file: Annotated[Path, typer.Argument(help="A JSONL file that `generate --trace` wrote.")],
-    limit: Annotated[int | None, typer.Option(help="Only the first steps.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first steps.")] = None,
     debug: Debug = False,
 ) -> None:
     """Print a recorded run step by step: accepted, rejected and never reached drafts, and the bonus."""
@@ -173,7 +173,10 @@ def trace_show(
         from .show import steps
         from .trace import read
 
-        steps(Console(), read(file), limit)
+        try:
+            steps(Console(), read(file), limit)
+        except (KeyError, TypeError, ValueError) as error:
+            raise OutriderError(f"{file} is damaged: a line is not as Outrider writes it ({error}).") from error
 
 
 def main() -> None:

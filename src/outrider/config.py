@@ -25,7 +25,7 @@ DTYPES = {
 class Config:
     """How to build an engine around a target."""
 
-    drafter: str | type[Drafter] = "suffix"  # a name from the registry, or a class
+    drafter: str | type[Drafter] = "auto"  # a name from the registry, or a class
     k: int | str = "auto"  # drafted tokens per step, or "auto"
     rule: str = "match"
     dtype: str = "auto"

@@ -16,14 +16,20 @@ from . import Drafter, Workspace, make, register
 class Cascade(Drafter):
     """Options: cascade, a list of drafter names (default suffix, then ngram), and whatever those drafters take."""
 
+    option_name = "cascade"
+
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        names = space.option("cascade", default=("suffix", "ngram"))
-        names = names.split(",") if isinstance(names, str) else list(names)
-        if not names or "cascade" in names:
-            raise ConfigError("A cascade needs at least one drafter, and cannot contain itself.")
-        self.drafters = [make(name.strip(), space) for name in names]
+        given = space.option(self.option_name, default=self.defaults(space))
+        names = [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
+        if not names or {"cascade", "auto"} & set(names):
+            raise ConfigError(f"'{self.option_name}' needs at least one drafter, and none that chooses among others.")
+        self.drafters = [make(name, space) for name in names]
         self.taps = tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
+
+    @classmethod
+    def defaults(cls, space: Workspace) -> tuple[str, ...]:
+        return ("suffix", "ngram")
 
     @property
     def overlaps(self) -> bool:

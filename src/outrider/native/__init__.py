@@ -39,6 +39,11 @@ SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 # Each function takes one struct: P an address, q a whole number, d a real one. One packed argument is several times
 # cheaper than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
+STRUCTS |= {"int8_pass": "14P8q"}
+# What the pass is given to keep: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
+LINEAR = "4P3q"
+LAYER = "4P" + 4 * LINEAR + "2q"
+MODEL = "5P" + LINEAR + "8qd"
 
 
 class Kernels:
@@ -48,8 +53,12 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         library.outrider_isa.restype = ctypes.c_char_p
         self.isa: str = library.outrider_isa().decode()
+        library.outrider_dot_isa.restype = ctypes.c_char_p
+        self.dot_isa: str = library.outrider_dot_isa().decode()
         self.threaded = threaded
-        self.add_norm, self.silu_mul, self.rope_store, self.attend = (_kernel(library, name) for name in STRUCTS)
+        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass = (
+            _kernel(library, name) for name in STRUCTS
+        )
 
 
 def _kernel(library: ctypes.CDLL, name: str) -> Callable[..., None]:
@@ -57,7 +66,10 @@ def _kernel(library: ctypes.CDLL, name: str) -> Callable[..., None]:
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
     def call(*fields: float) -> None:
-        if function(pack(*fields)):
+        failed = function(pack(*fields))
+        if failed == 2:
+            raise IndexError("a token, a position, a slot or a wanted row is out of range")
+        if failed:
             raise MemoryError(f"no memory for the scratch space of {name}")
 
     return call
@@ -218,6 +230,7 @@ def check(path: str) -> None:
     for d in (8, 64):  # one that fills no vector, one that fills several
         _check_rows(kernels, d)
         _check_attend(kernels, d)
+        _check_int8(kernels, d)
 
 
 Floats: TypeAlias = "ctypes.Array[ctypes.c_float]"
@@ -261,6 +274,23 @@ def _check_attend(kernels: Kernels, d: int) -> None:
     kernels.attend(*inputs, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0, 2)
     for t in range(new):
         _compare("attend", out[t * d : (t + 1) * d], _attention(q[t * d : (t + 1) * d], k, v, old + 1 + t))
+
+
+def _check_int8(kernels: Kernels, d: int) -> None:
+    """A model without layers: one row of whole numbers through quantisation and the head, which must be exact."""
+    outputs, eps = 40, 0.0
+    x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
+    weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
+    weights += [[0] * d] * (64 - outputs)
+    packed = [weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)]
+    weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
+    head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
+    model = ctypes.create_string_buffer(struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps))
+    zero, row, out = _longs([0]), _floats(x), _floats([0.0] * outputs)
+    table, one = (ctypes.c_int32 * 1)(0), _longs([1])
+    places = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
+    kernels.int8_pass(_address(model), *places, 0, _address(row), 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
 
 
 def _attention(q: list[float], k: Floats, v: Floats, keys: int) -> list[float]:

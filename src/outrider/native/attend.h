@@ -132,20 +132,32 @@ static void divide(Job *job) { /* rows of one line stay together, as many as fit
     }
 }
 
-static int attend(const Attend *a) {
+/* How rows are divided is the same for every layer of a pass; `memory` is the caller's to free. */
+static int plan(Job *job, const Attend *a, int64_t *threads, int64_t **memory) {
     const int64_t group = a->heads / a->kv_heads, queries = a->rows * group;
-    int64_t *memory = malloc((size_t)(a->rows + 2 * queries + 1) * sizeof *memory);
-    if (!memory) return 1;
-    Job job = {.a = a, .ends = memory, .tiles = (Range *)(memory + a->rows), .group = group, .wide = padded(a->d)};
-    const int64_t threads = measure(&job) * a->heads * a->d < SMALL ? 1 : a->threads;
-    divide(&job);
-    const int64_t whole = job.tile_count * a->kv_heads, floats = a->rows * a->heads * job.blocks * (2 + job.wide);
+    if (!(*memory = malloc((size_t)(a->rows + 2 * queries + 1) * sizeof **memory))) return 1;
+    *job = (Job){.a = a, .ends = *memory, .tiles = (Range *)(*memory + a->rows), .group = group, .wide = padded(a->d)};
+    if (measure(job) * a->heads * a->d < SMALL) *threads = 1;
+    divide(job);
+    const int64_t whole = job->tile_count * a->kv_heads, floats = a->rows * a->heads * job->blocks * (2 + job->wide);
+    if (*threads > 1 && job->blocks > 1 && whole < 4 * *threads && floats <= STATES)
+        return !(job->states = scratch(1, floats));
+    return 0;
+}
+
+static int attend(const Attend *a) {
+    Job job;
+    int64_t *memory, threads = a->threads;
+    if (plan(&job, a, &threads, &memory)) {
+        free(memory);
+        return 1;
+    }
+    const int64_t whole = job.tile_count * a->kv_heads;
     int failed = 0;
-    if (threads > 1 && job.blocks > 1 && whole < 4 * threads && floats <= STATES) {
-        job.states = scratch(1, floats);
-        failed = !job.states || spread(attend_one_block, &job, whole * job.blocks, threads) ||
+    if (job.states)
+        failed = spread(attend_one_block, &job, whole * job.blocks, threads) ||
                  spread(merge_row, &job, a->rows, threads);
-    } else failed = spread(attend_whole, &job, whole, threads);
+    else failed = spread(attend_whole, &job, whole, threads);
     free(memory);
     return failed;
 }

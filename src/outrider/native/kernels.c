@@ -119,20 +119,22 @@ static void turn_head(const Rope *a, float *restrict x, int64_t t, const float *
     }
 }
 
+static void rope_row(const Rope *a, int64_t t, float *row) { /* row: width floats of scratch */
+    const int64_t width = rope_width(a), q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
+    read_row(row, at(a->qkv, a->bf16, t * width), a->bf16, width);
+    for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
+        turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
+    memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
+    memcpy(a->k + a->slots[t] * kv_width, row + q_width, (size_t)kv_width * sizeof *row);
+    memcpy(a->v + a->slots[t] * kv_width, row + q_width + kv_width, (size_t)kv_width * sizeof *row);
+}
+
 static int rope_rows(const void *job, int64_t part) {
     const Rope *a = job;
     const int64_t width = rope_width(a), block = block_of(width);
-    const int64_t q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
     float *row = scratch(0, width);
     if (!row) return 1;
-    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {
-        read_row(row, at(a->qkv, a->bf16, t * width), a->bf16, width);
-        for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
-            turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
-        memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
-        memcpy(a->k + a->slots[t] * kv_width, row + q_width, (size_t)kv_width * sizeof *row);
-        memcpy(a->v + a->slots[t] * kv_width, row + q_width + kv_width, (size_t)kv_width * sizeof *row);
-    }
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) rope_row(a, t, row);
     return 0;
 }
 
@@ -141,5 +143,13 @@ int outrider_rope_store(const Rope *a) { return by_blocks(rope_rows, a, a->rows,
 /* ---------------------------------------------------------------- attention, in attend.h */
 
 int outrider_attend(const Attend *a) { return attend(a); }
+
+/* ---------------------------------------------------------------- a whole quantised pass, in pass.h */
+
+#include "pass.h"
+
+int outrider_int8_pass(const Pass *p) { return int8_pass(p); }
+
+const char *outrider_dot_isa(void) { return DOT_ISA; }
 
 const char *outrider_isa(void) { return ISA; }

@@ -169,8 +169,8 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Growing buffers, kept by their thread for the next call: fresh ones would cost page faults in every layer. */
 static float *scratch(int which, int64_t floats) {
-    static _Thread_local char *base[2];
-    static _Thread_local size_t held[2];
+    static _Thread_local char *base[3];
+    static _Thread_local size_t held[3];
     const size_t need = (size_t)floats * sizeof(float) + 64;
     if (need > held[which]) {
         free(base[which]);

@@ -1,0 +1,115 @@
+"""One engine in a process of its own, for `peers.py`: reads requests on standard input, answers on standard output.
+
+    {"ids": [...], "tokens": 64}  →  {"seconds": 1.2, "first": 0.2, "ids": [...]}
+
+`first` is when the first token was there: decoding speed is (tokens - 1) / (seconds - first). Every engine must produce
+exactly that many tokens, greedily, whatever it thinks of ending.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[list[int], int], Iterator[list[int]]]  # yields the new ids as they come
+
+
+def outrider(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+    from outrider import LLM, SamplingParams, __version__
+
+    llm = LLM(model, **options)
+    fresh = {k: v for k, v in options.items() if k != "dtype"}
+
+    def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        for piece in llm.using(**fresh).stream(ids, params):  # nothing remembered from earlier prompts
+            yield piece.token_ids
+
+    return generate, {"version": __version__, "dtype": llm.dtype}
+
+
+def transformers(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
+    import torch
+    import transformers as hf
+
+    path = Path(model or "")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=getattr(torch, options.pop("dtype", "float32"))
+    ).eval()
+
+    class Stream(hf.generation.streamers.BaseStreamer):
+        """Remembers when the first new token came (the first call carries the prompt)."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
+        given, stream = torch.tensor([ids]), Stream()
+        exact = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        lookup = "prompt_lookup_num_tokens" in options
+        out = loaded.generate(
+            given, attention_mask=torch.ones_like(given), streamer=None if lookup else stream, **exact, **options
+        )
+        new = out[0, len(ids) :].tolist()
+        generate.first = stream.times[1] if len(stream.times) > 1 else None  # type: ignore[attr-defined]
+        yield new
+
+    return generate, {"version": hf.__version__}
+
+
+def llamacpp(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
+    import llama_cpp
+
+    lookup = options.pop("prompt_lookup", 0)
+    draft = None
+    if lookup:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        draft = LlamaPromptLookupDecoding(num_pred_tokens=lookup)
+    engine = llama_cpp.Llama(model, n_ctx=2048, draft_model=draft, logits_all=bool(lookup), verbose=False, **options)
+
+    def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
+        engine.reset()
+        for made, token in enumerate(engine.generate(ids, temp=0.0, top_k=1), start=1):
+            yield [token]
+            if made == tokens:
+                return
+
+    return generate, {"version": llama_cpp.__version__}
+
+
+ENGINES = {"outrider": outrider, "transformers": transformers, "llamacpp": llamacpp}
+
+
+def answer(generate: Generate, ids: list[int], tokens: int) -> dict[str, Any]:
+    begin, first, new = time.perf_counter(), None, []
+    for some in generate(ids, tokens):
+        first = first or time.perf_counter()
+        new += some
+    seconds = time.perf_counter() - begin
+    told = getattr(generate, "first", None)  # an engine that cannot stream says so itself
+    return {"seconds": seconds, "first": (told or first or begin) - begin, "ids": new[:tokens]}
+
+
+def main() -> None:
+    name, model, options = sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3])
+    generate, facts = ENGINES[name](model, options)
+    print(json.dumps({"ready": True, **facts}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(answer(generate, request["ids"], request["tokens"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

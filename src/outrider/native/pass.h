@@ -1,0 +1,211 @@
+/* All layers of a quantised decoder in one call: rows in, logits out, K and V into their planes.
+ *
+ * The promise: a row's logits are the same bits whichever rows share the pass and however many threads there are.
+ * Products are exact (int8.h), attention and norms have a fixed order (tile.h, kernels.c), and whatever is left is
+ * done row by row. The residual stream, K and V are float32.
+ */
+#ifndef OUTRIDER_PASS_H
+#define OUTRIDER_PASS_H
+
+#include "attend.h"
+#include "int8.h"
+#include "team.h"
+
+typedef struct {
+    const float *attention_norm, *mlp_norm, *q_norm, *k_norm; /* [H], [H], [d] or NULL, [d] or NULL */
+    Linear qkv, out, gate_up, down;
+    int64_t rope, window;
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *norm; /* [H] */
+    const uint16_t *embedding; /* [V, H] bfloat16 */
+    const float *cos, *sin; /* [length, half] */
+    Linear head;
+    int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
+    double eps;
+} Model;
+
+typedef struct {
+    const Model *model;
+    const int64_t *tokens, *positions, *slots, *lines, *context, *want; /* [T] each, want [R] */
+    const int32_t *table, *ancestors; /* [lines, table_stride], [T, depth] or NULL */
+    const float *x; /* [T, H], or NULL: the tokens' embeddings */
+    float *const *planes; /* [layers][2] where k and v [S, kv_heads, d] begin */
+    float *logits; /* [R, V], or NULL: no head */
+    float *const *taps; /* [stop] where the stream after a layer goes [T, H], or NULL; all of it may be NULL */
+    const uint8_t *skips; /* [stop] 1: no attention, 2: no mlp; or NULL */
+    int64_t table_stride, depth, slot_count, rows, wanted, start, stop, threads;
+} Pass;
+
+typedef struct {
+    const Pass *p;
+    Job job; /* attention, divided; its `a` is set for each layer */
+    Packed packed;
+    float *x, *qkv, *q, *mixed, *middle, *cos, *sin; /* [T, H], [T, (heads + 2 kv_heads) d], [T, heads d] twice, ... */
+    int64_t middle_stride;
+} State8;
+
+/* ---------------------------------------------------------------- work by row */
+
+typedef struct {
+    const State8 *s;
+    const Linear *linear; /* that the rows are for */
+    const float *from; /* [T, from_stride] */
+    const float *norm; /* [H] or NULL */
+    const int64_t *pick; /* which rows, or NULL: all */
+    int64_t from_stride;
+} Packing;
+
+static int pack_row(const void *job, int64_t t) {
+    const Packing *a = job;
+    const int64_t n = a->linear->inputs;
+    const float *x = a->from + (a->pick ? a->pick[t] : t) * a->from_stride;
+    float *row = scratch(0, padded(n));
+    if (!row) return 1;
+    if (a->norm) {
+        const float scale = inverse_rms(x, n, (float)a->s->p->model->eps);
+        for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * a->norm[i];
+    } else memcpy(row, x, (size_t)n * sizeof *row);
+    quantise(a->linear, row, &a->s->packed, t);
+    return 0;
+}
+
+static int embed_row(const void *job, int64_t t) {
+    const State8 *s = job;
+    const Pass *p = s->p;
+    const int64_t n = p->model->hidden, half = p->model->half;
+    if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
+    else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
+    memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
+    memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);
+    return 0;
+}
+
+static int turn_row(const void *job, int64_t t) {
+    const Rope *a = job;
+    float *row = scratch(0, rope_width(a));
+    if (row) rope_row(a, t, row);
+    return !row;
+}
+
+/* ---------------------------------------------------------------- work by layer; every member runs all of this */
+
+static int multiply(const Member *m, const State8 *s, const Linear *linear, int64_t rows, float *out, int64_t stride,
+                    enum Kind kind) {
+    Product product = {linear, s->packed, out, stride, kind};
+    product.x.rows = rows;
+    return each(m, multiply_block, &product, blocks_of(linear));
+}
+
+static int mix(const Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    const Rope rope = {.qkv = s->qkv, .cos = s->cos, .sin = s->sin, .q = s->q, .k = planes[0], .v = planes[1],
+                       .slots = p->slots, .q_norm = layer->q_norm, .k_norm = layer->k_norm, .rows = p->rows,
+                       .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
+                       .half = layer->rope ? model->half : 0, .eps = model->eps};
+    int failed = each(m, turn_row, &rope, p->rows);
+    Attend a = *s->job.a;
+    a.k = planes[0];
+    a.v = planes[1];
+    a.window = layer->window;
+    Job job = s->job;
+    job.a = &a;
+    const int64_t whole = job.tile_count * a.kv_heads;
+    if (!job.states) return failed | each(m, attend_whole, &job, whole);
+    failed |= each(m, attend_one_block, &job, whole * job.blocks);
+    return failed | each(m, merge_row, &job, a.rows);
+}
+
+static int attention(const Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+    const int64_t hidden = s->p->model->hidden, rows = s->p->rows, width = layer->out.inputs;
+    int failed = each(m, pack_row, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
+    failed |= multiply(m, s, &layer->qkv, rows, s->qkv, layer->qkv.outputs, STORE);
+    failed |= mix(m, s, layer, planes);
+    failed |= each(m, pack_row, &(Packing){s, &layer->out, s->mixed, NULL, NULL, width}, rows);
+    return failed | multiply(m, s, &layer->out, rows, s->x, hidden, ADD);
+}
+
+static int mlp(const Member *m, const State8 *s, const Layer *layer) {
+    const int64_t hidden = s->p->model->hidden, rows = s->p->rows, wide = s->middle_stride;
+    int failed = each(m, pack_row, &(Packing){s, &layer->gate_up, s->x, layer->mlp_norm, NULL, hidden}, rows);
+    failed |= multiply(m, s, &layer->gate_up, rows, s->middle, wide, SILU);
+    failed |= each(m, pack_row, &(Packing){s, &layer->down, s->middle, NULL, NULL, wide}, rows);
+    return failed | multiply(m, s, &layer->down, rows, s->x, hidden, ADD);
+}
+
+static int run(const Member *m, const void *opaque) {
+    const State8 *s = opaque;
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    int failed = each(m, embed_row, s, p->rows);
+    for (int64_t i = p->start; i < p->stop; i++) {
+        const int skips = p->skips ? p->skips[i] : 0;
+        if (!(skips & 1)) failed |= attention(m, s, model->layers + i, p->planes + 2 * i);
+        if (!(skips & 2)) failed |= mlp(m, s, model->layers + i);
+        if (p->taps && p->taps[i] && m->me == 0) /* nobody writes the stream before the next barrier */
+            memcpy(p->taps[i], s->x, (size_t)(p->rows * model->hidden) * sizeof *s->x);
+    }
+    if (!p->logits || !p->wanted) return failed;
+    const Packing last = {s, &model->head, s->x, model->norm, p->want, model->hidden};
+    failed |= each(m, pack_row, &last, p->wanted);
+    return failed | multiply(m, s, &model->head, p->wanted, p->logits, model->vocabulary, STORE);
+}
+
+/* ---------------------------------------------------------------- before the first layer */
+
+static int outside(const int64_t *x, int64_t n, int64_t end) {
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] < 0 || x[i] >= end) return 1;
+    return 0;
+}
+
+INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch, on a cache line of its own */
+    void *piece = *memory;
+    *memory += (bytes + 63) / 64 * 64;
+    return piece;
+}
+
+/* Buffers of the pass, from `memory`; with NULL, only how many bytes they take. */
+static int64_t furnish(State8 *s, char *memory) {
+    const Model *model = s->p->model;
+    const int64_t rows = s->p->rows, most_rows = most(rows, s->p->wanted), d = model->d;
+    const int64_t qkv = (model->heads + 2 * model->kv_heads) * d;
+    char *at = memory;
+    s->middle_stride = (model->middle + 15) / 16 * 16;
+    s->packed.stride = (most(most(model->hidden, model->heads * d), model->middle) + 64 + 63 + W) / 64 * 64;
+    s->x = cut(&at, 4 * rows * model->hidden);
+    s->qkv = cut(&at, 4 * rows * qkv);
+    s->q = cut(&at, 4 * rows * model->heads * d);
+    s->mixed = cut(&at, 4 * rows * model->heads * d);
+    s->middle = cut(&at, 4 * rows * s->middle_stride);
+    s->cos = cut(&at, 4 * rows * model->half);
+    s->sin = cut(&at, 4 * rows * model->half);
+    s->packed.bytes = cut(&at, most_rows * s->packed.stride);
+    s->packed.scale = cut(&at, 4 * most_rows);
+    s->packed.offset = cut(&at, 4 * most_rows);
+    return at - memory;
+}
+
+static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+    const Model *model = p->model;
+    if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
+        outside(p->want, p->wanted, p->rows) || (!p->x && outside(p->tokens, p->rows, model->vocabulary)))
+        return 2;
+    State8 s = {.p = p};
+    char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
+    if (!memory) return 1;
+    furnish(&s, memory);
+    const Attend a = {.q = s.q, .table = p->table, .lines = p->lines, .context = p->context,
+                      .ancestors = p->ancestors, .out = s.mixed, .table_stride = p->table_stride, .depth = p->depth,
+                      .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
+                      .scale = 1.0 / sqrt((double)model->d)};
+    int64_t *plan_memory, threads = p->threads;
+    int failed = plan(&s.job, &a, &threads, &plan_memory) || together(run, &s, p->threads);
+    free(plan_memory);
+    return failed;
+}
+
+#endif

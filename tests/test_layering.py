@@ -1,0 +1,163 @@
+"""The house stays as it was drawn: who may import whom, how long a file may be, and that every drafter has a name.
+
+Imports are read from the source, those for type checkers and those inside functions included.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[1] / "src" / "outrider"
+README = HOME.parents[1] / "README.md"
+LINES, FUNCTION_LINES = 400, 60
+
+FLOW = "types errors"  # what flows, and what is said when it cannot
+# Part of the house -> what it may see. `models.*` is any module in that folder; a folder's own name is its protocol.
+ALLOWED = {
+    "": "errors types text llm drafters",  # the package's front page, loaded lazily
+    "errors": "",
+    "paths": "",
+    "types": "errors",
+    "verify": "types",
+    "sampling": "types",
+    "cache": "types",
+    "control": "types",
+    "trace": f"{FLOW} verify",
+    "scheduler": "types cache",
+    "profile": "types cache models",
+    "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
+    "drafters": f"{FLOW} cache models",
+    "drafters.*": f"{FLOW} cache sampling drafters drafters.* models models.checkpoint models.transformer",
+    "models": "types cache models.config",
+    "models.*": f"{FLOW} paths cache native models models.*",
+    "native": "paths errors",
+    "native.*": "paths errors native native.*",
+    "runners": "",
+    "runners.*": "types cache models",
+    "machine": "paths errors",
+    "environment": "machine models.ops",
+    "estimate": "",
+    "config": "errors drafters verify",
+    "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
+    "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
+    "text": "types",
+    "llm": f"{FLOW} build config machine text trace models.checkpoint models.transformer",
+    "prompts": "errors",
+    "lossless": f"{FLOW} drafters llm",
+    "show": f"{FLOW} text trace lossless",
+    "options": FLOW,
+    "cli": f"{FLOW} llm trace lossless prompts show options models.checkpoint",
+    "__main__": "cli",
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(HOME).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path for path in sorted(HOME.rglob("*.py"))}
+DRAFTERS = [name for name in SOURCES if name.startswith("drafters.") and not name.startswith("drafters._")]
+
+
+def imports(module: str) -> set[str]:
+    """Every module of ours that this one imports, as a path below `outrider`."""
+    path, found = SOURCES[module], set()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = [part for part in package if part]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            where = node.module.split(".") if node.module else []
+            if node.level:
+                where = package[: len(package) - node.level + 1] + where
+            elif where[:1] == ["outrider"]:
+                where = where[1:]
+            else:
+                continue
+            names = (".".join([*where, alias.name]) for alias in node.names)
+            found |= {name if name in SOURCES else ".".join(where) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "outrider"}
+    return found
+
+
+def rule_for(module: str) -> str:
+    folder = module.rpartition(".")[0]
+    key = module if module in ALLOWED else f"{folder}.*"
+    assert key in ALLOWED, f"Say at the top of this test what the new module '{module}' may import."
+    return ALLOWED[key]
+
+
+def may_see(module: str, other: str) -> bool:
+    allowed = rule_for(module).split()
+    return other in allowed or f"{other.rpartition('.')[0]}.*" in allowed
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_nobody_sees_more_than_they_need(module: str) -> None:
+    beyond = sorted(other for other in imports(module) if not may_see(module, other))
+    assert not beyond, f"{module} imports {beyond}, but may see only: {rule_for(module) or 'nothing of ours'}"
+
+
+def test_the_engine_knows_no_drafter_and_no_model() -> None:
+    words = SOURCES["engine"].read_text(encoding="utf-8").lower()
+    for name in DRAFTERS:
+        name = name.partition(".")[2]
+        assert name == "model" or not re.search(rf"\b{name}\b", words), f"engine.py mentions {name}"
+    assert not any(name.startswith("models") for name in imports("engine"))
+
+
+def test_the_rule_bites() -> None:
+    assert not may_see("types", "cache")
+    assert not may_see("engine", "drafters.ngram")
+    assert not may_see("engine", "models.transformer")
+    assert not may_see("verify", "sampling")
+    assert not may_see("cli", "engine")
+    assert not may_see("drafters.ngram", "engine")
+    assert may_see("models.transformer", "models.linear")
+    assert imports("engine") >= {"cache", "types", "verify", "drafters"}
+    assert imports("models.transformer") >= {"models", "models.ops", "cache"}
+    assert imports("drafters.model") >= {"models.checkpoint", "drafters._rollout"}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_files_are_short_and_say_what_they_promise(module: str) -> None:
+    source = SOURCES[module].read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree), f"{module} has no docstring"
+    assert source.count("\n") <= LINES, f"{module} has {source.count(chr(10))} lines"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{module}.{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if name != "cli"])
+def test_only_the_command_line_prints(module: str) -> None:
+    calls = [n for n in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+
+@pytest.mark.parametrize("module", DRAFTERS)
+def test_every_drafter_registers_a_name(module: str) -> None:
+    from outrider import drafters
+
+    text = SOURCES[module].read_text(encoding="utf-8")
+    registered = re.findall(r'^@register\("([\w-]+)"\)', text, re.MULTILINE)
+    assert registered, f"{module} registers nothing; if it is only a helper, its name should begin with _"
+    for name in registered:
+        assert name in drafters.names()
+        assert drafters.lookup(name).__doc__
+
+
+@pytest.mark.skipif(not README.exists(), reason="there is no README yet")
+@pytest.mark.parametrize("module", DRAFTERS)
+def test_the_readme_lists_every_drafter(module: str) -> None:
+    names = re.findall(r'^@register\("([\w-]+)"\)', SOURCES[module].read_text(encoding="utf-8"), re.MULTILINE)
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.lstrip().startswith("|")]
+    for name in names:
+        assert any(f"`{name}`" in row for row in rows), f"README's table of drafters has no row for `{name}`"
