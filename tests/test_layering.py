@@ -23,7 +23,7 @@ ALLOWED = {
     "paths": "",
     "types": "errors",
     "verify": "types",
-    "sampling": "types",
+    "sampling": FLOW,
     "cache": "types",
     "control": "types",
     "trace": f"{FLOW} verify",

@@ -663,3 +663,14 @@ def test_real_batches_and_chunks_change_nothing(
     for changes in ({"max_batch": 8}, {"max_rows": 3}):
         batched = exact.using(drafter="suffix", k=3, **changes)
         assert [r.token_ids for r in batched.generate(REAL_PROMPTS, params_at(temperature))] == spoken[temperature]
+
+
+def test_a_misspelt_option_is_a_sentence(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no option 'ngram_maxx'.*'ngram_max'"):
+        LLM(folder, drafter="ngram", ngram_maxx=3)
+
+
+def test_banning_every_token_is_a_sentence(llm: LLM) -> None:
+    bias = dict.fromkeys(range(llm.target.config.vocab_size), float("-inf"))
+    with pytest.raises(ConfigError, match="ban every token"):
+        llm.generate("one", SamplingParams(temperature=1.0, logit_bias=bias))

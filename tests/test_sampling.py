@@ -173,3 +173,19 @@ def test_draw_follows_its_weights() -> None:
 def test_wrong_parameters_are_a_sentence(wrong: dict) -> None:
     with pytest.raises(ConfigError, match=r"must be|empty"):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 2.5}, {"temperature": None}, {"n": True}, {"logit_bias": {1: math.nan}}]
+)
+def test_wrong_types_are_a_sentence(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=r"must be|not a number"):
+        SamplingParams(**wrong)
+
+
+def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
+    from outrider.sampling import adjust
+
+    seq = sequence(min_tokens=2)
+    seq.ends = frozenset({0, V + 5})
+    assert adjust(logits(), seq, [])[0] == -math.inf

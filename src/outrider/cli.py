@@ -40,7 +40,7 @@ errors = Console(stderr=True)
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
-DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: suffix, ngram, model, layerskip, …")]
+DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: auto, suffix, ngram, model, …")]
 DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model.")]
 K = Annotated[str, typer.Option("--k", help="Drafted tokens per step: a number, or auto.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
@@ -56,11 +56,26 @@ Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON objec
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Lossless speculative decoding: a drafter rides ahead, the target keeps only what it would have said itself."""
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
     model: Model = None,
-    drafter: DrafterName = "suffix",
+    drafter: DrafterName = "auto",
     draft_model: DraftModel = None,
     k: K = "auto",
     dtype: Dtype = "auto",
@@ -101,7 +116,7 @@ def generate(
 @app.command()
 def chat(
     model: Model = None,
-    drafter: DrafterName = "suffix",
+    drafter: DrafterName = "auto",
     draft_model: DraftModel = None,
     k: K = "auto",
     dtype: Dtype = "auto",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .drafters import Drafter, lookup
+from .drafters import Drafter, check_options, lookup
 from .errors import ConfigError
 from .verify import RULES
 
@@ -44,8 +44,8 @@ class Config:
             raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, {', '.join(DTYPES)}.")
         for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, but it must be at least 1.")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least 1.")
 
     @property
     def drafter_name(self) -> str:
@@ -86,7 +86,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The speculative configuration is not a JSON object: {error}.") from error
     model = given.pop("model", None)
     method = given.pop("method", "draft_model" if model else "ngram")
-    if method not in _VLLM_METHODS:
+    if not isinstance(method, str) or method not in _VLLM_METHODS:
         raise ConfigError(f"The speculative method '{method}' is not known here; use: {', '.join(_VLLM_METHODS)}.")
     arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
     if model is not None:
@@ -95,7 +95,9 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         arguments["k"] = given.pop("num_speculative_tokens")
     if "rejection_sample_method" in given:
         arguments["rule"] = {"standard": "reject", "block": "block"}.get(given.pop("rejection_sample_method"), "match")
-    return arguments | given
+    # The rest of vLLM's keys (parallelism, quantisation, …) say nothing about what is drafted here.
+    takes = lookup(arguments["drafter"]).takes or ()
+    return arguments | {name: value for name, value in given.items() if name in takes}
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -116,4 +118,6 @@ def config_from(arguments: dict[str, Any]) -> Config:
     """A Config from loose arguments; what it does not know goes to the drafter as options."""
     known = {f.name for f in fields(Config)} - {"options"}
     own = {name: value for name, value in arguments.items() if name in known}
-    return Config(**own, options={n: v for n, v in arguments.items() if n not in known})
+    config = Config(**own, options={n: v for n, v in arguments.items() if n not in known})
+    check_options(config.drafter, config.options)
+    return config

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -39,9 +38,8 @@ def environment() -> dict[str, Any]:
 
 def usable_cores() -> int:
     """Cores this process may run on, which in a container may be fewer than the machine has."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def load() -> float | None:

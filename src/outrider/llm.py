@@ -1,6 +1,6 @@
 """Text in, text out: the library's front door.
 
-    llm = LLM()                                          # or LLM("path/or/name", drafter="suffix", k="auto")
+    llm = LLM()                                          # or LLM("path/or/name", drafter="auto", k="auto")
     out = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, seed=7))
     for piece in llm.stream("Once upon a time"): print(piece.text, end="")
 

@@ -20,7 +20,7 @@ def arguments(
     """What `LLM` is given, and in it what `sampling` will take out again."""
     given: dict[str, Any] = {"drafter": drafter, "dtype": dtype, "k": "auto" if k == "auto" else _number(k, "--k")}
     if draft_model is not None:
-        given |= {"draft_model": draft_model, "drafter": "model" if drafter == "suffix" else drafter}
+        given["draft_model"] = draft_model
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals:

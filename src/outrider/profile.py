@@ -14,7 +14,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 def target_costs(model: Model, cache: Cache, plane: Plane, repeats: int = 3) -> dict[int, float]:
     """Seconds of a pass for each row count: the median of a few, in a scratch sequence that leaves no trace."""
-    rows = [n for n in ROWS if n < cache.length - 1]
+    rows = [n for n in ROWS if n < cache.length - 1] or [1]
     seq = Sequence(-1_000_000, [1] * (max(rows) + 1))
     cache.open(seq)
     cache.reserve(seq, len(seq.tokens), 0)

@@ -19,8 +19,8 @@ _KINDS: dict[str, tuple[type, ...]] = {"drafter": (str,), "k": (int, str), "opti
 def load_profile(path: Path | str) -> dict[str, Any]:
     """The arguments for `LLM` that a profile stands for: drafter, k, dtype and the drafter's options."""
     profile = read_profile(path)
-    chosen = {name: profile[name] for name in ("drafter", "k", "dtype") if name in profile}
-    return chosen | profile.get("options", {})
+    chosen: dict[str, Any] = dict(profile.get("options", {}))
+    return chosen | {name: profile[name] for name in ("drafter", "k", "dtype") if name in profile}
 
 
 def read_profile(path: Path | str) -> dict[str, Any]:

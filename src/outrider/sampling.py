@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .types import Sequence, TokenLogprob
 
 # What a random number is for. Numbers for different purposes are independent.
@@ -85,7 +86,7 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
             logits[token] += bias
     _penalise(logits, seq, emitted)
     if len(seq.tokens) - seq.prompt_len + len(emitted) < params.min_tokens:
-        logits[sorted(seq.ends)] = -math.inf
+        logits[[end for end in sorted(seq.ends) if end < logits.shape[-1]]] = -math.inf
     history = seq.tokens + emitted if seq.bad_words else []
     for *before, last in seq.bad_words:
         if not before or history[-len(before) :] == before:
@@ -126,6 +127,10 @@ def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
         ids = torch.nonzero(scores >= torch.topk(scores, params.top_k).values[-1]).flatten()
     else:
         ids = torch.nonzero(scores > -math.inf).flatten()
+    if not ids.numel():
+        raise ConfigError(
+            "The parameters ban every token, so none can be chosen; ban fewer by logit_bias or bad_words."
+        )
     scores = scores[ids]
     if params.top_p < 1:
         ordered, order = torch.sort(scores, descending=True, stable=True)

@@ -8,9 +8,10 @@ This file knows ids, shapes and fates. It knows neither text nor models nor wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,18 +45,32 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report beside each token
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
-        object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how vLLM spells "off"
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # false for NaN too
+        try:
+            self._normalise()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"A sampling parameter has the wrong type: {error}.") from error
+        for name, kind, low, high in _RANGES:
+            value: Any = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind):
+                wanted = "a whole number" if kind is int else "a number"
+                raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
+            if not low <= value <= high:  # NaN is never within
                 raise ConfigError(f"{name} is {value}, but it must be between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
+        if any(math.isnan(bias) for bias in self.logit_bias.values()):
+            raise ConfigError("A logit bias is not a number; every value must be one, from -100 to 100 usually.")
+
+    def _normalise(self) -> None:
+        """One form for every field that may be spelled in several."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)  # -1 is how vLLM spells "off"
 
     @property
     def greedy(self) -> bool:
@@ -74,19 +89,20 @@ class SamplingParams:
         )
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 10**9),
-    ("top_p", 1e-9, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 1e-3, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("seed", 0, 2**63 - 1),
-    ("max_tokens", 1, 10**9),
-    ("min_tokens", 0, 10**9),
-    ("n", 1, 1024),
-    ("logprobs", 0, 1000),
+_NUMBER = (int, float)
+_RANGES: tuple[tuple[str, type | tuple[type, ...], float, float], ...] = (
+    ("temperature", _NUMBER, 0.0, 100.0),
+    ("top_k", int, 0, 10**9),
+    ("top_p", _NUMBER, 1e-9, 1.0),
+    ("min_p", _NUMBER, 0.0, 1.0),
+    ("repetition_penalty", _NUMBER, 1e-3, 100.0),
+    ("presence_penalty", _NUMBER, -100.0, 100.0),
+    ("frequency_penalty", _NUMBER, -100.0, 100.0),
+    ("seed", int, 0, 2**63 - 1),
+    ("max_tokens", int, 1, 10**9),
+    ("min_tokens", int, 0, 10**9),
+    ("n", int, 1, 1024),
+    ("logprobs", int, 0, 1000),
 )
 
 

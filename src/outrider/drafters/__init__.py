@@ -10,17 +10,18 @@ in the group `outrider.drafters`.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import ConfigError
-from ..types import Draft, Sequence, Step
+from ..types import Draft, SamplingParams, Sequence, Step
 
 if TYPE_CHECKING:
     from ..cache import Cache, Plane
@@ -46,6 +47,7 @@ class Drafter:
     """Five verbs; only `draft` is mandatory."""
 
     name: ClassVar[str] = ""
+    takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
 
     def __init__(self, space: Workspace) -> None:
@@ -111,7 +113,26 @@ def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
 
 def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
     """Build a drafter; its options are in the workspace."""
-    return lookup(drafter)(space)
+    cls = lookup(drafter)
+    try:
+        return cls(space)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"The drafter '{cls.name}' cannot be built with these options: {error}.") from error
+
+
+def check_options(drafter: str | type[Drafter], options: Iterable[str]) -> None:
+    """Refuse an option that no drafter of ours takes: a misspelt one would silently do nothing."""
+    cls = lookup(drafter)
+    if cls.takes is None:
+        return
+    known = {name for other in _REGISTRY.values() for name in other.takes or ()}
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *SamplingParams.__dataclass_fields__], 1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(f"There is no option '{name}'.{hint}")
 
 
 @cache

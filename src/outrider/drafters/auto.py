@@ -38,6 +38,7 @@ class Trust:
 class Auto(Cascade):
     """Options: auto, a list of drafter names (default suffix and ngram, and model where a draft model is given)."""
 
+    takes = ("auto", "draft_model", "assistant_model")
     option_name = "auto"
 
     def __init__(self, space: Workspace) -> None:

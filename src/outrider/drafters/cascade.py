@@ -6,6 +6,7 @@ Put the cheap and sure one first: a suffix match costs nothing, and a model draf
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
@@ -16,6 +17,7 @@ from . import Drafter, Workspace, make, register
 class Cascade(Drafter):
     """Options: cascade, a list of drafter names (default suffix, then ngram), and whatever those drafters take."""
 
+    takes: ClassVar[tuple[str, ...] | None] = ("cascade",)
     option_name = "cascade"
 
     def __init__(self, space: Workspace) -> None:

@@ -30,6 +30,8 @@ class Scratch(Rollout):
 class LayerSkip(Drafter):
     """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), tree, tree_width, tree_depth."""
 
+    takes = ("skip_layers", "skip_attention", "skip_mlp", "tree", "tree_width", "tree_depth")
+
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         layers = space.target.config.layers

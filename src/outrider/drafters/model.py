@@ -16,10 +16,14 @@ from ..types import Draft, Sequence, Step
 from . import Drafter, Workspace, register
 from ._rollout import Rollout
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
 
 @register("model")
 class SmallModel(Drafter):
     """Options: draft_model (a path, a name or a model), draft_dtype, tree, tree_width, tree_depth."""
+
+    takes = ("draft_model", "assistant_model", "draft_dtype", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
@@ -45,7 +49,7 @@ class SmallModel(Drafter):
 
 
 def _load(space: Workspace) -> Model:
-    wanted = space.option("draft_model", "assistant_model", "model", default=None)
+    wanted = space.option("draft_model", "assistant_model", default=None)
     if wanted is None:
         raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
     if not isinstance(wanted, str) and hasattr(wanted, "forward"):
@@ -58,7 +62,10 @@ def _load(space: Workspace) -> Model:
     checkpoint = open_checkpoint(wanted)
     if space.tokenizer is not None:
         _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
-    dtype = getattr(torch, str(space.option("draft_dtype", default=space.target.dtype)).removeprefix("torch."))
+    wish = str(space.option("draft_dtype", default=space.target.dtype)).removeprefix("torch.")
+    if wish not in DTYPES:
+        raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
+    dtype = DTYPES[wish]
     return Transformer(checkpoint.config, checkpoint.weights, dtype, length=space.cache.length)
 
 

@@ -26,6 +26,8 @@ KEPT = 4096  # sequences remembered at once; only a caller that forgets `end` ev
 class NGram(Drafter):
     """Options: `ngram_max` (4) and `ngram_min` (2), the n-gram sizes; vLLM's `prompt_lookup_max` / `_min` work too."""
 
+    takes = ("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min")
+
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         high = int(space.option("ngram_max", "prompt_lookup_max", default=4))

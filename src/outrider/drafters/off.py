@@ -10,5 +10,7 @@ from . import Drafter, register
 class Off(Drafter):
     """Never proposes anything."""
 
+    takes = ()
+
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         return Draft.empty(len(seqs))

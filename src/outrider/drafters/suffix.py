@@ -38,6 +38,8 @@ class Suffix(Drafter):
     `suffix_shared_tokens` (200000) bounds what is remembered of finished responses. vLLM's
     `suffix_decoding_min_token_prob` works too."""
 
+    takes = ("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree")
+
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self._floor = float(space.option("suffix_min_survival", "suffix_decoding_min_token_prob", default=0.1))

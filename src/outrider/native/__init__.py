@@ -282,10 +282,14 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
     weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
     weights += [[0] * d] * (64 - outputs)
-    packed = [weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)]
+    packed = [
+        weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)
+    ]
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
     head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
-    model = ctypes.create_string_buffer(struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps))
+    model = ctypes.create_string_buffer(
+        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps)
+    )
     zero, row, out = _longs([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _longs([1])
     places = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]

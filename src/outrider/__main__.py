@@ -1,0 +1,5 @@
+"""`python -m outrider` is `outrider`."""
+
+from .cli import main
+
+main()

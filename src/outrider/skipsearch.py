@@ -1,0 +1,248 @@
+"""Which blocks a target can leave out when it drafts for itself: a search over sets, as SWIFT does it.
+
+A set is scored by one parallel pass of the reduced model over text that the target itself has said: how often its
+choice agrees with the full model's, every position reading exact K/V of what came before, as the drafter's does. The
+objective is the expected speedup at the best K, from that agreement and from measured seconds. First every block is
+left out alone; then the cheapest-to-miss are left out together; then local moves and random sets, until time is up.
+
+It may be stopped anywhere: `best` is always valid. It knows blocks and agreement, not drafters, prompts or text.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import Cache, Packing, Plane
+from .estimate import expected_tokens
+from .models import WHOLE, Model, Part
+from .types import Rows, Sequence
+
+MOST_ROWS = 256  # positions in a scoring pass: more are not worth their time
+RATIO = 0.45  # of the blocks are left out in a random set (SWIFT's)
+K_MOST = 12
+Block = tuple[str, int]  # ("attention" or "mlp", layer)
+Cost = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A set of blocks that do not run."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(blocks: Iterable[Block]) -> Skip:
+        blocks = set(blocks)
+        return Skip(*(frozenset(i for name, i in blocks if name == kind) for kind in ("attention", "mlp")))
+
+    @property
+    def blocks(self) -> frozenset[Block]:
+        return frozenset([("attention", i) for i in self.attention] + [("mlp", i) for i in self.mlp])
+
+    @property
+    def part(self) -> Part:
+        return Part(skip_attention=self.attention, skip_mlp=self.mlp)
+
+    @property
+    def options(self) -> dict[str, list[int]]:
+        """As the drafter `layerskip` is told."""
+        return {"skip_attention": sorted(self.attention), "skip_mlp": sorted(self.mlp)}
+
+
+class Found(NamedTuple):
+    """A set and what is expected of it."""
+
+    skip: Skip
+    agreement: float
+    speedup: float
+    k: int
+
+
+class Text:
+    """What the target said, laid out once so that any reduced pass over it is one call."""
+
+    def __init__(self, model: Model, answers: list[tuple[list[int], list[int]]], most: int = MOST_ROWS) -> None:
+        """answers: (prompt, what the target said) of each; of all together, at most `most` positions are scored."""
+        self.model = model
+        each = max(1, most // max(len(answers), 1))
+        texts = [(prompt, said[: each + 1]) for prompt, said in answers if len(said) > 1]
+        room = [len(prompt) + 2 * len(said) for prompt, said in texts] or [1]  # a said token has a second place
+        self.cache = Cache(sum(room), len(room), max(room))
+        self.plane: Plane = self.cache.add_plane(*model.plane_shape)
+        self.rows = self._rows([self._fill(i, *text) for i, text in enumerate(texts)])
+        self.choices = self._run(WHOLE)  # [T] the full model's, by the same pass
+
+    @property
+    def positions(self) -> int:
+        return int(self.choices.shape[0])
+
+    def agreement(self, skip: Skip) -> float:
+        """The share of positions at which the reduced model chooses as the full one."""
+        return float((self._run(skip.part) == self.choices).double().mean()) if self.positions else 0.0
+
+    def seconds(self, part: Part, repeats: int = 5) -> float:
+        """A pass over one row with only these blocks: the median of a few."""
+        one = _first(self.rows)
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.model.forward(one, self.plane, part)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def _fill(self, number: int, prompt: list[int], said: list[int]) -> tuple[Sequence, int]:
+        """Exact K/V of a whole text; returns it with where its answer begins."""
+        seq = Sequence(number, prompt + said)
+        self.cache.open(seq)
+        self.cache.reserve(seq, len(seq.tokens), len(said))
+        for start in range(0, len(seq.tokens), 512):
+            packed = Packing(self.cache)
+            packed.pending(seq, start, min(start + 512, len(seq.tokens)), want=True)
+            self.model.forward(packed.rows(), self.plane)
+        return seq, len(prompt)
+
+    def _rows(self, filled: list[tuple[Sequence, int]]) -> Rows:
+        """One row per said token: it reads the exact K/V before it and writes its own into a place of its own."""
+        tokens, positions, slots, lines = [], [], [], []
+        for seq, begin in filled:
+            row = self.cache.rows[seq.id]
+            for offset, position in enumerate(range(begin, len(seq.tokens) - 1)):
+                tokens.append(seq.tokens[position])
+                positions.append(position)
+                slots.append(row.spare[offset])
+                lines.append(row.line)
+        own = torch.tensor(slots, dtype=torch.int32)
+        return Rows(
+            tokens=torch.tensor(tokens, dtype=torch.long),
+            positions=torch.tensor(positions, dtype=torch.long),
+            slots=own.long(),
+            lines=torch.tensor(lines, dtype=torch.int32),
+            context=torch.tensor(positions, dtype=torch.int32),
+            table=self.cache.table,
+            ancestors=own[:, None],
+            want=torch.arange(len(tokens)),
+        )
+
+    def _run(self, part: Part) -> Tensor:
+        if not self.rows.tokens.shape[0]:
+            return self.rows.tokens
+        return self.model.forward(self.rows, self.plane, part).logits.argmax(-1)  # [T]
+
+
+def _first(rows: Rows) -> Rows:
+    ancestors = None if rows.ancestors is None else rows.ancestors[:1]
+    one = (rows.tokens[:1], rows.positions[:1], rows.slots[:1], rows.lines[:1], rows.context[:1])
+    return Rows(*one, rows.table, ancestors, torch.zeros(1, dtype=torch.long))
+
+
+class Price:
+    """Seconds of one drafted token, by the blocks that run: measured for all, without attention, and without MLPs."""
+
+    def __init__(self, text: Text, layers: int) -> None:
+        every = frozenset(range(layers))
+        whole = text.seconds(WHOLE)
+        self.attention = max(whole - text.seconds(Part(skip_attention=every)), 0.0) / layers
+        self.mlp = max(whole - text.seconds(Part(skip_mlp=every)), 0.0) / layers
+        self.whole = whole
+
+    def __call__(self, skip: Skip) -> float:
+        return max(self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp, 0.02 * self.whole)
+
+
+def expected(agreement: float, draft: float, cost: Cost, k_most: int = K_MOST) -> tuple[float, int]:
+    """The best expected speedup over plain decoding and its K, when every drafted token costs `draft` seconds."""
+    speeds = [(expected_tokens(agreement, k) * cost(1) / (cost(k + 1) + k * draft), -k) for k in range(1, k_most + 1)]
+    best, k = max(speeds)
+    return best, -k
+
+
+class Search:
+    """Looks for the set with the highest expected speedup; can be stopped and resumed at any score."""
+
+    def __init__(
+        self,
+        layers: int,
+        agreement: Callable[[Skip], float],
+        price: Callable[[Skip], float],
+        cost: Cost,
+        start: Skip | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.layers, self._agreement, self._price, self._cost = layers, agreement, price, cost
+        self.dice = random.Random(seed)
+        self.known: dict[Skip, float] = {}
+        self.best: Found | None = None
+        self.start = start
+        # The first and the last layer carry too much: nobody's search keeps a set without them.
+        inner = range(1, layers - 1) if layers > 2 else range(layers)
+        self.blocks: list[Block] = [(kind, i) for kind in ("attention", "mlp") for i in inner]
+
+    def run(self, deadline: Callable[[], bool], progress: Callable[[Search], None] = lambda search: None) -> Found:
+        """Score sets until `deadline` says that time is up or nothing new is left; at least one is scored."""
+        for skip in self._proposals():
+            self.score(skip)
+            progress(self)
+            if deadline():
+                break
+        assert self.best is not None
+        return self.best
+
+    def score(self, skip: Skip) -> Found:
+        """Agreement is measured once per set; price and costs are cheap."""
+        if skip not in self.known:
+            self.known[skip] = self._agreement(skip)
+        found = Found(skip, self.known[skip], *expected(self.known[skip], self._price(skip), self._cost))
+        if self.best is None or found.speedup > self.best.speedup:
+            self.best = found
+        return found
+
+    def _proposals(self) -> Iterator[Skip]:
+        if self.start is not None:
+            yield self.start
+        alone = [Skip.of([block]) for block in self.blocks]
+        yield from alone
+        # Together, those first that are missed least: how many of them is worth it?
+        order = sorted(self.blocks, key=lambda block: -self.known[Skip.of([block])])
+        for size in range(2, len(order) + 1):
+            skip = Skip.of(order[:size])
+            yield skip
+            if self.known[skip] < 0.2:  # nothing larger will agree again
+                break
+        yield from self._moves()
+
+    def _moves(self) -> Iterator[Skip]:
+        """Local moves from the best set, and a random one now and then; stops when new sets are hard to find."""
+        stale = 0
+        while stale < 200:
+            skip = self._random() if self.dice.random() < 0.15 else self._neighbour()
+            if skip in self.known or not skip.blocks:
+                stale += 1
+                continue
+            stale = 0
+            yield skip
+
+    def _neighbour(self) -> Skip:
+        """The best set with one block more, one less, or one exchanged."""
+        assert self.best is not None
+        inside = sorted(self.best.skip.blocks)
+        outside = [block for block in self.blocks if block not in self.best.skip.blocks]
+        move = self.dice.choice(("add", "drop", "swap"))
+        blocks = set(inside)
+        if move in ("drop", "swap") and inside:
+            blocks.discard(self.dice.choice(inside))
+        if move in ("add", "swap") and outside:
+            blocks.add(self.dice.choice(outside))
+        return Skip.of(blocks)
+
+    def _random(self) -> Skip:
+        most = max(1, round(RATIO * len(self.blocks)))
+        return Skip.of(self.dice.sample(self.blocks, self.dice.randint(1, most)))

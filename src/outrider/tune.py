@@ -1,0 +1,225 @@
+"""The best way to speculate for somebody's own prompts: a race of setups within a time budget.
+
+Drafters, K, tree shapes and a searched layer-skip set start together. After each round over the prompts the slower half
+drops out; the last few run until the rounds or the minutes are used up. It may be interrupted at any moment: what was
+measured until then decides. It knows setups and prompts; writing the profile and the table is the command line's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .bench import Bench, Plan, Progress, Question, fresh, warm_up
+from .control import Costs
+from .drafters import lookup
+from .errors import ConfigError, OutriderError
+from .llm import LLM
+from .skipsearch import Found, Price, Search, Skip, Text
+from .speeds import ALL, Row, Setup, row
+
+KS: tuple[int | str, ...] = ("auto", 2, 4, 8)
+SHAPES = ((2, 4), (3, 4), (3, 6))  # width and depth of a tree
+FINALISTS = 3
+SEARCH_SHARE = 0.3  # of the minutes, for the layer-skip search
+SKIPPER = "layerskip"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the race found; `best` is None when nothing beats plain decoding."""
+
+    best: Row | None
+    rows: list[Row]  # best first
+    by_category: list[Row]  # the best one's
+    search: Found | None
+    tried: int  # layer-skip sets
+    interrupted: bool
+    seconds: float
+
+
+def candidates(llm: LLM, drafters: list[str]) -> list[Setup]:
+    """Every drafter with several K, and as a tree where it can grow one; the layer-skip sets come later."""
+    setups = []
+    for name in drafters:
+        cls, own = lookup(name), _own_options(llm, name)
+        setups += [Setup(name, k, own) for k in KS]
+        takes = cls.takes or ()
+        if "tree_width" in takes:
+            shapes = [{"tree": True, "tree_width": width, "tree_depth": depth} for width, depth in SHAPES]
+        else:
+            shapes = [{"tree": True}] if "tree" in takes else []
+        setups += [Setup(name, "auto", own | shape) for shape in shapes]
+    return setups
+
+
+def _own_options(llm: LLM, name: str) -> dict[str, Any]:
+    """What the user set for a drafter, or what lets it run at all."""
+    return lookup(name).trial_options(llm.target) | llm.config.options
+
+
+class Tuner:
+    """Runs the race. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        questions: list[Question],
+        plan: Plan,
+        budget: float,  # seconds
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.llm, self.plan, self.budget, self.clock = llm, plan, budget, clock
+        self.begin = clock()
+        self.bench = Bench(llm, questions, plan)
+        self.search: Search | None = None
+        self.interrupted = False
+
+    def run(self, setups: list[Setup], progress: Progress, start: Skip | None = None) -> Outcome:
+        """Race these; where a layer-skipping drafter is among them, its set is searched first."""
+        try:
+            warm_up(self.bench)
+            setups = self._buildable(setups)
+            if any(setup.drafter == SKIPPER for setup in setups):
+                setups = setups + self._searched(progress, start)
+            self._race(setups, progress)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return self._outcome()
+
+    # ------------------------------------------------------------ the race
+
+    def _race(self, setups: list[Setup], progress: Progress) -> None:
+        for number in range(max(self.plan.rounds, 1) + _halvings(len(setups))):
+            for question in range(len(self.bench.questions)):
+                what = f"round {number + 1}: {len(setups)} setups"
+                self.bench.round(setups, number, lambda _, __, w=what: progress(w, self._used), [question])  # type: ignore[misc]
+                if self.over:
+                    return
+            setups = self._faster_half(setups)
+
+    def _faster_half(self, setups: list[Setup]) -> list[Setup]:
+        if len(setups) <= FINALISTS:
+            return setups
+        speeds = {setup.label: self._row(setup.label).speedup or 0.0 for setup in setups}
+        order = sorted(setups, key=lambda setup: -speeds[setup.label])
+        return order[: max(FINALISTS, (len(setups) + 1) // 2)]
+
+    def _buildable(self, setups: list[Setup]) -> list[Setup]:
+        """Without those whose drafter lacks something (a draft model, say), unless nothing is left."""
+        able, trouble = [], ""
+        for setup in setups:
+            try:
+                fresh(self.llm, setup, self.bench.costs)
+                able.append(setup)
+            except OutriderError as error:
+                trouble = str(error)
+        if not able:
+            raise ConfigError(f"None of these drafters can run here: {trouble or 'none was named.'}")
+        return able
+
+    # ------------------------------------------------------------ the layer-skip set
+
+    def _searched(self, progress: Progress, start: Skip | None) -> list[Setup]:
+        """The best set that the share of the time finds, as setups; the model's own text is what it is scored on."""
+        text = Text(self.llm.target, self._answers(progress))
+        layers = self.llm.target.config.layers
+        if not text.positions or layers < 2:
+            return []
+        end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
+        costs = Costs(self.bench.costs)
+        self.search = Search(layers, text.agreement, Price(text, layers), costs, start, self.plan.seed)
+        found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
+        options = found.skip.options
+        return [Setup(SKIPPER, "auto", options), Setup(SKIPPER, found.k, options)]
+
+    def _answers(self, progress: Progress) -> list[tuple[list[int], list[int]]]:
+        plain, found = Setup("off", 0), []
+        for i, question in enumerate(self.bench.questions):
+            found.append((question.ids, self.bench.answer(i, plain).ids))
+            progress("plain answers, for the layer-skip search", self._used)
+            if self._used > SEARCH_SHARE:
+                break
+        return found
+
+    def _say(self, search: Search, progress: Progress) -> None:
+        best = search.best
+        if best is not None:
+            size = len(best.skip.blocks)
+            progress(f"{len(search.known)} skip sets, best skips {size}: {best.speedup:.2f} × expected", self._used)
+
+    # ------------------------------------------------------------ the end
+
+    @property
+    def _used(self) -> float:
+        return min((self.clock() - self.begin) / self.budget, 1.0) if self.budget else 1.0
+
+    @property
+    def over(self) -> bool:
+        return self.clock() - self.begin >= self.budget
+
+    def _row(self, label: str) -> Row:
+        return row(self.bench.setups[label], ALL, self.bench.pairs[label], self.plan.seed)
+
+    def _outcome(self) -> Outcome:
+        """Only those that ran as long as anybody can win: a lucky first prompt is no victory."""
+        rows = [self._row(label) for label in self.bench.pairs]
+        longest = max((r.prompts * r.rounds for r in rows), default=0)
+        rows.sort(key=lambda r: (-(r.prompts * r.rounds == longest), -(r.speedup or 0.0)))
+        best = rows[0] if rows and (rows[0].speedup or 0.0) > 1.0 else None
+        kinds: list[Row] = []
+        if best is not None:
+            label = Setup(best.drafter, best.k, best.options).label
+            kinds = [r for r in self.bench.rows() if Setup(r.drafter, r.k, r.options).label == label]
+        search = self.search.best if self.search else None
+        tried = len(self.search.known) if self.search else 0
+        return Outcome(best, rows, kinds, search, tried, self.interrupted, self.clock() - self.begin)
+
+
+def _halvings(setups: int) -> int:
+    """Rounds until only the finalists are left."""
+    count = 0
+    while setups > FINALISTS:
+        setups, count = max(FINALISTS, (setups + 1) // 2), count + 1
+    return count
+
+
+def profile_of(outcome: Outcome) -> dict[str, Any]:
+    """What the profile file says beyond model and machine; plain decoding where nothing was faster."""
+    best, found = outcome.best, outcome.search
+    chosen: dict[str, Any] = {"drafter": "off", "k": 0, "options": {}, "measured": {"speedup": 1.0}}
+    if best is not None:
+        chosen = {"drafter": best.drafter, "k": best.k, "options": best.options}
+        chosen["measured"] = {name: getattr(best, name) for name in _MEASURED}
+        chosen["by_category"] = {r.category: r.speedup for r in outcome.by_category}
+    if found is not None:
+        sets = {"tried": outcome.tried, "agreement": found.agreement, "expected_speedup": found.speedup}
+        chosen["skip_search"] = sets | {"k": found.k} | found.skip.options
+    return chosen
+
+
+_MEASURED = (
+    "speedup",
+    "ci_low",
+    "ci_high",
+    "speedup_total",
+    "tok_s",
+    "plain_tok_s",
+    "tau",
+    "alpha",
+    "tokens",
+    "rounds",
+)
+
+
+def skip_from(profile: dict[str, Any]) -> Skip | None:
+    """The set an earlier search ended with, to go on from."""
+    sets = profile.get("skip_search")
+    if not isinstance(sets, dict):
+        return None
+    try:
+        return Skip(*(frozenset(int(i) for i in sets[name]) for name in ("skip_attention", "skip_mlp")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("The profile's skip_search is damaged; tune again without --resume.") from error
