@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 from collections.abc import Iterator
@@ -335,3 +336,23 @@ def test_no_rows_at_all(backend: str) -> None:
     assert ops.silu_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert ops.add_norm(torch.zeros(0, 8), None, torch.ones(8), 1e-5, F32).shape == (0, 8)
     assert ops.rope_store(torch.zeros(0, 32), torch.zeros(0, 4), torch.zeros(0, 4), k, k, none, 2, 1).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 48, 49152, 151_937])
+def test_top_is_the_first_largest(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randint(-9, 9, (5, width), generator=generator).float()  # many ties
+    highest, place = ops.top(logits)
+    for row in range(5):
+        best = logits[row].max()
+        assert highest[row] == best
+        assert int(place[row]) == int((logits[row] == best).nonzero()[0])
+
+
+def test_top_of_a_row_with_nan_is_nan() -> None:
+    logits = torch.randn(4, 100)
+    logits[1, 37] = logits[2, 99] = math.nan
+    logits[3] = -math.inf
+    highest, place = ops.top(logits)
+    assert highest.isnan().tolist() == [False, True, True, False]
+    assert int(place[3]) == 0

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .build import build_engine
+from .drafters import lookup
+from .environment import environment
 from .llm import LLM
 from .profile import target_costs
-from .speeds import ALL, Answer, Pair, Row, Setup, row
+from .prompts import Prompt
+from .speeds import ALL, Answer, Pair, Row, Setup, as_json, knee, row
 from .types import SamplingParams
 
 PLAIN_SERVES = 3  # speculative runs that share one plain run beside them
@@ -34,7 +36,20 @@ class Question:
     category: str = ALL
 
 
+def questions(llm: LLM, prompts: list[Prompt]) -> list[Question]:
+    """Prompts as the model is asked them: under its chat template, where it has one."""
+    tokenizer = llm.tokenizer
+    if tokenizer.chat_template is None:
+        return [Question(tokenizer.encode_prompt(p.text), p.category) for p in prompts]
+    return [Question(tokenizer.encode_chat([{"role": "user", "content": p.text}]), p.category) for p in prompts]
+
+
 PLAIN = Setup("off", 0)
+
+
+def setup(llm: LLM, drafter: str, k: int | str) -> Setup:
+    """A drafter by name, with what the user set for it, or with what lets it run on any target."""
+    return Setup(drafter, k, lookup(drafter).trial_options(llm.target) | llm.config.options)
 
 
 @dataclass(frozen=True)
@@ -53,16 +68,9 @@ class Plan:
 class Bench:
     """Collects pairs, round by round; rows can be had at any time."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        questions: list[Question],
-        plan: Plan,
-        costs: dict[int, float] | None = None,
-        clock: Clock = time.perf_counter,
-    ) -> None:
+    def __init__(self, llm: LLM, questions: list[Question], plan: Plan, clock: Clock = time.perf_counter) -> None:
         self.llm, self.questions, self.plan, self.clock = llm, questions, plan, clock
-        self.costs = costs or pass_costs(llm)
+        self.costs = llm.costs.get(lambda: pass_costs(llm))  # what the controller reckons with
         self.pairs: dict[str, list[Pair]] = {}
         self.setups: dict[str, Setup] = {}
 
@@ -87,7 +95,7 @@ class Bench:
 
     def answer(self, question: int, setup: Setup) -> Answer:
         """One answer by an engine that has never seen anything."""
-        llm = fresh(self.llm, setup, self.costs)
+        llm = fresh(self.llm, setup)
         gc.collect()  # engines are cyclic and large: not while the clock runs
         begin, first = self.clock(), None
         for _ in llm.stream(self.questions[question].ids, self.plan.params(question)):
@@ -128,32 +136,50 @@ def measure(
     setups: list[Setup],
     plan: Plan,
     progress: Progress = lambda what, done: None,
-    costs: dict[int, float] | None = None,
 ) -> Bench:
     """All setups on all questions, as many rounds as planned; one short unmeasured answer comes first."""
-    bench = Bench(llm, questions, plan, costs)
+    bench = Bench(llm, questions, plan)
     warm_up(bench)
     for number in range(plan.rounds):
         bench.round(setups, number, lambda what, done, n=number: progress(what, (n + done) / plan.rounds))  # type: ignore[misc]
     return bench
 
 
+def result(bench: Bench, sweep: Bench | None = None) -> dict[str, Any]:
+    """All that was measured and where, ready for JSON; the page and the tables are made from this."""
+    plan, swept = bench.plan, sweep.rows(categories=False) if sweep else []
+    found = knee(swept)
+    return {
+        "model": bench.llm.name,
+        "dtype": bench.llm.dtype,
+        "rule": bench.llm.config.rule,
+        "rows": as_json(bench.rows()),
+        "sweep": as_json(swept),
+        "knee": {"best_k": found[0], "enough_k": found[1]} if found else None,
+        "costs": {str(rows): seconds for rows, seconds in bench.costs.items()},
+        "compared_tokens": bench.compared_tokens + (sweep.compared_tokens if sweep else 0),
+        "divergences": bench.divergences() + (sweep.divergences() if sweep else []),
+        "prompts": len(bench.questions),
+        "tokens": plan.tokens,
+        "rounds": plan.rounds,
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "environment": environment(),
+    }
+
+
 def warm_up(bench: Bench) -> None:
     """The first passes of a process pay for lazy set-up: let nobody's clock see them."""
-    llm = fresh(bench.llm, PLAIN, bench.costs)
+    llm = fresh(bench.llm, PLAIN)
     for _ in llm.stream(bench.questions[0].ids, SamplingParams(max_tokens=4)):
         pass
 
 
-def fresh(llm: LLM, setup: Setup, costs: dict[int, float]) -> LLM:
-    """The same target with an engine of its own, one request at a time. Costs are shared, not measured again."""
-    sibling = llm.using(drafter="off", k=0, max_batch=1)
-    sibling.config = llm.config.with_(drafter=setup.drafter, k=setup.k, max_batch=1, options=dict(setup.options))
-    heard = (sibling, sibling.recorder)
-    sibling.engine = build_engine(llm.target, sibling.config, llm.tokenizer, heard, costs=dict(costs))
-    return sibling
+def fresh(llm: LLM, setup: Setup) -> LLM:
+    """The same target with an engine of its own, one request at a time; the costs of passes are shared."""
+    return llm.using(drafter=setup.drafter, k=setup.k, max_batch=1, **setup.options)
 
 
 def pass_costs(llm: LLM) -> dict[int, float]:
-    """Seconds of a target pass by its row count."""
+    """Seconds of a target pass by its row count, measured now."""
     return target_costs(llm.target, llm.engine.cache, llm.engine.target.plane)

@@ -10,7 +10,7 @@ from .control import Adaptive, Controller, Costs, Fixed
 from .drafters import Workspace, make
 from .engine import Engine, Listener
 from .models import Model
-from .profile import target_costs
+from .profile import CostFile, target_costs
 from .runners.eager import Eager
 from .scheduler import Scheduler
 
@@ -22,9 +22,9 @@ def build_engine(
     config: Config,
     tokenizer: Any = None,
     listeners: tuple[Listener, ...] = (),
-    costs: dict[int, float] | None = None,
+    costs: CostFile | None = None,
 ) -> Engine:
-    """Cache, runner, drafter, controller and scheduler around a target. Given `costs` are not measured again."""
+    """Cache, runner, drafter, controller and scheduler around a target. What `costs` knows is not measured again."""
     length = config.length_for(model.config.context_length)
     cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length)
     plane = cache.add_plane(*model.plane_shape)
@@ -33,7 +33,8 @@ def build_engine(
     if drafter.name == "off":
         controller = Fixed(0)
     elif config.k == "auto":
-        controller = Adaptive(Costs(costs or target_costs(model, cache, plane)), name=drafter.name)
+        known = (costs or CostFile()).get(lambda: target_costs(model, cache, plane))
+        controller = Adaptive(Costs(known), name=drafter.name)
     else:
         controller = Fixed(int(config.k))
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)

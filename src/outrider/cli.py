@@ -223,7 +223,7 @@ class Run:
                     continue
                 piece(self.console, part)
                 if self.console.is_terminal and not self.console.no_color:
-                    ghosts(self.console, [self.llm.tokenizer.decode([t]) for t in part.rejected])
+                    ghosts(self.console, [self.llm.tokenizer.decode([t]) for t in part.rejected[:1]])
         except KeyboardInterrupt:
             self.interrupted = True
         self.seconds = time.perf_counter() - begin
@@ -393,3 +393,6 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(130) from None
     except BrokenPipeError:  # `outrider … | head`
         raise typer.Exit(0) from None
+
+
+from . import cli_measure  # noqa: E402, F401 - bench, doctor, cost and tune register themselves

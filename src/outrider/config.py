@@ -6,19 +6,12 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-
 from .drafters import Drafter, check_options, lookup
 from .errors import ConfigError
 from .verify import RULES
 
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # other names for
+DTYPES |= {name: name for name in ("auto", "int8", "bfloat16", "float32", "float64")}
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,9 @@ class Config:
             raise ConfigError(f"There is no rule '{self.rule}'. Choose one of: {', '.join(RULES)}.")
         if self.k != "auto" and not (isinstance(self.k, int) and 0 <= self.k <= 64):
             raise ConfigError(f"k is {self.k!r}, but it must be 'auto' or a number from 0 to 64.")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, {', '.join(DTYPES)}.")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, int8, bfloat16, float32.")
+        object.__setattr__(self, "dtype", DTYPES[self.dtype])
         for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -64,14 +58,6 @@ class Config:
         """K/V places: never fewer than one full sequence with its draft needs."""
         wanted = self.cache_tokens if self.cache_tokens is not None else 4 * length
         return max(wanted, length + 64)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        if self.dtype == "auto":
-            # bfloat16 halves the bytes a pass reads, where the processor computes in it.
-            native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            return torch.bfloat16 if native else torch.float32
-        return DTYPES[self.dtype]
 
 
 # Where others' names lead: vLLM's speculative configuration and Hugging Face's generate arguments.

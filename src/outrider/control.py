@@ -144,7 +144,8 @@ class Adaptive:
         self.overall = Experience()
         self.own: dict[int, Experience] = {}
         self.speed = 1 / costs(1)  # λ
-        self.draft_call, self.draft_node = 0.0, 0.0  # seconds
+        self.drafted = 0  # nodes of this step, before pruning
+        self.draft_node = 0.0  # seconds
         self.idle: dict[int, int] = defaultdict(int)
         self.patience: dict[int, int] = defaultdict(lambda: self.PROBE)
 
@@ -157,9 +158,9 @@ class Adaptive:
     def _ask_for(self, turn: Turn, rows: int) -> int:
         if not (turn.whole and turn.seq.speculate):
             return 0
-        if self.draft_call + self.draft_node <= self.CHEAP * self.costs(1):
+        if self.draft_node <= self.CHEAP * self.costs(1):
             return self.k_max
-        mine, best, gain, value, survival = self._of(turn.seq.id), 0, 0.0, -self.speed * self.draft_call, 1.0
+        mine, best, gain, value, survival = self._of(turn.seq.id), 0, 0.0, 0.0, 1.0
         for k in range(1, self.k_max + 1):
             survival *= mine.acceptance(k - 1)
             value += survival - self.speed * (self.draft_node + self.costs(rows + k) - self.costs(rows + k - 1))
@@ -171,6 +172,7 @@ class Adaptive:
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
+        self.drafted = len(draft.tokens)
         rows = sum(turn.feed for turn in turns)
         hopes = [self._hopes(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
         order = sorted((-hope, i, node) for i, tree in enumerate(hopes) for node, hope in enumerate(tree))
@@ -227,10 +229,8 @@ class Adaptive:
     def observe(self, step: Step) -> None:
         rows = step.rows.tokens.shape[0]
         self.costs.refine(rows, step.clock["verify"])
-        asked = sum(bool(turn.budget) for turn in step.turns)
-        if asked:
-            nodes = max(sum(len(tree.tokens) for tree in step.draft.trees), 1)
-            self.draft_node += 0.05 * (step.clock["draft"] / nodes - self.draft_node)
+        if any(turn.budget for turn in step.turns):
+            self.draft_node += 0.2 * (step.clock["draft"] / max(self.drafted, 1) - self.draft_node)
         decoded = [v for v in step.verdicts if v is not None]
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             now = sum(len(v.tokens) for v in decoded) / sum(step.clock[p] for p in ("draft", "verify", "judge"))

@@ -13,12 +13,18 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
+from .bench import Plan, Progress, Question, measure, pass_costs, setup
+from .config import DTYPES
 from .control import Costs
-from .environment import installed
+from .environment import environment, installed
 from .estimate import break_even
+from .llm import LLM
+from .paths import cache_folder
+from .speeds import ALL, Row
 
 KS = (1, 4, 8)
 GOOD, HINT, WRONG = "good", "hint", "wrong"
+_APART = 0.3  # costs by rows that differ more than this were not measured under like conditions
 _LEAST_DISK = 2.0  # GB: less than a small model and its packed copy
 
 
@@ -54,6 +60,8 @@ class Facts:
     folder_trouble: str | None = None
     disk_gb: float | None = None
     versions_trouble: list[str] = field(default_factory=list)
+    kept: dict[int, float] = field(default_factory=dict)  # the costs that the controller reckons with
+    kept_in: Path | None = None
 
     def break_even(self, k: int) -> float | None:
         return break_even(Costs(self.costs), k)
@@ -61,6 +69,35 @@ class Facts:
     def ratio(self, rows: int) -> float:
         """What a pass over this many rows costs, in passes over one."""
         return Costs(self.costs)(rows) / self.costs[1]
+
+
+def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress) -> Facts:
+    """Measure everything that `advise` wants to know, with the model's own drafter and K."""
+    before = environment()  # the load of the others, before ours
+    bench = measure(llm, questions, [setup(llm, llm.config.drafter_name, llm.config.k)], plan, progress)
+    rows = bench.rows()
+    trouble, disk = folder_state(cache_folder())
+    return Facts(
+        llm.name,
+        llm.dtype,
+        tuple(DTYPES),
+        bool(getattr(llm.target, "exact", False)),
+        llm.config.drafter_name,
+        pass_costs(llm),
+        [_kind(r) for r in rows if r.category != ALL],
+        next(_kind(r) for r in rows if r.category == ALL),
+        before,
+        cache_folder(),
+        trouble,
+        disk,
+        versions_trouble(),
+        bench.costs,
+        llm.costs.path,
+    )
+
+
+def _kind(row: Row) -> Kind:
+    return Kind(row.category, row.alpha, row.speedup)
 
 
 def advise(facts: Facts) -> list[Finding]:
@@ -108,7 +145,7 @@ def _extremes(kinds: list[Kind]) -> tuple[Kind | None, Kind | None]:
 
 
 def _changes(facts: Facts) -> list[Finding]:
-    found = [_kernels(facts), _threads(facts), _busy(facts), _dtype(facts), _amx(facts), _drafter(facts)]
+    found = [_kernels(facts), _threads(facts), _busy(facts), _dtype(facts), _amx(facts), _stale(facts), _drafter(facts)]
     return [each for each in found if each is not None]
 
 
@@ -131,9 +168,7 @@ def _threads(facts: Facts) -> Finding | None:
         )
     if threads == 1 and cores > 1:
         why = " because OMP_NUM_THREADS is 1" if omp.get("OMP_NUM_THREADS") == "1" else ""
-        return Finding(
-            HINT, f"One thread works and {cores - 1} more of {cores} cores are idle{why}: allow more threads."
-        )
+        return Finding(HINT, f"Only one thread works on a machine with {cores} cores{why}: allow more threads.")
     if omp.get("OMP_WAIT_POLICY", "").lower() == "passive":
         return Finding(HINT, "OMP_WAIT_POLICY=passive makes threads sleep between small operations: unset it.")
     return None
@@ -166,6 +201,21 @@ def _amx(facts: Facts) -> Finding | None:
     cap = facts.environment["isa_cap"]
     return Finding(
         HINT, f"The processor advertises AMX, but oneDNN is held to {cap} (AMX faults on some virtual machines)."
+    )
+
+
+def _stale(facts: Facts) -> Finding | None:
+    """The controller's table against what is measured now: was it made while the machine was busy?"""
+    if not facts.kept or facts.kept_in is None:
+        return None
+    kept, now = Costs(facts.kept), Costs(facts.costs)
+    apart = max(abs((kept(n) / kept(1)) / (now(n) / now(1)) - 1) for n in (2, 5, 9))
+    if apart <= _APART:
+        return None
+    return Finding(
+        HINT,
+        f"The costs that K auto reckons with differ by {apart:.0%} from those measured now; on a quiet machine, delete "
+        f"{facts.kept_in} and they are measured again.",
     )
 
 

@@ -10,12 +10,11 @@ nonsense, an exception), the emitted tokens are those of the target alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence as Listing
 from contextlib import contextmanager
 from typing import Protocol
-
-from torch import Tensor
 
 from .cache import Cache, Plane
 from .control import Controller
@@ -116,8 +115,10 @@ class Engine:
 
     def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt still waits."""
-        highest, greedy = output.logits.max(-1)  # [R], [R]
-        _insist_on_numbers(highest)
+        highest, greedy = output.highest, output.greedy
+        if highest is None or greedy is None:
+            highest, greedy = output.logits.max(-1)
+        _insist_on_numbers(highest.tolist())
         choices = greedy.tolist()
         spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
         return [
@@ -201,9 +202,9 @@ def _sound(tree: Tree, budget: int, vocabulary: int) -> Tree:
     return tree.cut(min(sound, budget))
 
 
-def _insist_on_numbers(highest: Tensor) -> None:
-    """highest [R]: each row's largest logit. A NaN anywhere in a row surfaces here."""
-    if not bool(highest.isfinite().all()):
+def _insist_on_numbers(highest: list[float]) -> None:
+    """Each row's largest logit [R]. A NaN anywhere in a row surfaces here."""
+    if not all(map(math.isfinite, highest)):
         raise ModelError(
             "The target produced NaN or infinite logits, so no token can be chosen. The weights may be damaged or "
             "overflow in this dtype: try dtype float32, or fetch the model again."

@@ -22,6 +22,7 @@ from .build import build_engine
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
 from .machine import prepare
+from .profile import CostFile
 from .text import Piece, Reader
 from .trace import Recorder
 from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
@@ -75,11 +76,12 @@ class LLM:
         if threads is not None:
             torch.set_num_threads(threads)
         from .models.checkpoint import open_checkpoint
-        from .models.transformer import Transformer
+        from .models.load import load_model
 
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
-        target = Transformer(checkpoint.config, checkpoint.weights, config.torch_dtype, length=length)
+        target = load_model(checkpoint, config.dtype, length)
+        self.costs = CostFile(checkpoint.name, str(target.dtype))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
@@ -90,11 +92,13 @@ class LLM:
         self._engine()
 
     def _engine(self) -> None:
-        self.engine = build_engine(self.target, self.config, self.tokenizer, (self, self.recorder))
+        listeners = (self, self.recorder)
+        self.engine = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
 
     def using(self, recorder: Recorder | None = None, **changes: Any) -> LLM:
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
+        sibling.costs = self.costs
         old = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name != "options"}
         new = from_hugging_face(changes)
         if "drafter" not in new:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from .paths import cache_folder
+from .paths import cache_folder, write_quietly
 
 _CAP = "AVX512_CORE_BF16"
 _PROBE = """
@@ -70,13 +70,7 @@ def _amx_works() -> bool:
         return bool(json.loads(note.read_text())["works"])
     except (OSError, ValueError, KeyError, TypeError):
         works = _child_survives()
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"works": works}))
-        unfinished.replace(note)
-    except OSError:
-        pass  # nothing is lost but the next start's two seconds
+    write_quietly(note, json.dumps({"works": works}))
     return works
 
 

@@ -18,3 +18,14 @@ def cache_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "outrider"
     shared = os.environ.get("XDG_CACHE_HOME")
     return Path(shared) / "outrider" if shared else Path.home() / ".cache" / "outrider"
+
+
+def write_quietly(path: Path, text: str) -> None:
+    """Keep a note for the next run: whole or not at all, and no harm done where nothing can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        pass

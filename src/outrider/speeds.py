@@ -7,7 +7,7 @@ median of its rounds; prompts are summed; intervals come from drawing prompts an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Listing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        extra = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
+        extra = "".join(f" {name}={value}" for name, value in sorted(plain(self.options).items()))
         return f"{self.drafter} k={self.k}{extra}"
 
 
@@ -167,4 +167,10 @@ def knee(rows: list[Row], loss: float = 0.02) -> tuple[int, int] | None:
 
 
 def as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in rows]
+    """Rows as dictionaries; an option that is an object (a model, say) becomes the name of its kind."""
+    return [{f.name: getattr(each, f.name) for f in fields(Row)} | {"options": plain(each.options)} for each in rows]
+
+
+def plain(options: dict[str, Any]) -> dict[str, Any]:
+    simple = (str, int, float, list, tuple, dict, type(None))
+    return {name: value if isinstance(value, simple) else type(value).__name__ for name, value in options.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .bench import Bench, Plan, Progress, Question, fresh, warm_up
+from .bench import Bench, Plan, Progress, Question, fresh, setup, warm_up
 from .control import Costs
 from .drafters import lookup
 from .errors import ConfigError, OutriderError
@@ -29,7 +29,7 @@ SKIPPER = "layerskip"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the race found; `best` is None when nothing beats plain decoding."""
+    """What the race found; `best` is None when nothing is clearly faster than plain decoding."""
 
     best: Row | None
     rows: list[Row]  # best first
@@ -44,7 +44,7 @@ def candidates(llm: LLM, drafters: list[str]) -> list[Setup]:
     """Every drafter with several K, and as a tree where it can grow one; the layer-skip sets come later."""
     setups = []
     for name in drafters:
-        cls, own = lookup(name), _own_options(llm, name)
+        cls, own = lookup(name), setup(llm, name, "auto").options
         setups += [Setup(name, k, own) for k in KS]
         takes = cls.takes or ()
         if "tree_width" in takes:
@@ -53,11 +53,6 @@ def candidates(llm: LLM, drafters: list[str]) -> list[Setup]:
             shapes = [{"tree": True}] if "tree" in takes else []
         setups += [Setup(name, "auto", own | shape) for shape in shapes]
     return setups
-
-
-def _own_options(llm: LLM, name: str) -> dict[str, Any]:
-    """What the user set for a drafter, or what lets it run at all."""
-    return lookup(name).trial_options(llm.target) | llm.config.options
 
 
 class Tuner:
@@ -82,7 +77,7 @@ class Tuner:
         try:
             warm_up(self.bench)
             setups = self._buildable(setups)
-            if any(setup.drafter == SKIPPER for setup in setups):
+            if any(each.drafter == SKIPPER for each in setups):
                 setups = setups + self._searched(progress, start)
             self._race(setups, progress)
         except KeyboardInterrupt:
@@ -103,17 +98,17 @@ class Tuner:
     def _faster_half(self, setups: list[Setup]) -> list[Setup]:
         if len(setups) <= FINALISTS:
             return setups
-        speeds = {setup.label: self._row(setup.label).speedup or 0.0 for setup in setups}
-        order = sorted(setups, key=lambda setup: -speeds[setup.label])
+        speeds = {each.label: self._row(each.label).speedup or 0.0 for each in setups}
+        order = sorted(setups, key=lambda each: -speeds[each.label])
         return order[: max(FINALISTS, (len(setups) + 1) // 2)]
 
     def _buildable(self, setups: list[Setup]) -> list[Setup]:
         """Without those whose drafter lacks something (a draft model, say), unless nothing is left."""
         able, trouble = [], ""
-        for setup in setups:
+        for each in setups:
             try:
-                fresh(self.llm, setup, self.bench.costs)
-                able.append(setup)
+                fresh(self.llm, each)
+                able.append(each)
             except OutriderError as error:
                 trouble = str(error)
         if not able:
@@ -168,7 +163,7 @@ class Tuner:
         rows = [self._row(label) for label in self.bench.pairs]
         longest = max((r.prompts * r.rounds for r in rows), default=0)
         rows.sort(key=lambda r: (-(r.prompts * r.rounds == longest), -(r.speedup or 0.0)))
-        best = rows[0] if rows and (rows[0].speedup or 0.0) > 1.0 else None
+        best = rows[0] if rows and clearly_faster(rows[0]) else None
         kinds: list[Row] = []
         if best is not None:
             label = Setup(best.drafter, best.k, best.options).label
@@ -176,6 +171,13 @@ class Tuner:
         search = self.search.best if self.search else None
         tried = len(self.search.known) if self.search else 0
         return Outcome(best, rows, kinds, search, tried, self.interrupted, self.clock() - self.begin)
+
+
+def clearly_faster(row: Row) -> bool:
+    """Not by luck: something was accepted, and the interval (or a margin, where there is none) lies above plain."""
+    if not row.accepted or row.speedup is None:
+        return False
+    return row.speedup > 1.03 if row.ci_low is None else row.ci_low > 1.0
 
 
 def _halvings(setups: int) -> int:

@@ -56,7 +56,7 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, kind):
                 wanted = "a whole number" if kind is int else "a number"
                 raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
-            if not low <= value <= high:  # NaN is never within
+            if not low <= float(value) <= high:  # NaN is never within
                 raise ConfigError(f"{name} is {value}, but it must be between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
@@ -196,6 +196,8 @@ class Output:
 
     logits: Tensor  # [R, V] float32
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the taps that were asked for
+    highest: Tensor | None = None  # [R] each row's largest logit, where the runner has looked
+    greedy: Tensor | None = None  # [R] the first id that has it
 
 
 @dataclass(frozen=True)

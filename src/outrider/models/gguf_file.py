@@ -190,6 +190,12 @@ class GGUFWeights(Weights):
         if config.architecture in _PERMUTED and config.rotary_dim != config.head_dim:
             raise ModelError(f"{file.path} rotates only a part of each head, which is not supported in such files.")
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the file has lost precision already."""
+        whole = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+        return any(entry.kind not in whole for entry in self._file.tensors.values())
+
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 

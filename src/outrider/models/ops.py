@@ -154,6 +154,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's largest value [R] and the first place where it stands [R], from [R, V]. A NaN makes its row NaN."""
+    kernels = _kernels() if logits.dtype is torch.float32 and logits.device.type == "cpu" else None
+    if kernels is None:
+        return tuple(logits.max(-1))  # type: ignore[return-value]
+    logits = logits.contiguous()
+    rows, width = logits.shape
+    highest, place = logits.new_empty(rows), torch.empty(rows, dtype=torch.long)
+    kernels.top(logits.data_ptr(), highest.data_ptr(), place.data_ptr(), rows, width, torch.get_num_threads())
+    return highest, place
+
+
 # ------------------------------------------------------------ which of the two runs
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ FORMAT = 1  # of the file; a change makes old ones be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
+_HUGE = 1 << 21  # bytes of a huge page
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 Tensors = dict[str, Tensor]
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -303,12 +305,12 @@ def in_one_place(tensors: Tensors) -> Tensors:
 
 
 def _arena(size: int) -> Tensor:
-    import mmap
-
-    page = 1 << 21
-    memory = mmap.mmap(-1, size + page)
-    with suppress(OSError, AttributeError, ValueError):
+    """[size] bytes that begin on a huge page; private, because shared memory is given small ones."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size + 64, dtype=torch.uint8)[:size]
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -flat.data_ptr() % page
+    start = -flat.data_ptr() % _HUGE
     return flat[start : start + size]

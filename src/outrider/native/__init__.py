@@ -39,7 +39,7 @@ SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 # Each function takes one struct: P an address, q a whole number, d a real one. One packed argument is several times
 # cheaper than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
-STRUCTS |= {"int8_pass": "14P8q"}
+STRUCTS |= {"int8_pass": "14P8q", "top": "3P3q"}
 # What the pass is given to keep: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
@@ -56,7 +56,7 @@ class Kernels:
         library.outrider_dot_isa.restype = ctypes.c_char_p
         self.dot_isa: str = library.outrider_dot_isa().decode()
         self.threaded = threaded
-        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass = (
+        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass, self.top = (
             _kernel(library, name) for name in STRUCTS
         )
 

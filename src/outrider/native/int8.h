@@ -17,7 +17,7 @@
 enum {
     OUTPUTS = 32, /* outputs of a block */
     STEP = 4 * OUTPUTS, /* bytes that four inputs of it take */
-    AHEAD = 4096, /* bytes that are asked for before they are needed */
+    FEW = 4, /* rows up to which the memory's own prefetching is best left alone */
 };
 
 /* dot: sum += four products in each lane. OFFSET: what it leaves on every weight, to be taken off by the row's sum.
@@ -114,9 +114,9 @@ INLINE int64_t blocks_of(const Linear *a) { return (a->outputs + OUTPUTS - 1) / 
 
 /* ---------------------------------------------------------------- a register tile */
 
-/* Sums of R rows and one block. */
-INLINE void sum_rows(int R, const uint8_t *w, const int8_t *x, int64_t stride, int64_t high, int64_t steps,
-                     int64_t ahead, int32_t out[][OUTPUTS]) {
+/* Sums of R rows and one block. With `ask`, the next block comes nearer meanwhile. */
+INLINE void sum_rows(int R, int ask, const uint8_t *w, const int8_t *x, int64_t stride, int64_t high, int64_t steps,
+                     int32_t out[][OUTPUTS]) {
     vi sum[ROWS][VECTORS];
     memset(sum, 0, sizeof sum);
     for (int64_t from = 0, to = high;; from = to, to = steps) {
@@ -125,7 +125,8 @@ INLINE void sum_rows(int R, const uint8_t *w, const int8_t *x, int64_t stride, i
 #pragma GCC unroll 8
             for (int j = 0; j < VECTORS; j++) memcpy(&weight[j], w + s * STEP + j * BYTES, BYTES);
 #pragma GCC unroll 2
-            for (int line = 0; line < STEP; line += 64) __builtin_prefetch(w + s * STEP + line + ahead);
+            for (int line = 0; ask && line < STEP; line += 64)
+                __builtin_prefetch(w + (steps + s) * STEP + line, 0, 2);
 #pragma GCC unroll 12
             for (int i = 0; i < R; i++) {
                 const vi input = four_bytes(x + i * stride + 4 * s);
@@ -183,11 +184,13 @@ static int multiply_block(const void *job, int64_t block) {
         const int64_t left = a->x.rows - t, turns = (left + ROWS - 1) / ROWS;
         n = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
         const int8_t *x = a->x.bytes + t * a->x.stride;
-        const int64_t ahead = t ? 0 : AHEAD; /* later tiles read what is in the cache */
+        const int ask = a->x.rows > FEW && left == n; /* the last tile: the others have this block to wait for */
         switch (n) {
+#define SUM(R, ask) sum_rows(R <= ROWS ? R : ROWS, ask, w, x, a->x.stride, high, steps, sums)
 #define TILE_OF(R) \
     case R: \
-        if (R <= ROWS) sum_rows(R <= ROWS ? R : ROWS, w, x, a->x.stride, high, steps, ahead, sums); \
+        if (ask) SUM(R, 1); \
+        else SUM(R, 0); \
         break
             TILE_OF(1);
             TILE_OF(2);

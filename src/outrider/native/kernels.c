@@ -91,6 +91,42 @@ static int silu_rows(const void *job, int64_t part) {
 
 int outrider_silu_mul(const Silu *a) { return by_blocks(silu_rows, a, a->rows, silu_block(a->width), a->threads); }
 
+/* ---------------------------------------------------------------- the largest of each row, and where it first stands */
+
+typedef struct {
+    const float *x; /* [R, V] */
+    float *top; /* [R]; NaN if there is one in the row */
+    int64_t *place; /* [R] */
+    int64_t rows, width, threads;
+} Top;
+
+static int top_of_row(const void *job, int64_t t) {
+    const Top *a = job;
+    const float *x = a->x + t * a->width;
+    vf best = all(-INFINITY);
+    vu strange = {0};
+    int64_t i = 0;
+    for (; i + W <= a->width; i += W) {
+        const vf v = load(x + i);
+        strange |= (vu)(v != v);
+        best = either((vu)(v > best), v, best);
+    }
+    float top = lanes_top(best);
+    uint32_t nan = 0;
+    for (int64_t lane = 0; lane < W; lane++) nan |= strange[lane];
+    for (; i < a->width; i++) {
+        nan |= x[i] != x[i];
+        top = x[i] > top ? x[i] : top;
+    }
+    int64_t place = 0;
+    while (!nan && place < a->width && x[place] != top) place++;
+    a->top[t] = nan ? NAN : top;
+    a->place[t] = nan ? 0 : place;
+    return 0;
+}
+
+int outrider_top(const Top *a) { return spread(top_of_row, a, a->rows, a->threads); }
+
 /* ---------------------------------------------------------------- rope; k and v into their slots */
 
 typedef struct {

@@ -83,6 +83,18 @@ static int embed_row(const void *job, int64_t t) {
     return 0;
 }
 
+typedef struct {
+    const State8 *s;
+    float *out; /* [T, H] */
+} Tap;
+
+static int tap_row(const void *job, int64_t t) {
+    const Tap *a = job;
+    const int64_t n = a->s->p->model->hidden;
+    memcpy(a->out + t * n, a->s->x + t * n, (size_t)n * sizeof *a->out);
+    return 0;
+}
+
 static int turn_row(const void *job, int64_t t) {
     const Rope *a = job;
     float *row = scratch(0, rope_width(a));
@@ -92,14 +104,14 @@ static int turn_row(const void *job, int64_t t) {
 
 /* ---------------------------------------------------------------- work by layer; every member runs all of this */
 
-static int multiply(const Member *m, const State8 *s, const Linear *linear, int64_t rows, float *out, int64_t stride,
+static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t rows, float *out, int64_t stride,
                     enum Kind kind) {
     Product product = {linear, s->packed, out, stride, kind};
     product.x.rows = rows;
     return each(m, multiply_block, &product, blocks_of(linear));
 }
 
-static int mix(const Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+static int mix(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
     const Pass *p = s->p;
     const Model *model = p->model;
     const Rope rope = {.qkv = s->qkv, .cos = s->cos, .sin = s->sin, .q = s->q, .k = planes[0], .v = planes[1],
@@ -119,7 +131,7 @@ static int mix(const Member *m, const State8 *s, const Layer *layer, float *cons
     return failed | each(m, merge_row, &job, a.rows);
 }
 
-static int attention(const Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+static int attention(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, width = layer->out.inputs;
     int failed = each(m, pack_row, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
     failed |= multiply(m, s, &layer->qkv, rows, s->qkv, layer->qkv.outputs, STORE);
@@ -128,7 +140,7 @@ static int attention(const Member *m, const State8 *s, const Layer *layer, float
     return failed | multiply(m, s, &layer->out, rows, s->x, hidden, ADD);
 }
 
-static int mlp(const Member *m, const State8 *s, const Layer *layer) {
+static int mlp(Member *m, const State8 *s, const Layer *layer) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, wide = s->middle_stride;
     int failed = each(m, pack_row, &(Packing){s, &layer->gate_up, s->x, layer->mlp_norm, NULL, hidden}, rows);
     failed |= multiply(m, s, &layer->gate_up, rows, s->middle, wide, SILU);
@@ -136,7 +148,7 @@ static int mlp(const Member *m, const State8 *s, const Layer *layer) {
     return failed | multiply(m, s, &layer->down, rows, s->x, hidden, ADD);
 }
 
-static int run(const Member *m, const void *opaque) {
+static int run(Member *m, const void *opaque) {
     const State8 *s = opaque;
     const Pass *p = s->p;
     const Model *model = p->model;
@@ -145,8 +157,7 @@ static int run(const Member *m, const void *opaque) {
         const int skips = p->skips ? p->skips[i] : 0;
         if (!(skips & 1)) failed |= attention(m, s, model->layers + i, p->planes + 2 * i);
         if (!(skips & 2)) failed |= mlp(m, s, model->layers + i);
-        if (p->taps && p->taps[i] && m->me == 0) /* nobody writes the stream before the next barrier */
-            memcpy(p->taps[i], s->x, (size_t)(p->rows * model->hidden) * sizeof *s->x);
+        if (p->taps && p->taps[i]) failed |= each(m, tap_row, &(Tap){s, p->taps[i]}, p->rows);
     }
     if (!p->logits || !p->wanted) return failed;
     const Packing last = {s, &model->head, s->x, model->norm, p->want, model->hidden};

@@ -1,9 +1,9 @@
-/* Threads that stay together for a whole pass: work in parts, a barrier after each kind of work.
+/* Threads that walk through a whole pass together: phase after phase, each of them a number of parts.
  *
- * Who takes a part is decided at run time (everybody has a share of neighbouring parts, and helps the others when it
- * is done), so parts must not care. A barrier spins for a moment, because phases are microseconds, and then sleeps: on
- * a machine that is shared, somebody else may have the other member's core, and a spinning thread is soon out of favour
- * with the scheduler itself.
+ * A phase is over when its parts are, not when everybody has come: on a machine that is shared, a member whose core
+ * was taken away is not waited for unless it holds a part. It finds the phase it is looking for gone, skips to the
+ * next, and so catches up. Hence between two calls of `each` a member may do nothing that others see. Who takes a part
+ * is decided at run time (everybody begins with a share of neighbouring parts), so parts must not care.
  */
 #ifndef OUTRIDER_TEAM_H
 #define OUTRIDER_TEAM_H
@@ -23,23 +23,24 @@
 
 enum {
     MEMBERS = 64, /* threads of a team, at most */
-    SPINS = 2000, /* looks at a barrier before the core is left to others */
+    SPINS = 2000, /* looks at a phase before the core is left to others: some 30 microseconds */
 };
 
 typedef struct {
-    _Alignas(64) int64_t taken; /* parts of a member's share that somebody has begun */
+    _Alignas(64) uint64_t claim; /* phase << 32 | parts of a member's share that somebody has begun */
 } Share;
 
 typedef struct {
     Share shares[MEMBERS];
-    _Alignas(64) int32_t arrived;
-    _Alignas(64) int32_t phase;
-    int32_t asleep;
+    _Alignas(64) int64_t done; /* parts of this phase */
+    _Alignas(64) uint32_t phase; /* that is under way; only grows, as claims do */
+    uint32_t asleep;
 } Team;
 
 typedef struct {
     Team *team; /* shared */
     int64_t me, size;
+    uint32_t phase; /* that this member looks for next */
 } Member;
 
 INLINE void relax(void) {
@@ -50,7 +51,7 @@ INLINE void relax(void) {
 #endif
 }
 
-INLINE void sleep_while(Team *team, int32_t phase) {
+static void sleep_in(Team *team, uint32_t phase) {
 #if defined(__linux__)
     __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
     syscall(SYS_futex, &team->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0); /* returns at once if it has changed */
@@ -62,46 +63,50 @@ INLINE void sleep_while(Team *team, int32_t phase) {
 #endif
 }
 
-INLINE void wake(Team *team) {
+/* Whoever finishes a phase's last part opens the next. Values are only raised: a member that was interrupted in here
+ * must not set back what others have reached meanwhile. */
+static void open_phase(const Member *m, uint32_t phase) {
+    Team *team = m->team;
+    team->done = 0; /* before the first claim can be made */
+    for (int64_t i = 0; i < m->size; i++) {
+        uint64_t *claim = &team->shares[i].claim, seen = __atomic_load_n(claim, __ATOMIC_RELAXED);
+        while (seen >> 32 < phase && !__atomic_compare_exchange_n(claim, &seen, (uint64_t)phase << 32, 0,
+                                                                  __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+    }
+    uint32_t seen = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
+    while (seen < phase && !__atomic_compare_exchange_n(&team->phase, &seen, phase, 0, __ATOMIC_SEQ_CST,
+                                                        __ATOMIC_RELAXED)) {}
 #if defined(__linux__)
     if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &team->phase, FUTEX_WAKE_PRIVATE, MEMBERS, NULL, NULL, 0);
-#else
-    (void)team;
 #endif
 }
 
-/* Nobody leaves before everybody has come; the last one opens the shares for the next work. */
-static void meet(const Member *m) {
+/* All parts of a job, by whoever is there; every member calls this with the same arguments, in the same order. */
+static int each(Member *m, Work work, const void *job, int64_t parts) {
+    if (parts <= 0) return 0;
     Team *team = m->team;
-    const int32_t phase = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == m->size) {
-        for (int64_t i = 0; i < m->size; i++) team->shares[i].taken = 0;
-        team->arrived = 0;
-        __atomic_store_n(&team->phase, phase + 1, __ATOMIC_SEQ_CST);
-        wake(team);
-        return;
-    }
-    for (int64_t looks = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) == phase; looks++) {
-        if (looks < SPINS) relax();
-        else sleep_while(team, phase);
-    }
-}
-
-/* All parts of a job, by all members; each of them calls this with the same arguments. */
-static int each(const Member *m, Work work, const void *job, int64_t parts) {
+    const uint32_t phase = m->phase++;
     int failed = 0;
     for (int64_t i = 0; i < m->size; i++) {
-        const int64_t owner = (m->me + i) % m->size, end = parts * (owner + 1) / m->size;
-        int64_t *taken = &m->team->shares[owner].taken, part;
-        while ((part = parts * owner / m->size + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < end)
-            failed |= work(job, part);
+        const int64_t owner = (m->me + i) % m->size, first = parts * owner / m->size;
+        const uint64_t share = (uint64_t)(parts * (owner + 1) / m->size - first);
+        uint64_t *claim = &team->shares[owner].claim, seen = __atomic_load_n(claim, __ATOMIC_ACQUIRE);
+        while (seen >> 32 == phase && (uint32_t)seen < share) {
+            if (!__atomic_compare_exchange_n(claim, &seen, seen + 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) continue;
+            failed |= work(job, first + (int64_t)(uint32_t)seen);
+            if (__atomic_add_fetch(&team->done, 1, __ATOMIC_ACQ_REL) == parts) open_phase(m, phase + 1);
+            seen = __atomic_load_n(claim, __ATOMIC_ACQUIRE);
+        }
     }
-    meet(m);
+    for (int64_t looks = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) <= phase; looks++) {
+        if (looks < SPINS) relax();
+        else sleep_in(team, phase);
+    }
     return failed;
 }
 
-typedef int (*Task)(const Member *member, const void *job); /* non-zero: no memory */
+typedef int (*Task)(Member *member, const void *job); /* non-zero: no memory */
 
 static int together(Task task, const void *job, int64_t threads) {
     int failed = 0;
@@ -111,13 +116,13 @@ static int together(Task task, const void *job, int64_t threads) {
 #pragma omp parallel num_threads((int)most(1, least(threads, MEMBERS))) reduction(| : failed)
     {
         PLAIN_MODE;
-        failed |= task(&(Member){&team, omp_get_thread_num(), omp_get_num_threads()}, job);
+        failed |= task(&(Member){&team, omp_get_thread_num(), omp_get_num_threads(), 0}, job);
         OLD_MODE;
     }
 #else
     (void)threads;
     PLAIN_MODE;
-    failed = task(&(Member){&team, 0, 1}, job);
+    failed = task(&(Member){&team, 0, 1, 0}, job);
     OLD_MODE;
 #endif
     return failed;

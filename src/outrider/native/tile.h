@@ -19,6 +19,7 @@
 enum {
     BLOCK = 256, /* keys of a block; a multiple of W. Another number gives other bits */
     VALUES = 64, /* value rows that are read together */
+    AHEAD = 64, /* keys that are asked for before they are needed */
     TILE = 48, /* queries of a tile, at most */
     STRIDE = BLOCK + 16, /* scores are written W at a time, and may run over */
 };
@@ -157,11 +158,22 @@ static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int
     for (int64_t i = n; i < fill; i++) found[i] = found[n - 1];
 }
 
+/* Keys are scattered, and a pass over the weights has pushed them out of the caches: ask for them in good time. */
+INLINE void ask(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t end) {
+    const Attend *a = tile->a;
+    const int32_t *line = a->table + a->lines[t] * a->table_stride;
+    for (end = least(end, a->context[t]); j < end; j++)
+        for (int64_t c = 0; c < a->d; c += 16) __builtin_prefetch(plane + (line[j] * a->kv_heads + tile->kv) * a->d + c, 0, 2);
+}
+
 /* Scores of keys j .. end-1 of row t for queries first .. last-1; up to W-1 scores after them are overwritten. */
 static void score_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
     const float *keys[W];
     const int64_t wide = tile->wide;
+    ask(tile, tile->a->k, t, j, least(end, j + AHEAD));
     for (; j < end; j += W) {
+        ask(tile, tile->a->k, t, j + AHEAD, least(end, j + AHEAD + W));
+        ask(tile, tile->a->v, t, j, least(end, j + W));
         find(tile, tile->a->k, t, j, least(W, end - j), W, keys);
         for (int64_t i = first, n; i < last; i += n) {
             n = take(last - i);

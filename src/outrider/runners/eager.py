@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from ..cache import Plane
-from ..models import Model
+from ..models import Model, ops
 from ..types import Output, Rows
 
 
@@ -30,7 +31,9 @@ class Eager:
 
     def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending:
         def run() -> Output:
-            return self.model.forward(rows, self.plane, taps=taps)
+            output = self.model.forward(rows, self.plane, taps=taps)
+            highest, greedy = ops.top(output.logits)
+            return replace(output, highest=highest, greedy=greedy)
 
         if not overlapped:
             return Pending(run)

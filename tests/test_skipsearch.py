@@ -1,0 +1,151 @@
+"""The layer-skip search: its scoring pass is the drafter's own, and it finds what is there to be found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.bench import pass_costs
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.control import Costs
+from outrider.models import WHOLE
+from outrider.models.toy import toy
+from outrider.models.transformer import Transformer
+from outrider.prompts import bundled
+from outrider.skipsearch import Found, Price, Search, Skip, Text, expected
+from outrider.types import Sequence
+
+PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17])
+
+
+def say(model: Transformer, prompt: list[int], tokens: int = 20) -> list[int]:
+    engine = build_engine(model, Config(drafter="off"))
+    seq = Sequence(1, prompt, SamplingParams(max_tokens=tokens))
+    engine.add(seq)
+    while engine.busy:
+        engine.step()
+    return seq.generated
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return toy(seed=3, layers=6)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Transformer) -> list[tuple[list[int], list[int]]]:
+    return [(prompt, say(model, prompt)) for prompt in PROMPTS]
+
+
+def test_the_full_model_chooses_its_own_text_again(model: Transformer, answers: list) -> None:
+    text = Text(model, answers)
+    assert text.positions == 3 * 19
+    assert text.choices.tolist() == [token for _, said in answers for token in said[1:]]
+    assert text.agreement(Skip()) == (57 + 1) / (57 + 2)
+
+
+def test_scoring_leaves_no_trace(model: Transformer, answers: list) -> None:
+    text = Text(model, answers)
+    skip = Skip(frozenset({2, 3}), frozenset({1}))
+    first = text.agreement(skip)
+    text.agreement(Skip(mlp=frozenset(range(6))))
+    assert text.agreement(skip) == first
+    assert torch.equal(text._run(WHOLE), text.choices)
+
+
+def test_agreement_is_the_drafters_acceptance_at_the_first_position(model: Transformer, answers: list) -> None:
+    """What one parallel pass says is what drafting one token at a time meets."""
+    skip = Skip(frozenset({2}), frozenset({3}))
+    accepted = reached = 0
+    for prompt, said in answers:
+        engine = build_engine(model, Config(drafter="layerskip", k=1, options=dict(skip.options)))
+        seq = Sequence(1, prompt, SamplingParams(max_tokens=len(said)))
+        engine.add(seq)
+        while engine.busy:
+            engine.step()
+        assert seq.generated == said
+        accepted, reached = accepted + seq.stats.accepted, reached + seq.stats.reached
+    assert Text(model, answers).agreement(skip) == pytest.approx(accepted / reached, abs=0.15)
+
+
+def test_long_and_short_answers(model: Transformer, answers: list) -> None:
+    assert Text(model, answers, most=12).positions == 12
+    assert Text(model, [([1, 2], [3])]).positions == 0  # nothing follows a single token
+    assert Text(model, []).positions == 0
+
+
+def test_price_falls_with_every_block(monkeypatch: pytest.MonkeyPatch, model: Transformer, answers: list) -> None:
+    text = Text(model, answers)
+    monkeypatch.setattr(text, "seconds", lambda part: 10 - 0.5 * len(part.skip_attention) - len(part.skip_mlp))
+    price = Price(text, 6)
+    assert (price.whole, price.attention, price.mlp) == (10, 0.5, 1.0)
+    assert price(Skip(frozenset({1, 2}), frozenset({3}))) == 8.0
+
+
+def test_expected_speedup_by_hand() -> None:
+    speed, k = expected(1.0, draft=0.1, cost=lambda rows: 1.0, k_most=4)
+    assert (speed, k) == (pytest.approx(5 / 1.4), 4)
+    speed, k = expected(0.0, draft=0.1, cost=lambda rows: 1.0)
+    assert (speed, k) == (pytest.approx(1 / 1.1), 1)
+
+
+GOOD = {("attention", 2), ("attention", 4), ("mlp", 3), ("mlp", 6)}  # blocks that nobody misses
+
+
+def planted(skip: Skip) -> float:
+    return 0.97 ** len(skip.blocks & GOOD) * 0.6 ** len(skip.blocks - GOOD)
+
+
+def search(**extra: object) -> Search:
+    price = lambda skip: 1.0 - 0.08 * len(skip.blocks)  # noqa: E731
+    return Search(8, planted, price, lambda rows: 1.0 + 0.02 * rows, **extra)  # type: ignore[arg-type]
+
+
+def test_the_planted_set_is_found_and_the_ends_are_kept() -> None:
+    one = search()
+    assert one.run(lambda: False).skip.blocks == GOOD
+    assert all(0 not in s.attention | s.mlp and 7 not in s.attention | s.mlp for s in one.known)
+    assert one.best == search().run(lambda: False)  # the same seed, the same search
+
+
+def test_it_stops_when_told_and_best_is_always_valid() -> None:
+    one, seen = search(), []
+    found = one.run(lambda: len(one.known) >= 3, lambda s: seen.append(s.best))
+    assert (len(one.known), len(seen)) == (3, 3)
+    assert isinstance(found, Found)
+    speeds = [best.speedup for best in seen]
+    assert speeds == sorted(speeds)
+
+
+def test_an_interrupted_search_keeps_its_best_and_resumes_from_it() -> None:
+    one = search()
+
+    def interrupt(s: Search) -> None:
+        if len(s.known) == 14:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.run(lambda: False, interrupt)
+    assert one.best is not None
+    again = search(start=one.best.skip)
+    assert again.run(lambda: True) == one.best  # the first score is where it stopped
+
+
+def test_options_are_the_drafters(model: Transformer) -> None:
+    skip = Skip.of([("mlp", 3), ("attention", 2), ("attention", 1)])
+    assert skip.options == {"skip_attention": [1, 2], "skip_mlp": [3]}
+    build_engine(model, Config(drafter="layerskip", k=2, options=dict(skip.options)))
+
+
+@pytest.mark.real
+def test_real_weights() -> None:
+    llm = LLM(drafter="off", max_length=512)
+    ids = llm.tokenizer.encode_chat([{"role": "user", "content": bundled()[0].text}])
+    (out,) = llm.generate([ids], SamplingParams(max_tokens=8))
+    text = Text(llm.target, [(ids, out.token_ids)])
+    assert text.choices.tolist() == out.token_ids[1:]
+    layers = llm.target.config.layers
+    one = Search(layers, text.agreement, Price(text, layers), Costs(pass_costs(llm)))
+    assert one.run(lambda: len(one.known) >= 4).agreement <= 8 / 9
