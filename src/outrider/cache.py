@@ -59,6 +59,7 @@ class Cache:
     def __init__(self, slots: int, lines: int, length: int, device: torch.device | str = "cpu") -> None:
         self.slots, self.length, self.device = slots, length, torch.device(device)
         self.table = torch.zeros(lines, length, dtype=torch.int32)  # [lines, length]
+        self._places = self.table.numpy()  # the same memory: a few numbers are written faster so
         self.planes: list[Plane] = []
         self.rows: dict[int, Row] = {}
         self.retired: OrderedDict[int, Row] = OrderedDict()  # finished rows, oldest first, kept for their prefixes
@@ -251,7 +252,7 @@ class Cache:
             plane.held[name] = min(plane.held.get(source, 0), length)
 
     def _write_table(self, row: Row, start: int) -> None:
-        self.table[row.line, start : len(row.slots)] = torch.tensor(row.slots[start:], dtype=torch.int32)
+        self._places[row.line, start : len(row.slots)] = row.slots[start:]
 
 
 class Packing:
@@ -307,16 +308,10 @@ class Packing:
         if depth:
             padded = [tail + [-1] * (depth - len(tail)) for tail in self.tails]
             ancestors = torch.tensor(padded, dtype=torch.int32)  # [T, D]
-        return Rows(
-            tokens=torch.tensor(self.tokens, dtype=torch.long),
-            positions=torch.tensor(self.positions, dtype=torch.long),
-            slots=torch.tensor(self.slots, dtype=torch.long),
-            lines=torch.tensor(self.lines, dtype=torch.int32),
-            context=torch.tensor(self.context, dtype=torch.int32),
-            table=self.cache.table,
-            ancestors=ancestors,
-            want=torch.tensor(self.want, dtype=torch.long),
-        )
+        tokens, positions, slots = torch.tensor((self.tokens, self.positions, self.slots), dtype=torch.long)
+        lines, context = torch.tensor((self.lines, self.context), dtype=torch.int32)
+        want = torch.tensor(self.want, dtype=torch.long)
+        return Rows(tokens, positions, slots, lines, context, self.cache.table, ancestors, want)
 
 
 def _common(a: list[int], b: list[int]) -> int:

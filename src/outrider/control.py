@@ -172,7 +172,7 @@ class Adaptive:
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
-        self.drafted = len(draft.tokens)
+        self.drafted = draft.offsets[-1]
         rows = sum(turn.feed for turn in turns)
         hopes = [self._hopes(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
         order = sorted((-hope, i, node) for i, tree in enumerate(hopes) for node, hope in enumerate(tree))

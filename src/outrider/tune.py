@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .bench import Bench, Plan, Progress, Question, fresh, setup, warm_up
+from .bench import Bench, Plan, Progress, Question, fresh, pass_costs, setup, warm_up
 from .control import Costs
 from .drafters import lookup
 from .errors import ConfigError, OutriderError
@@ -124,7 +124,7 @@ class Tuner:
         if not text.positions or layers < 2:
             return []
         end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
-        costs = Costs(self.bench.costs)
+        costs = Costs(pass_costs(self.llm))  # measured now, as the price of a draft is: only their ratio counts
         self.search = Search(layers, text.agreement, Price(text, layers), costs, start, self.plan.seed)
         found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
         options = found.skip.options

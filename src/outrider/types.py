@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +55,10 @@ class SamplingParams:
             value: Any = getattr(self, name)
             if value is None and name in ("seed", "logprobs"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind):
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            if not fits or not low <= value <= high:  # NaN is never within
                 wanted = "a whole number" if kind is int else "a number"
                 raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
-            if not low <= float(value) <= high:  # NaN is never within
-                raise ConfigError(f"{name} is {value}, but it must be between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
         if any(math.isnan(bias) for bias in self.logit_bias.values()):
@@ -139,21 +140,11 @@ def chain(
 class Draft:
     """A packed forest: one tree for each sequence of the step."""
 
-    tokens: Tensor  # [N]
-    parents: Tensor  # [N] index within the tree, always smaller than the node's own; -1 is the root
-    offsets: tuple[int, ...]  # [B+1]
-    trees: tuple[Tree, ...]  # [B] the same forest, tree by tree, on the host
+    trees: tuple[Tree, ...]  # [B]
 
     @staticmethod
     def pack(trees: Iterable[Tree]) -> Draft:
-        trees = tuple(trees)
-        tokens = [t for tree in trees for t in tree.tokens]
-        parents = [p for tree in trees for p in tree.parents]
-        offsets = [0]
-        for tree in trees:
-            offsets.append(offsets[-1] + len(tree.tokens))
-        as_ids = torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
-        return Draft(*as_ids, tuple(offsets), trees)
+        return Draft(tuple(trees))
 
     @staticmethod
     def empty(batch: int) -> Draft:
@@ -161,6 +152,20 @@ class Draft:
 
     def tree(self, i: int) -> Tree:
         return self.trees[i]
+
+    # The same forest packed, for whoever computes with it; made only when asked for.
+
+    @cached_property
+    def tokens(self) -> Tensor:  # [N]
+        return torch.tensor([token for tree in self.trees for token in tree.tokens], dtype=torch.long)
+
+    @cached_property
+    def parents(self) -> Tensor:  # [N] index within the tree, always smaller than the node's own; -1 is the root
+        return torch.tensor([parent for tree in self.trees for parent in tree.parents], dtype=torch.long)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:  # [B+1]
+        return tuple(accumulate((len(tree.tokens) for tree in self.trees), initial=0))
 
 
 @dataclass(frozen=True)
