@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .errors import ConfigError, OutriderError
-from .options import arguments, sampling
+from .options import arguments, from_elsewhere, sampling
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -40,10 +39,13 @@ errors = Console(stderr=True)
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
-DrafterName = Annotated[str, typer.Option("--drafter", "-d", help="Who drafts: auto, suffix, ngram, model, …")]
+DrafterName = Annotated[
+    str | None, typer.Option("--drafter", "-d", help="Who drafts: auto (the default), suffix, ngram, model, …")
+]
 DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model.")]
-K = Annotated[str, typer.Option("--k", help="Drafted tokens per step: a number, or auto.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+K = Annotated[str | None, typer.Option("--k", help="Drafted tokens per step: a number, or auto (the default).")]
+Dtype = Annotated[str | None, typer.Option(help="auto (the fastest here, the default), int8, bfloat16 or float32.")]
+Profile = Annotated[Path | None, typer.Option(help="What `outrider tune` wrote; options given here win over it.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any drafter.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The longest answer.")]
@@ -58,9 +60,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from . import __version__
+        from importlib.metadata import version
 
-        print(f"outrider {__version__}")
+        print(f"outrider {version('outrider')}")
         raise typer.Exit
 
 
@@ -75,16 +77,17 @@ def outrider(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input.")],
     model: Model = None,
-    drafter: DrafterName = "auto",
+    drafter: DrafterName = None,
     draft_model: DraftModel = None,
-    k: K = "auto",
-    dtype: Dtype = "auto",
+    k: K = None,
+    dtype: Dtype = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     max_tokens: MaxTokens = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
     set_: Set = None,
     speculative_config: SpecConfig = None,
+    profile: Profile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Then measure plain decoding of the same prompt.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Record the run to this JSONL file.")] = None,
@@ -94,8 +97,10 @@ def generate(
     """Generate text with speculation on, streaming, and say what it cost."""
     with _sentences(debug):
         prompt = sys.stdin.read() if prompt == "-" else prompt
-        given = arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        given = arguments(drafter, draft_model, k, dtype, set_) | from_elsewhere(speculative_config, profile)
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
+        from .answer import Run, plain_speed
+
         with _recorder(trace) as recorder:
             llm = _load(model, given, recorder)
             ids = _prompt_ids(llm, prompt, raw)
@@ -104,7 +109,7 @@ def generate(
             run = Run(llm, prompt if raw or llm.tokenizer.chat_template is None else ids, params, quiet=as_json)
             run.go()
             _footer(llm, recorder, run.seq)
-        plain = _plain_speed(llm, ids, params, run) if compare else None
+        plain = plain_speed(llm, ids, params, run) if compare else None
         if as_json:
             print(json.dumps(run.as_json(plain), ensure_ascii=False))
         else:
@@ -116,22 +121,25 @@ def generate(
 @app.command()
 def chat(
     model: Model = None,
-    drafter: DrafterName = "auto",
+    drafter: DrafterName = None,
     draft_model: DraftModel = None,
-    k: K = "auto",
-    dtype: Dtype = "auto",
+    k: K = None,
+    dtype: Dtype = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     max_tokens: MaxTokens = 512,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
     set_: Set = None,
     speculative_config: SpecConfig = None,
+    profile: Profile = None,
     debug: Debug = False,
 ) -> None:
     """Talk to the model; the drafter learns from what was said. An empty line or Ctrl-D leaves."""
     with _sentences(debug):
-        given = arguments(drafter, draft_model, k, dtype, set_, speculative_config)
+        given = arguments(drafter, draft_model, k, dtype, set_) | from_elsewhere(speculative_config, profile)
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
+        from .answer import Run
+
         llm = _load(model, given, None)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for said in _questions():
@@ -146,7 +154,7 @@ def chat(
 def verify(
     model: Model = None,
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Only these; default: all.")] = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = None,
     k: K = "5",
     limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 20,
     max_tokens: MaxTokens = 64,
@@ -162,7 +170,7 @@ def verify(
         from .lossless import measure
         from .prompts import bundled, from_file
 
-        given = arguments("off", None, k, dtype, set_, None)
+        given = arguments("off", None, k, dtype, set_)
         llm = _load(model, given, None)
         texts = [p.text for p in (from_file(prompts) if prompts else bundled())[:limit]]
         ids = [_prompt_ids(llm, text, raw=llm.tokenizer.chat_template is None) for text in texts]
@@ -199,93 +207,6 @@ def main() -> None:
     app()
 
 
-# ---------------------------------------------------------------- running
-
-
-class Run:
-    """One streamed answer: printed as it comes, measured, and robust against Ctrl-C."""
-
-    def __init__(self, llm: LLM, asked: str | list[int], params: SamplingParams, quiet: bool = False) -> None:
-        self.llm, self.asked, self.params, self.quiet = llm, asked, params, quiet
-        self.console = Console(highlight=False)
-        self.text, self.seconds, self.interrupted = "", 0.0, False
-
-    def go(self) -> None:
-        from .show import ghosts, legend, piece
-
-        if self.console.is_terminal and not self.quiet:
-            self.console.print(legend(), end="\n\n")
-        begin = time.perf_counter()
-        try:
-            for part in self.llm.stream(self.asked, self.params):
-                self.text += part.text
-                if self.quiet:
-                    continue
-                piece(self.console, part)
-                if self.console.is_terminal and not self.console.no_color:
-                    ghosts(self.console, [self.llm.tokenizer.decode([t]) for t in part.rejected[:1]])
-        except KeyboardInterrupt:
-            self.interrupted = True
-        self.seconds = time.perf_counter() - begin
-        self.seq: Sequence = self.llm.last
-        if not self.quiet:
-            self.console.print()
-
-    def print_summary(self, plain: float | None) -> None:
-        from .show import summary
-
-        if self.interrupted:
-            errors.print("[yellow]Interrupted; this is what was measured until then.[/yellow]")
-        errors.print()
-        errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, plain))
-
-    def as_json(self, plain: float | None) -> dict[str, Any]:
-        seq, stats, llm = self.seq, self.seq.stats, self.llm
-        result: dict[str, Any] = {
-            "text": self.text,
-            "token_ids": seq.generated,
-            "origins": seq.origins,
-            "finish_reason": "interrupted" if self.interrupted else seq.finish,
-            "tokens": len(seq.generated),
-            "prompt_tokens": seq.prompt_len,
-            "seconds": self.seconds,
-            "tokens_per_second": len(seq.generated) / self.seconds if self.seconds else 0.0,
-            "steps": stats.steps,
-            "passes": stats.passes,
-            "drafted": stats.drafted,
-            "reached": stats.reached,
-            "accepted": stats.accepted,
-            "alpha": stats.alpha,
-            "alpha_by_position": stats.alpha_by_position,
-            "tau": stats.tau,
-            "seconds_by_phase": stats.seconds,
-            "drafter": llm.config.drafter_name,
-            "k": llm.config.k,
-            "why": stats.why,
-            "seed": seq.seed,
-            "temperature": seq.params.temperature,
-            "model": llm.name,
-            "dtype": llm.dtype,
-        }
-        if seq.params.logprobs is not None:
-            result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
-        return result if plain is None else result | {"plain_tokens_per_second": plain}
-
-
-def _plain_speed(llm: LLM, ids: list[int], params: SamplingParams, run: Run) -> float | None:
-    """The same prompt and seed without drafts, in the same process; None if nothing was said."""
-    from dataclasses import replace
-
-    if run.interrupted or not run.seq.generated:
-        return None
-    begin = time.perf_counter()
-    (plain,) = llm.using(drafter="off").generate([ids], replace(params, seed=run.seq.seed, n=1))
-    seconds = time.perf_counter() - begin
-    if plain.token_ids != run.seq.generated and llm.config.rule == "match":
-        errors.print("[red]The plain text differs: please run `outrider verify` and report what it says.[/red]")
-    return len(plain.token_ids) / seconds
-
-
 def _questions() -> Iterator[str]:
     console = Console()
     while True:
@@ -311,7 +232,7 @@ def _load(model: str | None, given: dict[str, Any], recorder: Recorder | None) -
         if model is None:
             open_checkpoint(None)  # fetches with its own progress bar
         try:
-            return LLM(model, speculative_config=given.pop("speculative_config", None), recorder=recorder, **given)
+            return LLM(model, recorder=recorder, **given)
         except OutriderError:
             raise
         except (TypeError, ValueError) as error:  # --set takes anything; only its reader knows what it should be

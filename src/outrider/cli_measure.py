@@ -196,12 +196,12 @@ def tune(
 # ---------------------------------------------------------------- what the commands share
 
 
-def _target(model: str | None, dtype: str, set_: list[str] | None) -> LLM:
+def _target(model: str | None, dtype: str | None, set_: list[str] | None) -> LLM:
     """The target with the default drafter; --set's pairs are kept for whichever drafter is measured."""
     from .config import Config
 
     default = str(Config().drafter)
-    return _load(model, arguments(default, None, "auto", dtype, set_, None), None)
+    return _load(model, arguments(default, None, "auto", dtype, set_), None)
 
 
 def _pick(path: Path | None, categories: list[str] | None, limit: int) -> list[Prompt]:
@@ -234,7 +234,7 @@ def _names(llm: LLM, drafters: list[str] | None, worth_trying: bool = False) -> 
 def _setups(llm: LLM, drafters: list[str] | None, ks: list[str]) -> list[Setup]:
     from .bench import setup
 
-    widths = [arguments("off", None, k, "auto", None, None)["k"] for k in ks]
+    widths = [arguments("off", None, k, "auto", None)["k"] for k in ks]
     return [setup(llm, name, k) for name in _names(llm, drafters) for k in widths]
 
 

@@ -136,6 +136,7 @@ class Adaptive:
     """
 
     CHEAP = 0.01  # a drafter that takes less than this part of a pass is asked every time
+    FIRST = 4  # nodes asked of a drafter whose price is not known yet
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
 
     def __init__(self, costs: Costs, k_max: int = 16, name: str = "the drafter") -> None:
@@ -145,7 +146,7 @@ class Adaptive:
         self.own: dict[int, Experience] = {}
         self.speed = 1 / costs(1)  # λ
         self.drafted = 0  # nodes of this step, before pruning
-        self.draft_node = 0.0  # seconds
+        self.draft_node: float | None = None  # seconds, once the drafter has been asked
         self.idle: dict[int, int] = defaultdict(int)
         self.patience: dict[int, int] = defaultdict(lambda: self.PROBE)
 
@@ -158,6 +159,8 @@ class Adaptive:
     def _ask_for(self, turn: Turn, rows: int) -> int:
         if not (turn.whole and turn.seq.speculate):
             return 0
+        if self.draft_node is None:
+            return self.FIRST
         if self.draft_node <= self.CHEAP * self.costs(1):
             return self.k_max
         mine, best, gain, value, survival = self._of(turn.seq.id), 0, 0.0, 0.0, 1.0
@@ -230,7 +233,8 @@ class Adaptive:
         rows = step.rows.tokens.shape[0]
         self.costs.refine(rows, step.clock["verify"])
         if any(turn.budget for turn in step.turns):
-            self.draft_node += 0.2 * (step.clock["draft"] / max(self.drafted, 1) - self.draft_node)
+            each = step.clock["draft"] / max(self.drafted, 1)
+            self.draft_node = each if self.draft_node is None else self.draft_node + 0.2 * (each - self.draft_node)
         decoded = [v for v in step.verdicts if v is not None]
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             now = sum(len(v.tokens) for v in decoded) / sum(step.clock[p] for p in ("draft", "verify", "judge"))

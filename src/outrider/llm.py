@@ -23,6 +23,7 @@ from .config import Config, config_from, from_hugging_face, from_speculative_con
 from .errors import ConfigError
 from .machine import prepare
 from .profile import CostFile
+from .profiles import load_profile
 from .text import Piece, Reader
 from .trace import Recorder
 from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
@@ -65,12 +66,15 @@ class LLM:
         model: str | Path | None = None,
         *,
         speculative_config: str | dict[str, Any] | None = None,
+        profile: str | Path | None = None,  # what `outrider tune` found; explicit arguments win over it
         threads: int | None = None,
         recorder: Recorder | None = None,
         **arguments: Any,  # drafter, k, rule, dtype, max_length, max_batch, …; anything else goes to the drafter
     ) -> None:
         if speculative_config is not None:
             arguments |= from_speculative_config(speculative_config)
+        if profile is not None:
+            arguments = load_profile(profile) | arguments
         config = config_from(from_hugging_face(arguments))
         prepare()  # before the first product of this process
         if threads is not None:

@@ -6,6 +6,7 @@ It knows how things are spelled on a command line; what they mean is `Config`'s 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -15,20 +16,23 @@ if TYPE_CHECKING:
 
 
 def arguments(
-    drafter: str, draft_model: str | None, k: str, dtype: str, pairs: list[str] | None, spec: str | None
+    drafter: str | None, draft_model: str | None, k: str | None, dtype: str | None, pairs: list[str] | None
 ) -> dict[str, Any]:
-    """What `LLM` is given, and in it what `sampling` will take out again."""
-    given: dict[str, Any] = {"drafter": drafter, "dtype": dtype, "k": "auto" if k == "auto" else _number(k, "--k")}
-    if draft_model is not None:
-        given["draft_model"] = draft_model
+    """What `LLM` is given, and in it what `sampling` will take out again; what was not said is not in it."""
+    said = {"drafter": drafter, "draft_model": draft_model, "dtype": dtype, "k": _number(k, "--k")}
+    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set takes name=value, but got '{pair}'.")
         given[name.strip().replace("-", "_")] = _value(value.strip())
-    if spec is not None:
-        given["speculative_config"] = spec
     return given
+
+
+def from_elsewhere(speculative_config: str | None, profile: Path | None) -> dict[str, Any]:
+    """What others have decided: vLLM's configuration, or a profile of ours."""
+    said = {"speculative_config": speculative_config, "profile": profile}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _value(text: str) -> Any:
@@ -39,7 +43,9 @@ def _value(text: str) -> Any:
         return text
 
 
-def _number(text: str, name: str) -> int:
+def _number(text: str | None, name: str) -> int | str | None:
+    if text is None or text == "auto":
+        return text
     try:
         return int(text)
     except ValueError:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import native
 from ..cache import Plane
 from ..types import Output, Rows
-from . import WHOLE, Part, PlaneShape, ops, quant
+from . import WHOLE, Part, PlaneShape, ops, quant, quant_file
 from .config import ModelConfig
 from .quant import PRODUCTS, Progress, Quantised, Settings, Tensors
 from .transformer import _rope_tables
@@ -59,8 +59,8 @@ class Int8Transformer:
             ids = calibration_ids(checkpoint, settings.calibration)
             return quant.calibrated(checkpoint.config, checkpoint.weights, ids, settings, progress)
 
-        name = quant.identity(checkpoint.path, checkpoint.config, settings)
-        return cls(checkpoint.config, quant.quantised(name, build, folder), length)
+        name = quant_file.identity(checkpoint.path, checkpoint.config, settings)
+        return cls(checkpoint.config, quant_file.quantised(name, build, folder), length)
 
     @property
     def plane_shape(self) -> PlaneShape:

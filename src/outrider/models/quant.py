@@ -1,45 +1,31 @@
-"""Weights in eight bits: found out once per model, kept on disk, mapped from there ever after.
+"""Weights in eight bits: what they are, and how a model's are found.
 
 A weight is scale[n] * w with a signed byte w, one scale per output. A row of inputs is scale * q with signed bytes
 too, except in a few inputs of each product (outliers, found by running some text through the float model), whose q has
 two bytes: they would otherwise leave the other inputs only a few levels. `quantise_rows` says what that means in torch;
 native/int8.h does the same.
 
-The promise: what `quantised` returns is complete and belongs to these very files and settings; a damaged or unfinished
-cache is made again. Layers are read, calibrated and freed one by one. It knows weights' names and the order in which
-kernels want them; it does not know planes or passes.
+The promise: layers are read, calibrated and freed one by one, so that a model need not fit into memory in float. It
+knows weights' names and the order in which kernels want them; it does not know planes, passes or files.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..paths import cache_folder
 from ..types import Rows
 from . import ops
 from .config import ModelConfig
 from .transformer import WeightSource, _rope_tables
 
-FORMAT = 1  # of the file; a change makes old ones be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
-_HUGE = 1 << 21  # bytes of a huge page
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 Tensors = dict[str, Tensor]
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -90,7 +76,9 @@ def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int
     scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row stays one in its scale, and so in its results
     scale[scale == 0] = 1
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
-    strong = largest.argsort(descending=True, stable=True)[: min(outliers, inputs // 4 * 4)].sort().values  # [O]
+    strong = (
+        largest.argsort(descending=True, stable=True)[: min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)].sort().values
+    )  # [O]
     both = F.pad(torch.cat([whole[:, strong], whole], 1), (0, -inputs % 4, 0, -outputs % OUTPUTS))
     blocks = (both + 128).to(torch.uint8).view(-1, OUTPUTS, both.shape[1] // 4, 4).transpose(1, 2)
     more = (0, -outputs % OUTPUTS)
@@ -107,7 +95,7 @@ def _interleaved(both: Tensor) -> Tensor:
 
 
 def quantise_rows(x: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K] -> highs [T, O] int8, lows [T, K] int8, scale [T]: x is about scale * (lows, + 256 highs at outliers)."""
+    """x [T, K] -> highs [T, O], lows [T, K] int8, scale [T]: x is about scale * (lows, + 256 highs at outliers)."""
     rest = x.clone()
     rest[:, outliers] = 0
     strong = x[:, outliers]  # [T, O]
@@ -216,101 +204,3 @@ def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
     }[kind]
     parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]
     return Quantised(parts[0], parts[1], tensors.get(f"{name}.bias"), parts[2], outputs, inputs)
-
-
-# ------------------------------------------------------------ on disk
-
-
-def identity(path: Path, config: ModelConfig, settings: Settings = DEFAULT) -> str:
-    """Changes when the model's files do, or anything that decides the bytes: by name, size and time, never by content."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((FORMAT, facts, _plain(config), settings)).encode()).hexdigest()[:24]
-
-
-def _plain(config: ModelConfig) -> list[tuple[str, object]]:
-    """The configuration in an order that does not change from process to process."""
-    values = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(config).items()}
-    return sorted(values.items())
-
-
-def quantised(name: str, build: Callable[[], Tensors], folder: Path | None = None) -> Tensors:
-    """The tensors kept under this name; built and kept first if they are not there, or not whole."""
-    folder = folder or cache_folder() / "int8"
-    path = folder / f"{name}.safetensors"
-    with suppress(OSError, SafetensorError, ValueError, KeyError):
-        return _read(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return in_one_place(build())  # nowhere to keep them
-    with _one_at_a_time(path.with_suffix(".lock")):
-        with suppress(OSError, SafetensorError, ValueError, KeyError):
-            return _read(path)  # another process was faster
-        tensors = build()
-        with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
-            _write(path, tensors)
-    return in_one_place(tensors)
-
-
-@contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    lock = FileLock(path)
-    with suppress(NotImplementedError, OSError):  # a file system without locks: then both build
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _read(path: Path) -> Tensors:
-    with safe_open(str(path), framework="pt", device="cpu") as file:
-        said = json.loads((file.metadata() or {})["sums"])
-        tensors = in_one_place({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    if {name: _sum(tensor) for name, tensor in tensors.items()} != said:
-        raise ValueError(f"{path} is damaged")
-    return tensors
-
-
-def _write(path: Path, tensors: Tensors) -> None:
-    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        sums = json.dumps({name: _sum(tensor) for name, tensor in tensors.items()})
-        save_file(tensors, name, metadata={"sums": sums})
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _sum(tensor: Tensor) -> int:
-    """A check sum as fast as memory: of the tensor as 64-bit numbers, modulo 2^64."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    tail = int(flat[whole:].sum())
-    return int(flat[:whole].view(torch.int64).sum()) + tail
-
-
-def in_one_place(tensors: Tensors) -> Tensors:
-    """Copies that lie one after the other, each on a cache line, in huge pages where the system gives them."""
-    sizes = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors.values()]
-    arena = _arena(sum(sizes))
-    copies, at = {}, 0
-    for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-        view = arena[at : at + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        copies[name] = view.copy_(tensor)
-        at += size
-    return copies
-
-
-def _arena(size: int) -> Tensor:
-    """[size] bytes that begin on a huge page; private, because shared memory is given small ones."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size + 64, dtype=torch.uint8)[:size]
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -flat.data_ptr() % _HUGE
-    return flat[start : start + size]
