@@ -18,17 +18,11 @@ import torch
 import transformers
 
 import outrider
+from hf import in_transformers
 from outrider import LLM, SamplingParams
 from outrider.machine import cpu_name
 from outrider.models.checkpoint import open_checkpoint
 from outrider.prompts import bundled
-
-
-def peer(dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The default model in transformers, from the same GGUF file."""
-    path = open_checkpoint(None).path
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    return model.eval()
 
 
 def seconds(run: Callable[[], int], tokens: int) -> float:
@@ -49,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
 
     llm = LLM(drafter="off", dtype=options.dtype)
-    theirs = peer(getattr(torch, options.dtype))
+    theirs = in_transformers(open_checkpoint(None), getattr(torch, options.dtype))
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
     rows, same = [], 0
     for prompt in bundled()[: options.prompts]:

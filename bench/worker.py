@@ -37,10 +37,11 @@ def transformers(model: str | None, options: dict[str, Any]) -> tuple[Generate, 
     import torch
     import transformers as hf
 
-    path = Path(model or "")
-    loaded = hf.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=getattr(torch, options.pop("dtype", "float32"))
-    ).eval()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+    from hf import in_transformers
+    from outrider.models.checkpoint import open_checkpoint
+
+    loaded = in_transformers(open_checkpoint(model), getattr(torch, options.pop("dtype", "float32")))
 
     class Stream(hf.generation.streamers.BaseStreamer):
         """Remembers when the first new token came (the first call carries the prompt)."""

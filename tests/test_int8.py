@@ -204,7 +204,7 @@ def test_native_agrees_with_torch_and_with_a_simulation(
                 assert off.max() < 2e-2  # one byte rounded the other way
 
 
-def _simulation(model: Int8Transformer) -> Callable[..., object]:
+def _simulation(model: Int8Transformer) -> TorchPass:
     """The torch pass with products in float64."""
     run = TorchPass(model)
     products = {name: quant.product(model.tensors, name, model.config) for name in run.products}
@@ -388,7 +388,7 @@ def test_identity_follows_files_and_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-def test_perplexity_of_the_default_model(tmp_path: Path) -> None:
+def test_perplexity_of_the_default_model() -> None:
     from outrider.models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint()

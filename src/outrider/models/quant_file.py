@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ..paths import cache_folder
 from .config import ModelConfig

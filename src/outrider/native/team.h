@@ -10,12 +10,10 @@
 
 #include "vectors.h"
 
+#include <sched.h>
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <sched.h>
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -24,6 +22,8 @@
 enum {
     MEMBERS = 64, /* threads of a team, at most */
     SPINS = 2000, /* looks at a phase before the core is left to others: some 30 microseconds */
+    FUTEX_SLEEP = 128, /* Linux's FUTEX_WAIT and FUTEX_WAKE within a process: not every system has the header */
+    FUTEX_ROUSE = 129,
 };
 
 typedef struct {
@@ -52,9 +52,9 @@ INLINE void relax(void) {
 }
 
 static void sleep_in(Team *team, uint32_t phase) {
-#if defined(__linux__)
+#if defined(SYS_futex)
     __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, &team->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0); /* returns at once if it has changed */
+    syscall(SYS_futex, &team->phase, FUTEX_SLEEP, phase, NULL, NULL, 0); /* returns at once if it has changed */
     __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
 #else
     (void)team;
@@ -67,7 +67,7 @@ static void sleep_in(Team *team, uint32_t phase) {
  * must not set back what others have reached meanwhile. */
 static void open_phase(const Member *m, uint32_t phase) {
     Team *team = m->team;
-    team->done = 0; /* before the first claim can be made */
+    __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED); /* before the first claim can be made */
     for (int64_t i = 0; i < m->size; i++) {
         uint64_t *claim = &team->shares[i].claim, seen = __atomic_load_n(claim, __ATOMIC_RELAXED);
         while (seen >> 32 < phase && !__atomic_compare_exchange_n(claim, &seen, (uint64_t)phase << 32, 0,
@@ -76,9 +76,9 @@ static void open_phase(const Member *m, uint32_t phase) {
     uint32_t seen = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
     while (seen < phase && !__atomic_compare_exchange_n(&team->phase, &seen, phase, 0, __ATOMIC_SEQ_CST,
                                                         __ATOMIC_RELAXED)) {}
-#if defined(__linux__)
+#if defined(SYS_futex)
     if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, &team->phase, FUTEX_WAKE_PRIVATE, MEMBERS, NULL, NULL, 0);
+        syscall(SYS_futex, &team->phase, FUTEX_ROUSE, MEMBERS, NULL, NULL, 0);
 #endif
 }
 
