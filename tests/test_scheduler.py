@@ -161,7 +161,7 @@ def test_adaptive_probes_now_and_then_and_ever_more_rarely() -> None:
 
 def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
     controller = taught(Costs(FLAT), claim=0.5, hits=0.0)
-    controller.draft_node = 5.0
+    controller.draft_node = controller.draft_call = 5.0
     budgets = [controller.budget([turn()])[0].budget for _ in range(200)]
     assert budgets.count(0) > 0.95 * len(budgets)
     assert any(budgets)
@@ -169,7 +169,7 @@ def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
 
 def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:
     controller = taught(Costs(FLAT), claim=0.9, hits=0.9)
-    controller.draft_node = 1.0
+    controller.draft_node = controller.draft_call = 1.0
     assert controller.budget([turn()])[0].budget > 2
 
 

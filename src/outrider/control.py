@@ -135,7 +135,8 @@ class Adaptive:
     now and then finds out when that has changed.
     """
 
-    CHEAP = 0.01  # a drafter that takes less than this part of a pass is asked every time
+    CHEAP = 0.05  # a drafter that takes less than this part of a pass is asked every time
+    MARGIN = 0.03  # tokens that a draft must be expected to bring, beyond its rows: less is lost in small costs
     FIRST = 4  # nodes asked of a drafter whose price is not known yet
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
 
@@ -147,6 +148,7 @@ class Adaptive:
         self.speed = 1 / costs(1)  # λ
         self.drafted = 0  # nodes of this step, before pruning
         self.draft_node: float | None = None  # seconds, once the drafter has been asked
+        self.draft_call = 0.0
         self.idle: dict[int, int] = defaultdict(int)
         self.patience: dict[int, int] = defaultdict(lambda: self.PROBE)
 
@@ -161,9 +163,9 @@ class Adaptive:
             return 0
         if self.draft_node is None:
             return self.FIRST
-        if self.draft_node <= self.CHEAP * self.costs(1):
+        if self.draft_call <= self.CHEAP * self.costs(1):
             return self.k_max
-        mine, best, gain, value, survival = self._of(turn.seq.id), 0, 0.0, 0.0, 1.0
+        mine, best, gain, value, survival = self._of(turn.seq.id), 0, self.MARGIN, 0.0, 1.0
         for k in range(1, self.k_max + 1):
             survival *= mine.acceptance(k - 1)
             value += survival - self.speed * (self.draft_node + self.costs(rows + k) - self.costs(rows + k - 1))
@@ -179,7 +181,7 @@ class Adaptive:
         rows = sum(turn.feed for turn in turns)
         hopes = [self._hopes(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
         order = sorted((-hope, i, node) for i, tree in enumerate(hopes) for node, hope in enumerate(tree))
-        best, gain, value = 0, 0.0, 0.0
+        best, gain, value = 0, self.MARGIN, 0.0
         for n, (hope, _, _) in enumerate(order, start=1):
             value -= hope + self.speed * (self.costs(rows + n) - self.costs(rows + n - 1))
             if value > gain:
@@ -233,8 +235,7 @@ class Adaptive:
         rows = step.rows.tokens.shape[0]
         self.costs.refine(rows, step.clock["verify"])
         if any(turn.budget for turn in step.turns):
-            each = step.clock["draft"] / max(self.drafted, 1)
-            self.draft_node = each if self.draft_node is None else self.draft_node + 0.2 * (each - self.draft_node)
+            self._learn_price(step.clock["draft"])
         decoded = [v for v in step.verdicts if v is not None]
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             now = sum(len(v.tokens) for v in decoded) / sum(step.clock[p] for p in ("draft", "verify", "judge"))
@@ -242,6 +243,12 @@ class Adaptive:
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 self._learn(turn, tree, verdict.path, verdict.fates)
+
+    def _learn_price(self, seconds: float) -> None:
+        each = seconds / max(self.drafted, 1)
+        weight = 1.0 if self.draft_node is None else 0.2  # the first time tells most
+        self.draft_node = (1 - weight) * (self.draft_node or 0.0) + weight * each
+        self.draft_call += weight * (seconds - self.draft_call)
 
     def _learn(self, turn: Turn, tree: Tree, path: list[int], fates: str) -> None:
         name = turn.seq.id
