@@ -53,7 +53,7 @@ class Contender:
         result = self.ask(ids, tokens)
         assert len(result["ids"]) == tokens, f"{self.name} made {len(result['ids'])} tokens instead of {tokens}"
         self.total.append(tokens / result["seconds"])
-        if result["first"] < result["seconds"]:
+        if result["first"] is not None:
             self.decode.append((tokens - 1) / (result["seconds"] - result["first"]))
         new: list[int] = result["ids"]
         return new

@@ -2,13 +2,14 @@
 
     {"ids": [...], "tokens": 64}  →  {"seconds": 1.2, "first": 0.2, "ids": [...]}
 
-`first` is when the first token was there: decoding speed is (tokens - 1) / (seconds - first). Every engine must produce
-exactly that many tokens, greedily, whatever it thinks of ending.
+`first` is when the first token was there (null where nobody knows): decoding speed is (tokens - 1) / (seconds - first).
+Every engine must produce exactly that many tokens, greedily, whatever it thinks of ending.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +79,9 @@ def llamacpp(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         draft = LlamaPromptLookupDecoding(num_pred_tokens=lookup)
-    engine = llama_cpp.Llama(model, n_ctx=2048, draft_model=draft, logits_all=bool(lookup), verbose=False, **options)
+    cores = os.cpu_count() or 1  # its own default is half of them
+    given = {"n_ctx": 2048, "n_threads": cores, "n_threads_batch": cores, "verbose": False} | options
+    engine = llama_cpp.Llama(model, draft_model=draft, logits_all=bool(lookup), **given)
 
     def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
         engine.reset()
@@ -94,13 +97,14 @@ ENGINES = {"outrider": outrider, "transformers": transformers, "llamacpp": llama
 
 
 def answer(generate: Generate, ids: list[int], tokens: int) -> dict[str, Any]:
-    begin, first, new = time.perf_counter(), None, []
+    begin, times, new = time.perf_counter(), [], []
     for some in generate(ids, tokens):
-        first = first or time.perf_counter()
+        times.append(time.perf_counter())
         new += some
     seconds = time.perf_counter() - begin
-    told = getattr(generate, "first", None)  # an engine that cannot stream says so itself
-    return {"seconds": seconds, "first": (told or first or begin) - begin, "ids": new[:tokens]}
+    told = getattr(generate, "first", None)  # an engine that cannot stream may still know
+    first = told or (times[0] if len(times) > 1 else None)
+    return {"seconds": seconds, "first": first and first - begin, "ids": new[:tokens]}
 
 
 def main() -> None:
