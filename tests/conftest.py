@@ -1,4 +1,4 @@
-"""One thread per test process (the suite runs several, and idle OpenMP threads spin), and a registry that stays clean."""
+"""One thread per test process (several run at once, and idle OpenMP threads spin), and a registry that stays clean."""
 
 from __future__ import annotations
 
