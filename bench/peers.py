@@ -1,7 +1,7 @@
 """Outrider against what users would pick instead: one interleaved run on one machine.
 
     python bench/peers.py [--model FILE.gguf] [--prompts FILE.jsonl] [--limit 14] [--tokens 96] [--rounds 3]
-                          [--python llamacpp=/path/to/venv/bin/python]
+                          [--python llamacpp=/path/to/venv/bin/python] [--only NAME …]
 
 Each contender is a process of its own that waits for its turn; prompts go round the contenders one after the other, so
 that whatever the machine does hits all of them. The same prompt ids and the same number of greedy tokens for everyone.
@@ -32,6 +32,11 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("transformers", {"dtype": "float32"}),
     "transformers bf16": ("transformers", {"dtype": "bfloat16"}),
     "transformers lookup": ("transformers", {"dtype": "float32", "prompt_lookup_num_tokens": 5}),
+    "vllm": ("vllm", {}),
+    "vllm ngram": (
+        "vllm",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
+    ),
 }
 
 

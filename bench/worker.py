@@ -93,7 +93,20 @@ def llamacpp(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict
     return generate, {"version": llama_cpp.__version__}
 
 
-ENGINES = {"outrider": outrider, "transformers": transformers, "llamacpp": llamacpp}
+def vllm(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
+    import vllm as engine
+
+    loaded = engine.LLM(model=model, dtype="float32", max_model_len=2048, skip_tokenizer_init=True, **options)
+
+    def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
+        params = engine.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        (out,) = loaded.generate([engine.TokensPrompt(prompt_token_ids=ids)], params, use_tqdm=False)
+        yield list(out.outputs[0].token_ids)
+
+    return generate, {"version": engine.__version__}
+
+
+ENGINES = {"outrider": outrider, "transformers": transformers, "llamacpp": llamacpp, "vllm": vllm}
 
 
 def answer(generate: Generate, ids: list[int], tokens: int) -> dict[str, Any]:
