@@ -1,0 +1,71 @@
+"""A processor that advertises AMX and faults on it must just work, and nobody should have to know."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outrider import machine
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "amx_tile"}))
+
+
+def child(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:
+    """Children end with this status; the list counts them."""
+    calls: list[int] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        calls.append(1)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    return calls
+
+
+def test_a_fault_caps_onednn_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(monkeypatch, -signal.SIGILL)
+    machine.prepare()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    machine.prepare()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    assert len(calls) == 1
+
+
+def test_working_amx_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, 0)
+    machine.prepare()
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(monkeypatch, -signal.SIGILL)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    machine.prepare()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "DEFAULT"
+    assert not calls
+
+
+def test_without_amx_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    calls = child(monkeypatch, -signal.SIGILL)
+    machine.prepare()
+    assert not calls
+
+
+def test_the_probe_itself_runs_here() -> None:
+    """The real child, with the cap that we would set: it must survive on any machine that runs these tests."""
+    os.environ["ONEDNN_MAX_CPU_ISA"] = machine._CAP
+    try:
+        assert machine._child_survives()
+    finally:
+        del os.environ["ONEDNN_MAX_CPU_ISA"]
