@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,20 +17,20 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "amx_tile"}))
 
 
-def child(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:
-    """Children end with this status; the list counts them."""
+def child(monkeypatch: pytest.MonkeyPatch, survives: bool) -> list[int]:
+    """The probe's children live or die; the list counts them."""
     calls: list[int] = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+    def probe() -> bool:
         calls.append(1)
-        return subprocess.CompletedProcess(command, status)
+        return survives
 
-    monkeypatch.setattr(machine.subprocess, "run", run)
+    monkeypatch.setattr(machine, "_child_survives", probe)
     return calls
 
 
 def test_a_fault_caps_onednn_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = child(monkeypatch, -signal.SIGILL)
+    calls = child(monkeypatch, survives=False)
     machine.prepare()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
@@ -42,13 +40,13 @@ def test_a_fault_caps_onednn_and_is_remembered(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_working_amx_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    child(monkeypatch, 0)
+    child(monkeypatch, survives=True)
     machine.prepare()
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = child(monkeypatch, -signal.SIGILL)
+    calls = child(monkeypatch, survives=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     machine.prepare()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "DEFAULT"
@@ -57,7 +55,7 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_amx_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
-    calls = child(monkeypatch, -signal.SIGILL)
+    calls = child(monkeypatch, survives=False)
     machine.prepare()
     assert not calls
 
@@ -69,3 +67,8 @@ def test_the_probe_itself_runs_here() -> None:
         assert machine._child_survives()
     finally:
         del os.environ["ONEDNN_MAX_CPU_ISA"]
+
+
+def test_a_child_that_is_killed_has_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert not machine._child_survives()
