@@ -1,4 +1,7 @@
-"""One thread per test process (several run at once, and idle OpenMP threads spin), and a registry that stays clean."""
+"""One thread per test process (several run at once, and idle OpenMP threads spin), and a registry that stays clean.
+
+On a machine with a GPU the same tests run there; on one without, its kernels run in triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports triton; see kernels.py
 
 from outrider import drafters
 

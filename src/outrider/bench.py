@@ -19,7 +19,7 @@ from typing import Any
 from .drafters import lookup
 from .environment import environment
 from .llm import LLM
-from .profile import target_costs
+from .profile import by_rows, target_costs
 from .prompts import Prompt
 from .speeds import ALL, Answer, Pair, Row, Setup, as_json, knee, row
 from .types import SamplingParams
@@ -70,7 +70,8 @@ class Bench:
 
     def __init__(self, llm: LLM, questions: list[Question], plan: Plan, clock: Clock = time.perf_counter) -> None:
         self.llm, self.questions, self.plan, self.clock = llm, questions, plan, clock
-        self.costs = llm.costs.get(lambda: pass_costs(llm))  # what the controller reckons with
+        kept = llm.costs.get(lambda: target_costs(llm.engine.target, llm.engine.cache))
+        self.costs = by_rows(kept)  # what the controller reckons with
         self.pairs: dict[str, list[Pair]] = {}
         self.setups: dict[str, Setup] = {}
 
@@ -182,4 +183,4 @@ def fresh(llm: LLM, setup: Setup) -> LLM:
 
 def pass_costs(llm: LLM) -> dict[int, float]:
     """Seconds of a target pass by its row count, measured now."""
-    return target_costs(llm.target, llm.engine.cache, llm.engine.target.plane)
+    return by_rows(target_costs(llm.engine.target, llm.engine.cache))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cache import Cache
+import torch
+
+from .cache import Cache, Plane
 from .config import Config
 from .control import Adaptive, Controller, Costs, Fixed
 from .drafters import Workspace, make
@@ -26,17 +28,47 @@ def build_engine(
 ) -> Engine:
     """Cache, runner, drafter, controller and scheduler around a target. What `costs` knows is not measured again."""
     length = config.length_for(model.config.context_length)
-    cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length)
+    device = device_of(model)
+    cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, device)
     plane = cache.add_plane(*model.plane_shape)
-    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer))
+    graphs = _Graphs(cache, config.max_batch, home=device)
+    runner = graphs(model, plane) or Eager(model, plane)
+    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs))
     controller: Controller
     if drafter.name == "off":
         controller = Fixed(0)
     elif config.k == "auto":
-        known = (costs or CostFile()).get(lambda: target_costs(model, cache, plane))
+        counts = _sequences(model, config.max_batch)
+        known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
         controller = Adaptive(Costs(known), name=drafter.name)
     else:
         controller = Fixed(int(config.k))
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
-    runner = Eager(model, plane)
     return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+
+
+def device_of(model: Model) -> torch.device:
+    return getattr(model, "device", None) or torch.device("cpu")
+
+
+def _sequences(model: Model, most: int) -> tuple[int, ...]:
+    """Batch sizes whose passes are measured: on a GPU, rows that are free for one sequence are not for many."""
+    return tuple(2**i for i in range(most.bit_length())) if device_of(model).type == "cuda" else (1,)
+
+
+class _Graphs:
+    """Captured passes for every model that lives on a GPU, one desk for each; None for the others."""
+
+    def __init__(self, cache: Cache, batch: int, home: torch.device) -> None:
+        self.cache, self.batch, self.home = cache, batch, home
+        self.desks: dict[torch.device, Any] = {}
+
+    def __call__(self, model: Model, plane: Plane) -> Any:
+        device = device_of(model)
+        if device.type != "cuda":
+            return None
+        from .runners.graphs import Desk, Graphs  # needs triton, which is not installed everywhere
+
+        if device not in self.desks:
+            self.desks[device] = Desk(self.cache, device, self.batch, home=device == self.home)
+        return Graphs(model, plane, self.desks[device])

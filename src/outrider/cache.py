@@ -43,6 +43,7 @@ class Plane:
 
     def __init__(self, layers: int, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         # Not zeroed: nobody reads a slot before it is written, and untouched memory costs nothing.
+        slots += device.type != "cpu"  # one more, which nobody owns: captured passes write their padding there
         self.k = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d]
         self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
         self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
@@ -67,9 +68,12 @@ class Cache:
         self._lines = list(range(lines - 1, -1, -1))
         self._readers = [0] * slots  # rows that hold the slot
         self._retired_id = 0
+        self.changes: list[dict[int, int]] = []  # for each copy of the table elsewhere: place in it -> new slot
 
-    def add_plane(self, layers: int, heads: int, dim: int, dtype: torch.dtype) -> Plane:
-        plane = Plane(layers, self.slots, heads, dim, dtype, self.device)
+    def add_plane(
+        self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Plane:
+        plane = Plane(layers, self.slots, heads, dim, dtype, device or self.device)
         self.planes.append(plane)
         return plane
 
@@ -253,6 +257,9 @@ class Cache:
 
     def _write_table(self, row: Row, start: int) -> None:
         self._places[row.line, start : len(row.slots)] = row.slots[start:]
+        at = row.line * self.length
+        for copy in self.changes:
+            copy.update(zip(range(at + start, at + len(row.slots)), row.slots[start:], strict=True))
 
 
 class Packing:
@@ -267,12 +274,13 @@ class Packing:
         self.context: list[int] = []
         self.tails: list[list[int]] = []  # drafted ancestors' slots, self last
         self.want: list[int] = []
+        self.owners: list[Sequence] = []
 
     def pending(self, seq: Sequence, start: int, stop: int, want: bool) -> None:
         """Committed tokens start..stop-1; with `want`, the last one's logits are needed."""
         row = self.cache.rows[seq.id]
         for position in range(start, stop):
-            self._add(seq.tokens[position], position, row.slots[position], row.line, position + 1, [])
+            self._add(seq, seq.tokens[position], position, row.slots[position], position + 1, [])
         if want:
             self.want.append(len(self.tokens) - 1)
 
@@ -291,14 +299,15 @@ class Packing:
             while up >= 0:
                 tail.append(row.spare[places[up]])
                 up = parents[up]
-            self._add(tokens[node], root + len(tail) - 1, tail[0], row.line, root, tail[::-1])
+            self._add(seq, tokens[node], root + len(tail) - 1, tail[0], root, tail[::-1])
             self.want.append(len(self.tokens) - 1)
 
-    def _add(self, token: int, position: int, slot: int, line: int, context: int, tail: list[int]) -> None:
+    def _add(self, seq: Sequence, token: int, position: int, slot: int, context: int, tail: list[int]) -> None:
+        self.owners.append(seq)
         self.tokens.append(token)
         self.positions.append(position)
         self.slots.append(slot)
-        self.lines.append(line)
+        self.lines.append(self.cache.rows[seq.id].line)
         self.context.append(context)
         self.tails.append(tail)
 
@@ -311,7 +320,17 @@ class Packing:
         tokens, positions, slots = torch.tensor((self.tokens, self.positions, self.slots), dtype=torch.long)
         lines, context = torch.tensor((self.lines, self.context), dtype=torch.int32)
         want = torch.tensor(self.want, dtype=torch.long)
-        return Rows(tokens, positions, slots, lines, context, self.cache.table, ancestors, want)
+        return Rows(
+            tokens,
+            positions,
+            slots,
+            lines,
+            context,
+            self.cache.table,
+            ancestors,
+            want,
+            [self.owners[i] for i in self.want],
+        )
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -22,6 +22,7 @@ class Config:
     k: int | str = "auto"  # drafted tokens per step, or "auto"
     rule: str = "match"
     dtype: str = "auto"
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     max_length: int | None = None  # prompt and answer together; None: the model's context, at most 8192
     max_batch: int = 8
     max_rows: int = 512  # rows of one pass: longer prompts are fed in chunks of this many
@@ -87,7 +88,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`assistant_model`, `prompt_lookup_num_tokens`, `num_assistant_tokens` in our words; the rest stays."""
+    """`assistant_model`, `prompt_lookup_num_tokens`, `device_map` and so on in our words; the rest stays."""
     given = dict(arguments)
     if given.get("assistant_model") is not None:
         given |= {"drafter": "model", "draft_model": given["assistant_model"]}
@@ -95,7 +96,19 @@ def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
         given |= {"drafter": "ngram", "k": given["prompt_lookup_num_tokens"]}
     if given.get("num_assistant_tokens") is not None:
         given["k"] = given["num_assistant_tokens"]
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"):
+    places = given.get("device_map")
+    if isinstance(places, str):
+        given["device"] = places
+    elif places is not None:
+        unknown = sorted(set(places) - {"target", "drafter", ""})
+        if unknown:
+            raise ConfigError(
+                f"device_map names '{unknown[0]}', but only 'target' and 'drafter' have a place of their own."
+            )
+        given |= {"device": str(places.get("target", places.get("", "auto")))}
+        if "drafter" in places:
+            given["draft_device"] = str(places["drafter"])
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens", "device_map"):
         given.pop(name, None)
     return given
 

@@ -7,11 +7,13 @@ that draw from q, `prune` judges a node by its parent's survival: a drawn token 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from itertools import accumulate
+from operator import add
 from typing import Protocol
 
-from .types import ACCEPTED, REJECTED, Draft, Step, Tree, Turn
+from .costs import Costs as Costs, Experience
+from .types import Draft, Step, Tree, Turn, Verdict
 
 
 class Controller(Protocol):
@@ -46,209 +48,237 @@ def room_for(turn: Turn, k: int) -> int:
     return max(0, min(k, turn.seq.room - 1)) if turn.whole and turn.seq.speculate else 0
 
 
-# ---------------------------------------------------------------- what is known
+MARGIN = 0.03  # tokens that a draft must bring each sequence, beyond its rows: less is lost in small costs
 
 
-class Costs:
-    """Seconds of a target pass by its row count: measured at the start, refined by every step."""
+class Pass:
+    """What more rows cost in the pass at hand, in tokens that are made meanwhile.
 
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds = dict(seconds)
-        self._rows = sorted(self.seconds)
-        self._drift = 1.0  # contexts grow and machines get busy: everything becomes slower together
-
-    def __call__(self, rows: int) -> float:
-        """The cost of a pass, by straight lines between what was measured."""
-        known = self._rows
-        if len(known) == 1:
-            return self._drift * self.seconds[known[0]]
-        i = min(max(bisect_left(known, rows), 1), len(known) - 1)
-        low, high = known[i - 1], known[i]
-        slope = (self.seconds[high] - self.seconds[low]) / (high - low)
-        return self._drift * max(self.seconds[low] + slope * (rows - low), self.seconds[known[0]] * 0.5)
-
-    def refine(self, rows: int, seconds: float) -> None:
-        """A pass over this many rows took this long. One slow pass is somebody else's load: it moves little."""
-        surprise = min(max(seconds / self(rows), 0.5), 1.5) - 1
-        self._drift *= 1 + 0.02 * surprise
-        if rows in self.seconds:
-            self.seconds[rows] *= 1 + 0.08 * surprise
-
-
-class Rate:
-    """How often something comes true: the recent past counts most, and a prior while little has been seen."""
-
-    FADE, WEIGHT = 0.98, 4.0
-
-    def __init__(self) -> None:
-        self.hits = self.tries = 0.0
-
-    def add(self, hit: bool) -> None:
-        self.hits, self.tries = self.hits * self.FADE + hit, self.tries * self.FADE + 1
-
-    def given(self, prior: float) -> float:
-        return (self.hits + self.WEIGHT * prior) / (self.tries + self.WEIGHT)
-
-
-class Experience:
-    """What became of drafts: by what the drafter claimed, and by depth where it claims nothing.
-
-    A sequence's own experience leans on everybody's, which leans on the drafter's word.
+    λ, the speed they are made at, is plain decoding's with so many sequences, times the lead over it.
     """
 
-    EDGES = (0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+    def __init__(self, turns: list[Turn], costs: Costs, lead: float, most: int) -> None:
+        self.sequences, self.most = len(turns), most
+        self.deciding = sum(turn.whole for turn in turns)  # those that get a verdict
+        self.rows = sum(turn.feed for turn in turns)
+        self.table = costs.stairs(self.rows + most, self.sequences)
+        self.plain = costs(self.rows, self.sequences)
+        several = max(self.deciding, 1)
+        self.speed = lead * several / costs(several, several)  # λ
 
-    def __init__(self, wider: Experience | None = None) -> None:
-        self.wider = wider
-        self.claims: dict[int, Rate] = defaultdict(Rate)
-        self.depths: dict[int, Rate] = defaultdict(Rate)
+    def price(self, more: int) -> float:
+        """λ · (t(rows + more) − t(rows)), for up to `most` more rows."""
+        return self.speed * (self.table[self.rows + more] - self.plain)
 
-    def survival(self, claim: float) -> float:
-        """The chance that a node is accepted whose drafter gives it this chance."""
-        prior = self.wider.survival(claim) if self.wider else claim
-        return self.claims[bisect_right(self.EDGES, claim)].given(prior)
+    def break_even(self, each: int, deeper: float = 0.0) -> float:
+        """How likely one more row for each of so many must be, when the drafter takes `deeper` tokens for them."""
+        return max((self.price(each) + deeper) / each, 0.0)
 
-    def acceptance(self, depth: int) -> float:
-        """The chance that the node at a depth is accepted once it is reached."""
-        if self.wider:
-            prior = self.wider.acceptance(depth)
-        else:
-            prior = self.acceptance(depth - 1) if depth else 0.5
-        return self.depths[depth].given(prior)
+    @property
+    def margin(self) -> float:
+        """Expected tokens that a draft must bring all sequences together to be better than none."""
+        return MARGIN * self.deciding
 
-    def add(self, tree: Tree, path: list[int], fates: str) -> None:
-        walked = len(path) + (REJECTED in fates)
-        for depth in range(walked):
-            self.depths[depth].add(depth < len(path))
-        for claim, fate in zip(tree.survival or (), fates, strict=False):
-            self.claims[bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
-
-
-# ---------------------------------------------------------------- what follows from it
+    @property
+    def hopeless(self) -> bool:
+        """Would even a draft that is sure and costs nothing lose?"""
+        return all(more - self.price(more) <= self.margin for more in range(1, self.most + 1))
 
 
 class Adaptive:
     """Draft one more token while it brings more tokens per second than the engine makes anyway.
 
     A node with survival s is worth its row when s > λ · Δt: λ is the speed in tokens per second, Δt what the pass (and
-    the drafter, if it is not free) takes longer with one more. When nothing is worth it, nothing is drafted; a probe
-    now and then finds out when that has changed.
+    the drafter, if it is not free) takes longer with one more. Rows are shared by the batch: where many sequences fill
+    a pass, one more row takes longer, and less is drafted. When nothing is worth it, nothing is drafted; a probe now
+    and then finds out when that has changed.
     """
 
     CHEAP = 0.05  # a drafter that takes less than this part of a pass is asked every time
-    MARGIN = 0.03  # tokens that a draft must be expected to bring, beyond its rows: less is lost in small costs
     FIRST = 4  # nodes asked of a drafter whose price is not known yet
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
+    PROBED = 4  # sequences of a batch that are probed together
+    FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
     def __init__(self, costs: Costs, k_max: int = 16, name: str = "the drafter") -> None:
         self.costs, self.k_max, self.name = costs, k_max, name
         self.why = "nothing is known yet"
+        self._nothing = f"{name} has nothing to propose: plain decoding"
         self.overall = Experience()
         self.own: dict[int, Experience] = {}
-        self.speed = 1 / costs(1)  # λ
-        self.drafted = 0  # nodes of this step, before pruning
-        self.draft_node: float | None = None  # seconds, once the drafter has been asked
+        self.lead = 1.0  # how many times faster than plain decoding things go of late
+        self.largest = 0  # nodes of this step's largest tree, before pruning
+        # Seconds, once the drafter has been asked. A drafting model makes one pass for the k-th node of every tree:
+        # its price is that of one node deeper, whatever the batch.
+        self.draft_node: float | None = None
         self.draft_call = 0.0
+        self.draft_most: float | None = None  # a call for k_max nodes
+        self.paid = False  # is the drafter's price worth thinking about in this step?
+        self.quiet = 0  # steps since anybody was probed
+        self.probed: set[int] = set()  # sequences, in this step
         self.idle: dict[int, int] = defaultdict(int)
         self.patience: dict[int, int] = defaultdict(lambda: self.PROBE)
 
     # ------------------------------------------------------------ before drafting
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
-        rows = sum(turn.feed for turn in turns)
-        return [turn.allow(room_for(turn, self._ask_for(turn, rows))) for turn in turns]
+        self.quiet += 1
+        self.probed, self.paid, self.why = set(), False, self._nothing
+        able = [turn.seq.id for turn in turns if room_for(turn, 1)]
+        asked = self._ask_for(turns, able) if able else {}
+        return [turn.allow(room_for(turn, asked.get(turn.seq.id, 0))) for turn in turns]
 
-    def _ask_for(self, turn: Turn, rows: int) -> int:
-        if not (turn.whole and turn.seq.speculate):
-            return 0
+    def _ask_for(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
+        """Nodes for each sequence that may be drafted for."""
         if self.draft_node is None:
-            return self.FIRST
-        if self.draft_call <= self.CHEAP * self.costs(1):
-            return self.k_max
-        mine, best, gain, value, survival = self._of(turn.seq.id), 0, self.MARGIN, 0.0, 1.0
-        for k in range(1, self.k_max + 1):
-            survival *= mine.acceptance(k - 1)
-            value += survival - self.speed * (self.draft_node + self.costs(rows + k) - self.costs(rows + k - 1))
-            if value > gain:
-                best, gain = k, value
-        return best or self._probe(turn.seq.id, 2)
+            return dict.fromkeys(able, self.FIRST)
+        call = self.draft_call if self.draft_most is None else self.draft_most
+        if call <= self.CHEAP * self.costs(len(turns), len(turns)):
+            return dict.fromkeys(able, self.k_max)
+        self.paid = True
+        hopes = {name: self._of(name).hopes(self.k_max) for name in able}
+        able = sorted(able, key=lambda name: -sum(hopes[name]))
+        now = Pass(turns, self.costs, self.lead, len(able) * self.k_max)
+        deeper = now.speed * self.draft_node
+        many, k = self._best_shape(now, [hopes[name] for name in able], deeper)
+        self.probed = self._look_again(now, able[many:])
+        if not (many or self.probed):
+            refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
+            self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
+        return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
+
+    def _best_shape(self, now: Pass, hopes: list[list[float]], deeper: float) -> tuple[int, int]:
+        """How many sequences (the most promising come first) and how many nodes each bring most; (0, 0): plain.
+
+        All of them together pay for the rows, and `deeper` tokens for every depth. Costs may be stairs, so that one
+        more node loses and three more win: all depths are looked at.
+        """
+        best, gain, expected = (0, 0), now.margin, [0.0] * self.k_max
+        for many, own in enumerate(hopes, start=1):
+            expected = list(map(add, expected, accumulate(own)))
+            if many & (many - 1) and many != len(hopes):
+                continue  # powers of two and everybody are choice enough
+            for k, tokens in enumerate(expected, start=1):
+                value = tokens - now.price(many * k) - deeper * k
+                if value > gain:
+                    best, gain = (many, k), value
+        return best
 
     # ------------------------------------------------------------ after drafting
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
-        self.drafted = draft.offsets[-1]
-        rows = sum(turn.feed for turn in turns)
+        self.largest = max((len(tree.tokens) for tree in draft.trees), default=0)
+        if not self.largest:
+            if any(turn.budget for turn in turns):
+                self.why = self._nothing
+            return draft
         hopes = [self._hopes(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
-        order = sorted((-hope, i, node) for i, tree in enumerate(hopes) for node, hope in enumerate(tree))
-        best, gain, value = 0, self.MARGIN, 0.0
-        for n, (hope, _, _) in enumerate(order, start=1):
-            value -= hope + self.speed * (self.costs(rows + n) - self.costs(rows + n - 1))
+        order = sorted((-hope, i) for i, tree in enumerate(hopes) for hope in tree)
+        now = Pass(turns, self.costs, self.lead, max(len(order), len(turns)))
+        best, gain, tokens = 0, now.margin, 0.0
+        for n, (hope, _) in enumerate(order, start=1):
+            tokens -= hope
+            value = tokens - now.price(n)
             if value > gain:
                 best, gain = n, value
         kept = [0] * len(turns)
-        for _, i, _ in order[:best]:
+        for _, i in order[:best]:
             kept[i] += 1
-        for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
-            if tree.tokens and not kept[i]:
-                kept[i] = min(self._probe(turn.seq.id, 1), len(tree.tokens))
-        self._explain(rows, order, sum(kept))
+        self._keep_probes(now, turns, draft, kept)
+        self._explain(now, order, sum(kept))
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
 
     def _hopes(self, turn: Turn, tree: Tree) -> list[float]:
         """Each node's chance as experience has it, never rising along the list: every cut is a tree."""
-        mine, hopes, low = self._of(turn.seq.id), [], 1.0
-        for node in range(len(tree.tokens)):
-            if tree.survival is None:
-                low *= mine.acceptance(node)
-            elif turn.seq.rule == "match":
-                low = min(low, mine.survival(tree.survival[node]))
-            else:  # by its parent: a node's own survival would tell its value
-                low = min(low, mine.survival(tree.survival[node - 1]) if node else 1.0)
-            hopes.append(low)
-        return hopes
+        mine = self._of(turn.seq.id)
+        if tree.survival is None:
+            return mine.hopes(len(tree.tokens))
+        claims = tree.survival
+        if turn.seq.rule != "match":  # by its parent: a node's own survival would tell its value
+            claims = claims[:-1]
+        hopes = list(accumulate(map(mine.survival, claims), min))
+        return hopes if turn.seq.rule == "match" else [1.0, *hopes][: len(tree.tokens)]
 
-    def _probe(self, seq: int, nodes: int) -> int:
-        """Nothing is worth it; look again after a while, and after longer and longer whiles."""
-        self.idle[seq] += 1
-        if self.idle[seq] < self.patience[seq]:
-            return 0
-        self.idle[seq], self.patience[seq] = 0, min(2 * self.patience[seq], self.MOST_IDLE)
-        return nodes
+    def _keep_probes(self, now: Pass, turns: list[Turn], draft: Draft, kept: list[int]) -> None:
+        """A probe that is not verified tells nothing. Where the drafter is free, it is here that probes are chosen."""
+        refused: dict[int, int] = {}  # sequence -> its place
+        for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
+            name = turn.seq.id
+            if tree.tokens and not kept[i] and name in self.probed:
+                kept[i] = len(tree.tokens)
+            elif tree.tokens and not kept[i]:
+                refused[name] = i
+                if self.paid and tree.survival is not None:  # its word is worth less than was hoped before asking
+                    self._of(name).refuse()
+                    self.overall.refuse()
+        for name in self._look_again(now, list(refused)):
+            kept[refused[name]] = 1
 
-    def _explain(self, rows: int, order: list[tuple[float, int, int]], kept: int) -> None:
-        needed = max(self.speed * (self.costs(rows + 1) - self.costs(rows)), 0.0)
-        if not order:
-            self.why = f"{self.name} has nothing to propose: plain decoding"
-        elif not kept:
-            self.why = (
-                f"{self.name}: {-order[0][0]:.0%} likely at best, break-even here is {needed:.0%}; plain decoding "
-                f"until that changes"
-            )
+    def _look_again(self, now: Pass, names: list[int]) -> set[int]:
+        """Nothing is worth it for these; those to try again after a while, after longer and longer whiles.
+
+        A step with probes costs everybody: in a batch they are few at a time, and where even a sure draft would lose
+        its rows, they are as rare as can be.
+        """
+        for name in names:
+            self.idle[name] += 1
+        due = [name for name in names if self.idle[name] >= self.patience[name]]
+        if not due or self.quiet < self.PROBE:
+            return set()
+        if now.hopeless:
+            self.patience.update((name, self.MOST_IDLE) for name in due)
+            due = [name for name in due if self.idle[name] >= self.MOST_IDLE]
+        chosen = sorted(due, key=lambda name: -self.idle[name])[: self.PROBED]
+        for name in chosen:
+            self.idle[name], self.patience[name] = 0, min(2 * self.patience[name], self.MOST_IDLE)
+            self.quiet = 0
+        return set(chosen)
+
+    # ------------------------------------------------------------ in words
+
+    def _explain(self, now: Pass, order: list[tuple[float, int]], kept: int) -> None:
+        if not kept:
+            self.why = f"{_batch(now)}{self.name}: {_refusal(-order[0][0], now.break_even(now.sequences))}"
         else:
-            expected = 1 - sum(hope for hope, _, _ in order[:kept])
-            self.why = f"{kept} of {len(order)} drafted: about {expected:.1f} tokens expected of this pass"
+            expected = 1 - sum(hope for hope, _ in order[:kept]) / now.sequences
+            whose = "this pass" if now.sequences == 1 else "it for each"
+            self.why = f"{_batch(now)}{kept} of {len(order)} drafted: about {expected:.1f} tokens expected of {whose}"
 
     # ------------------------------------------------------------ afterwards
 
     def observe(self, step: Step) -> None:
-        rows = step.rows.tokens.shape[0]
-        self.costs.refine(rows, step.clock["verify"])
+        rows, decoded = step.rows.tokens.shape[0], [v for v in step.verdicts if v is not None]
         if any(turn.budget for turn in step.turns):
-            self._learn_price(step.clock["draft"])
-        decoded = [v for v in step.verdicts if v is not None]
+            self._learn_price(step)
+        elif self.draft_most is not None:
+            self.draft_most *= self.FORGET
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
-            now = sum(len(v.tokens) for v in decoded) / sum(step.clock[p] for p in ("draft", "verify", "judge"))
-            self.speed = max(self.speed + 0.05 * (min(now, 3 * self.speed) - self.speed), 1 / self.costs(len(decoded)))
+            self.costs.refine(rows, step.clock["verify"], len(decoded))
+            self._learn_lead(decoded, sum(step.clock[phase] for phase in ("draft", "verify", "judge")))
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 self._learn(turn, tree, verdict.path, verdict.fates)
 
-    def _learn_price(self, seconds: float) -> None:
-        each = seconds / max(self.drafted, 1)
-        weight = 1.0 if self.draft_node is None else 0.2  # the first time tells most
-        self.draft_node = (1 - weight) * (self.draft_node or 0.0) + weight * each
-        self.draft_call += weight * (seconds - self.draft_call)
+    def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
+        """Against plain decoding of the same batch, so that it still means something when the batch has changed."""
+        now = sum(len(verdict.tokens) for verdict in decoded) / seconds
+        now *= self.costs(len(decoded), len(decoded)) / len(decoded)
+        self.lead = max(self.lead + 0.05 * (min(now, 3 * self.lead) - self.lead), 1.0)
+
+    def _learn_price(self, step: Step) -> None:
+        seconds, batch = step.clock["draft"], len(step.turns)
+        free = seconds <= self.CHEAP * self.costs(batch, batch)
+        if not free and any(turn.budget and turn.feed > 1 for turn in step.turns):
+            return  # the drafter has read a prompt as well: that is not what a draft costs
+        each = seconds / max(self.largest, 1)
+        if self.draft_node is None:  # the first time tells most
+            self.draft_node, self.draft_call = each, seconds
+        self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price
+        self.draft_call += 0.2 * (seconds - self.draft_call)
+        if max(turn.budget for turn in step.turns) == self.k_max:
+            known = seconds if self.draft_most is None else self.draft_most
+            self.draft_most = known + 0.2 * (min(seconds, 3 * known) - known)
 
     def _learn(self, turn: Turn, tree: Tree, path: list[int], fates: str) -> None:
         name = turn.seq.id
@@ -265,3 +295,12 @@ class Adaptive:
         if seq not in self.own:
             self.own[seq] = Experience(self.overall)
         return self.own[seq]
+
+
+def _batch(now: Pass) -> str:
+    return f"{now.sequences} sequences: " if now.sequences > 1 else ""
+
+
+def _refusal(hope: float, needed: float) -> str:
+    """Why nothing is drafted, when one more row each must be accepted so often to pay for itself."""
+    return f"{hope:.0%} likely at best, break-even here is {needed:.0%}; plain decoding until that changes"

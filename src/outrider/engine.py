@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence as Listing
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from .cache import Cache, Plane
@@ -86,6 +87,8 @@ class Engine:
             with clock.time("overlap"):
                 self._ask("overlap", [t.seq for t in turns], draft)
             output = pending.wait()
+        clock.seconds |= output.seconds
+        draft = _read(draft, rows, first, output)
         with clock.time("judge"):
             coins = [Dice(turn.seq) for turn in turns]
             voices = self._voices(turns, draft, output, first)
@@ -102,27 +105,25 @@ class Engine:
     def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
         """Ask the drafter for every turn with a budget, and believe nothing it says about shapes."""
         asked = [i for i, turn in enumerate(turns) if turn.budget]
-        trees, failure = [Tree([], [])] * len(turns), ""
+        trees, failure, unread = [Tree([], [])] * len(turns), "", None
         if asked:
             try:
                 answer = self.drafter.draft([turns[i].seq for i in asked], [turns[i].budget for i in asked])
+                unread = answer.unread
                 for i, tree in zip(asked, answer.trees, strict=True):
-                    trees[i] = _sound(tree, turns[i].budget, self.vocabulary)
+                    trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)
             except Exception as error:  # a drafter costs speed, never an answer
                 failure = f"{type(error).__name__}: {error}"
-                trees = [Tree([], [])] * len(turns)
-        return self.controller.prune(turns, Draft.pack(trees)), failure
+                trees, unread = [Tree([], [])] * len(turns), None
+        pruned = self.controller.prune(turns, Draft.pack(trees))
+        return replace(pruned, unread=unread), failure
 
     def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt still waits."""
-        highest, greedy = output.highest, output.greedy
-        if highest is None or greedy is None:
-            highest, greedy = output.logits.max(-1)
-        _insist_on_numbers(highest.tolist())
-        choices = greedy.tolist()
+        _insist_on_numbers(output.highest)
         spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
         return [
-            Target(turn.seq, output.logits[span], choices[span]) if turn.whole else None
+            Target(turn.seq, output.logits[span], output.choices[span]) if turn.whole else None
             for turn, span in zip(turns, spans, strict=True)
         ]
 
@@ -192,14 +193,25 @@ class Clock:
             self.seconds[phase] = time.perf_counter() - begin
 
 
-def _sound(tree: Tree, budget: int, vocabulary: int) -> Tree:
+def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
     """As much of a tree as is well-formed and affordable: every prefix of one is a tree again."""
     sound = 0
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        if not (0 <= token < vocabulary and -1 <= parent < node):
+        if not (-unread <= token < vocabulary and -1 <= parent < node):
             break
         sound += 1
     return tree.cut(min(sound, budget))
+
+
+def _read(draft: Draft, rows: Rows, first: list[int], output: Output) -> Draft:
+    """The draft with the tokens that the pass has told us: a tree's rows follow its root's."""
+    if output.tokens is None:
+        return draft
+    want, trees = rows.want.tolist(), []
+    for tree, at in zip(draft.trees, first, strict=True):
+        start = want[at] + 1 if tree.tokens else 0
+        trees.append(tree._replace(tokens=output.tokens[start : start + len(tree.tokens)]))
+    return Draft.pack(trees)
 
 
 def _insist_on_numbers(highest: list[float]) -> None:

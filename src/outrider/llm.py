@@ -14,19 +14,22 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence as Listing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .build import build_engine
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
-from .machine import prepare
+from .machine import choose_device, device_name, prepare
 from .profile import CostFile
 from .profiles import load_profile
 from .text import Piece, Reader
 from .trace import Recorder
 from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
+
+if TYPE_CHECKING:
+    from .models.checkpoint import Checkpoint
 
 Messages = list[dict[str, Any]]
 
@@ -63,7 +66,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Checkpoint | None = None,
         *,
         speculative_config: str | dict[str, Any] | None = None,
         profile: str | Path | None = None,  # what `outrider tune` found; explicit arguments win over it
@@ -84,8 +87,10 @@ class LLM:
 
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
-        target = load_model(checkpoint, config.dtype, length)
-        self.costs = CostFile(checkpoint.name, str(target.dtype))
+        device = choose_device(config.device)
+        target = load_model(checkpoint, config.dtype, length, device=device)
+        where = () if device.type == "cpu" else (device_name(device),)
+        self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:

@@ -8,6 +8,7 @@ It must run before the first product of this process.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from .errors import ConfigError
 from .paths import cache_folder, write_quietly
 
 _CAP = "AVX512_CORE_BF16"
@@ -35,6 +37,42 @@ def prepare() -> None:
         return
     if not _amx_works():
         os.environ["ONEDNN_MAX_CPU_ISA"] = _CAP
+
+
+def choose_device(wish: str) -> torch.device:
+    """The device that is meant: `auto` is a GPU that our kernels can run on, or else the CPU."""
+    reason = _no_gpu()
+    if wish == "auto":
+        return torch.device("cpu" if reason else "cuda:0")
+    try:
+        device = torch.device(wish)
+    except RuntimeError as error:
+        raise ConfigError(f"There is no device '{wish}'; choose auto, cpu, cuda, or cuda:1 and so on.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"Outrider does not run on '{device.type}' devices; choose auto, cpu or cuda.")
+    if device.type == "cuda" and reason:
+        raise ConfigError(f"The device '{wish}' cannot be used: {reason}. Leave --device out, or choose cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"There is no device '{wish}': this machine has {torch.cuda.device_count()} GPU(s), from cuda:0."
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def device_name(device: torch.device) -> str:
+    """What it is called: a processor's or a GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def _no_gpu() -> str:
+    """Why no GPU can be used; empty when one can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU (is this a CPU build of torch, or is the driver missing?)"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than what our kernels need (bfloat16 matrix units, since 2020)"
+    return ""
 
 
 def cpu_flags() -> frozenset[str]:

@@ -78,7 +78,7 @@ def _shift(z: Tensor, by: int) -> Tensor:
 def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     """Bias, penalties and bans that hold after seq.tokens + emitted. logits [V] -> [V], a copy if anything changes."""
     params = seq.params
-    if params.plain or not _adjusts(seq):
+    if not adjusts(seq):
         return logits
     logits = logits.clone()
     for token, bias in params.logit_bias.items():
@@ -94,7 +94,8 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     return logits
 
 
-def _adjusts(seq: Sequence) -> bool:
+def adjusts(seq: Sequence) -> bool:
+    """Whether the logits themselves change with what was said before: bias, penalties, bans."""
     p = seq.params
     return bool(
         p.logit_bias
@@ -198,7 +199,7 @@ def draw(p: Tensor, key: int) -> int:
 
 def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
     """log p of a token under the raw logits [V], with the `top` likeliest beside it."""
-    logp = torch.log_softmax(logits.float(), -1)
+    logp = torch.log_softmax(logits.float().cpu(), -1)
     values, ids = logp.topk(min(top, logp.numel()))
     return TokenLogprob(token, float(logp[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
@@ -209,15 +210,14 @@ class Target:
 
     seq: Sequence
     logits: Tensor  # [n+1, V]
-    greedy: list[int]  # [n+1] argmax of each row, found for the whole step at once
+    choices: list[int]  # [n+1] what was chosen at each row for the whole step at once; -1: nothing yet
 
     def choose(self, row: int, emitted: list[int]) -> int:
-        if self.seq.params.plain:
-            return self.greedy[row]
-        return choose(self.logits[row], self.seq, emitted)
+        chosen = self.choices[row]
+        return chosen if chosen >= 0 else choose(self.logits[row].cpu(), self.seq, emitted)
 
     def law(self, row: int, emitted: list[int]) -> Tensor:
-        return law(self.logits[row], self.seq, emitted)
+        return law(self.logits[row].cpu(), self.seq, emitted)
 
 
 @dataclass

@@ -138,13 +138,19 @@ def chain(
 
 @dataclass(frozen=True)
 class Draft:
-    """A packed forest: one tree for each sequence of the step."""
+    """A packed forest: one tree for each sequence of the step.
+
+    A draft may be *unread*: its shape is known, but its tokens are still on the device that chose them, and reading them
+    would keep it waiting. A negative token stands for such a one: -1 - i is unread[i]. The pass that verifies them reads
+    them where they are and tells them afterwards.
+    """
 
     trees: tuple[Tree, ...]  # [B]
+    unread: Tensor | None = None  # [M] on the device
 
     @staticmethod
-    def pack(trees: Iterable[Tree]) -> Draft:
-        return Draft(tuple(trees))
+    def pack(trees: Iterable[Tree], unread: Tensor | None = None) -> Draft:
+        return Draft(tuple(trees), unread)
 
     @staticmethod
     def empty(batch: int) -> Draft:
@@ -193,6 +199,8 @@ class Rows:
     table: Tensor  # [lines, length] int32, slot of each committed position
     ancestors: Tensor | None  # [T, D] int32 slots of drafted ancestors, self last, then -1; None: no drafts
     want: Tensor  # [R] rows whose logits are needed
+    speakers: Listing[Sequence] = ()  # [R] the sequence that each of those belongs to
+    blocks: Any = None  # how the rows are grouped for kernels that want to know; made by whoever runs them
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,10 @@ class Output:
 
     logits: Tensor  # [R, V] float32
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the taps that were asked for
-    highest: Tensor | None = None  # [R] each row's largest logit, where the runner has looked
-    greedy: Tensor | None = None  # [R] the first id that has it
+    highest: list[float] = field(default_factory=list)  # [R] each row's largest logit; NaN if there is a NaN in it
+    choices: list[int] = field(default_factory=list)  # [R] what its speaker chooses there; -1 where that is open
+    tokens: list[int] | None = None  # [T] the ids that ran, where the host did not know all of them
+    seconds: dict[str, float] = field(default_factory=dict)  # what phases took on a device that has its own clock
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,32 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import ConfigError
-from ..types import Draft, SamplingParams, Sequence, Step
+from ..types import Draft, Rows, SamplingParams, Sequence, Step
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..cache import Cache, Plane
-    from ..models import Model
+    from ..models import Model, Part
+
+
+class RecordedChains(Protocol):
+    """Whole drafts that a device makes on its own."""
+
+    def suits(self, seqs: list[Sequence]) -> bool: ...
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft: ...
+
+
+class Passes(Protocol):
+    """How a model runs on a device that is not driven operation by operation."""
+
+    def logits(self, rows: Rows, part: Part) -> Tensor: ...
+
+    def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,7 @@ class Workspace:
     plane: Plane  # the target's own
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None  # the target's, where there is text
+    passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""

@@ -19,6 +19,7 @@ from ..cache import Cache, Packing, Plane
 from ..models import WHOLE, Model, Part
 from ..sampling import DRAFT, draw, key, law, ranked
 from ..types import Draft, Sequence, Tree
+from . import Passes, RecordedChains
 
 CHUNK = 512  # rows of one pass while catching up with a long prompt
 
@@ -57,11 +58,25 @@ class Growth:
 class Rollout:
     """A model over a plane, drafting chains or trees."""
 
-    def __init__(self, model: Model, cache: Cache, plane: Plane, part: Part = WHOLE, source: str = "model") -> None:
+    again = 2  # committed tokens that a recorded draft feeds once more
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        plane: Plane,
+        part: Part = WHOLE,
+        source: str = "model",
+        passes: Passes | None = None,
+    ) -> None:
         self.model, self.cache, self.plane, self.part, self.source = model, cache, plane, part, source
+        self.passes = passes
+        self.recorded = None if passes is None else passes.chains(part, self.again, source)
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         """budget[i] tokens after each sequence, one pass for each depth."""
+        if self.recorded is not None and self.recorded.suits(seqs):
+            return self._record(self.recorded, seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         logits = self._feed([g.seq for g in grown])  # [B, V]
         live = grown
@@ -89,6 +104,14 @@ class Rollout:
             rows = iter(self._run(chosen))
             frontier = [(g, [c for n in nodes for c in self._branch(g, n, next(rows), width)]) for g, nodes in chosen]
         return Draft.pack(self._best(g) for g in grown)
+
+    def _record(self, recorded: RecordedChains, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """The same with all passes in one go on the device; nobody here sees a token."""
+        for seq in seqs:
+            self._catch_up(seq, keep=self.again)
+            self._hold(seq, len(seq.tokens))
+            self._keep(seq, range(budget[seqs.index(seq)] - 1))
+        return recorded.draft(seqs, budget)
 
     # ------------------------------------------------------------ choosing
 
@@ -135,21 +158,28 @@ class Rollout:
         packed = Packing(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             packed.pending(seq, start, len(seq.tokens), want=True)
-        logits = self.model.forward(packed.rows(), self.plane, self.part).logits
+        logits = self._forward(packed, self.part)
         for seq in seqs:
             self._hold(seq, len(seq.tokens))
         return logits
 
-    def _catch_up(self, seq: Sequence) -> int:
-        """Feed all but the last chunk of what the plane lacks; returns where the rest begins (never past the end)."""
+    def _catch_up(self, seq: Sequence, keep: int = CHUNK) -> int:
+        """Feed all but the last `keep` tokens that the plane lacks; returns where the rest begins (not past the end)."""
         start = min(self.cache.sync(seq, self.plane), len(seq.tokens) - 1)
-        while len(seq.tokens) - start > CHUNK:
+        while len(seq.tokens) - start > keep:
             packed = Packing(self.cache)
-            packed.pending(seq, start, start + CHUNK, want=False)
-            self.model.forward(packed.rows(), self.plane, replace(self.part, head=False))
-            start += CHUNK
+            stop = min(start + CHUNK, len(seq.tokens) - (keep if keep < CHUNK else 0))
+            packed.pending(seq, start, stop, want=False)
+            self._forward(packed, replace(self.part, head=False))
+            start = stop
             self._hold(seq, start)
         return start
+
+    def _forward(self, packed: Packing, part: Part) -> Tensor:
+        """Logits of the wanted rows [R, V], where choices are made on the host."""
+        if self.passes is not None:
+            return self.passes.logits(packed.rows(), part).cpu()
+        return self.model.forward(packed.rows(), self.plane, part).logits
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         """Feed these nodes, each seeing its own ancestors; logits after each. [sum of nodes, V]"""
@@ -158,7 +188,7 @@ class Rollout:
             for node in nodes:
                 growth.places[node] = len(growth.places)
             packed.nodes(growth.seq, growth.tokens, growth.parents, nodes, growth.places)
-        return self.model.forward(packed.rows(), self.plane, self.part).logits
+        return self._forward(packed, self.part)
 
     def _hold(self, seq: Sequence, tokens: int) -> None:
         """The plane now holds this many tokens of the sequence."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
 from .cascade import Cascade
@@ -47,6 +49,7 @@ class Auto(Cascade):
         self.costly = [drafter for drafter in self.drafters if drafter.name not in FREE]
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
         self.proposed: dict[int, dict[str, Tree]] = {}
+        self.unread: Tensor | None = None
 
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
@@ -54,19 +57,20 @@ class Auto(Cascade):
         return ("suffix", "ngram") if given is None else ("suffix", "ngram", "model")
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.proposed = {seq.id: {} for seq in seqs}
+        self.proposed, self.unread = {seq.id: {} for seq in seqs}, None
         for drafter in self.free:
             self._propose(drafter, seqs, budget)
         for drafter in self.costly:
             silent = [i for i, seq in enumerate(seqs) if not self.proposed[seq.id]]
             if silent:
                 self._propose(drafter, [seqs[i] for i in silent], [budget[i] for i in silent])
-        return Draft.pack(self._best(seq) for seq in seqs)
+        return Draft.pack((self._best(seq) for seq in seqs), self.unread)
 
     def observe(self, step: Step) -> None:
-        for turn, verdict in zip(step.turns, step.verdicts, strict=True):
+        for turn, read, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 for name, tree in self.proposed.pop(turn.seq.id, {}).items():
+                    tree = read if tree.tokens[0] < 0 else tree  # unread when it was proposed
                     self.trust[turn.seq.id, name].add(sum(claims(tree)), agreement(tree, verdict.tokens))
         super().observe(step)
 
@@ -80,6 +84,7 @@ class Auto(Cascade):
             draft = drafter.draft(seqs, budget)
         except Exception:  # one that fails must not silence the others
             return
+        self.unread = self.unread if draft.unread is None else draft.unread
         for seq, tree in zip(seqs, draft.trees, strict=True):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree

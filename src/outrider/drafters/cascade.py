@@ -38,7 +38,7 @@ class Cascade(Drafter):
         return any(drafter.overlaps for drafter in self.drafters)
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        trees = [Tree([], [])] * len(seqs)
+        trees, unread = [Tree([], [])] * len(seqs), None
         for drafter in self.drafters:
             open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
             if not open_:
@@ -47,9 +47,10 @@ class Cascade(Drafter):
                 answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
             except Exception:  # one that fails must not silence the others
                 continue
+            unread = unread if answer.unread is None else answer.unread
             for i, tree in zip(open_, answer.trees, strict=True):
                 trees[i] = tree
-        return Draft.pack(trees)
+        return Draft.pack(trees, unread)
 
     def begin(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.begin(seq))

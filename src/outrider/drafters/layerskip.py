@@ -19,6 +19,8 @@ from ._rollout import Rollout
 class Scratch(Rollout):
     """A rollout in the target's own plane: it claims nothing, because verification will write there."""
 
+    again = 1  # what is committed must stay as the target wrote it
+
     def _hold(self, seq: Sequence, tokens: int) -> None:
         pass
 
@@ -39,7 +41,8 @@ class LayerSkip(Drafter):
         for number in part.skip_attention | part.skip_mlp:
             if not 0 <= number < layers:
                 raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {layers - 1}.")
-        self.rollout = Scratch(space.target, space.cache, space.plane, part, source="layerskip")
+        passes = space.passes(space.target, space.plane)
+        self.rollout = Scratch(space.target, space.cache, space.plane, part, source="layerskip", passes=passes)
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
@@ -48,12 +51,13 @@ class LayerSkip(Drafter):
         # Drafting leans on the target's K/V: where a prompt is still pending, there is nothing to lean on yet.
         held = self.space.plane.held
         ready = [i for i, seq in enumerate(seqs) if held.get(seq.id, 0) == len(seq.tokens) - 1]
-        trees = [Tree([], [])] * len(seqs)
+        trees, unread = [Tree([], [])] * len(seqs), None
         if ready:
             draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
+            unread = draft.unread
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
-        return Draft.pack(trees)
+        return Draft.pack(trees, unread)
 
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         if self.tree and all(seq.rule == "match" for seq in seqs):

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..errors import ConfigError
+from ..machine import choose_device
 from ..models import Model
 from ..types import Draft, Sequence, Step
 from . import Drafter, Workspace, register
 from ._rollout import Rollout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
 
 
 @register("model")
 class SmallModel(Drafter):
-    """Options: draft_model (a path, a name or a model), draft_dtype, tree, tree_width, tree_depth."""
+    """Options: draft_model (a path, a name or a model), draft_dtype, draft_device, tree, tree_width, tree_depth."""
 
-    takes = ("draft_model", "assistant_model", "draft_dtype", "tree", "tree_width", "tree_depth")
+    takes = ("draft_model", "assistant_model", "draft_dtype", "draft_device", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.model = _load(space)
         shape = self.model.plane_shape
-        plane = space.cache.add_plane(shape.layers, shape.heads, shape.dim, shape.dtype)
-        self.rollout = Rollout(self.model, space.cache, plane, source="model")
+        plane = space.cache.add_plane(*shape, device=getattr(self.model, "device", None))
+        self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=space.passes(self.model, plane))
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
@@ -57,16 +56,17 @@ def _load(space: Workspace) -> Model:
         _same_size(model.config.vocab_size, space.target.config.vocab_size)
         return model
     from ..models.checkpoint import open_checkpoint  # heavy, and only needed for files
-    from ..models.transformer import Transformer
+    from ..models.load import load_model
 
     checkpoint = open_checkpoint(wanted)
     if space.tokenizer is not None:
         _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
-    wish = str(space.option("draft_dtype", default=space.target.dtype)).removeprefix("torch.")
+    same = getattr(space.target, "compute", space.target.dtype)  # what the target computes in, if its weights are int8
+    wish = str(space.option("draft_dtype", default=same)).removeprefix("torch.")
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
-    dtype = DTYPES[wish]
-    return Transformer(checkpoint.config, checkpoint.weights, dtype, length=space.cache.length)
+    device = choose_device(str(space.option("draft_device", default=getattr(space.target, "device", "cpu"))))
+    return load_model(checkpoint, wish, space.cache.length, device=device)
 
 
 def _same_vocabulary(ours: Any, theirs: Any, name: str) -> None:

@@ -35,8 +35,10 @@ class Checkpoint:
     tokenizer: Tokenizer
 
 
-def open_checkpoint(model: str | Path | None = None) -> Checkpoint:
-    """Find a model and open it; the weights are read later, one tensor at a time."""
+def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
+    """Find a model and open it; the weights are read later, one tensor at a time. An open one is returned as it is."""
+    if isinstance(model, Checkpoint):
+        return model
     if model is None or str(model).lower() == DEFAULT:
         return _open_gguf(default_model())
     path = Path(model).expanduser()

@@ -2,15 +2,19 @@
 
 On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
 upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
-kernels for two rows read a weight more slowly. Plain `F.linear` gives no such promise; it serves float64, other
-devices, and machines without oneDNN. `Linear.exact` says which one this is.
+kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`cuda.products`). Plain `F.linear`
+gives no such promise; it serves float64, other devices, and machines without oneDNN. `exact` says which one this is.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import ops
 
 FEWEST = 4  # rows of a product
 
@@ -32,9 +36,22 @@ class Linear:
             return self._packed(x)
         return self._packed(torch.cat([x, x.new_zeros(FEWEST - rows, self.in_features)]))[:rows]
 
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
+        return ops.silu_mul(self(x))
+
     def _packed(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y
+
+
+def linear(weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> Any:
+    """The product with this weight, as its device does it best."""
+    if not ops.on_gpu(weight):
+        return Linear(weight, bias)
+    from ..cuda.products import Product
+
+    return Product(weight, bias, eight_bits)
 
 
 def packs(weight: Tensor) -> bool:

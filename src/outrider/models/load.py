@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..cache import Cache, Packing
+from ..errors import ConfigError
 from ..machine import fingerprint
 from ..paths import cache_folder, write_quietly
 from ..types import Sequence
@@ -33,12 +34,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 ROWS = (1, 4, 8)  # what decoding and verification run
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, length: int, progress: quant.Progress | None = None) -> Model:
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    length: int,
+    progress: quant.Progress | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
     """The model in memory, for positions up to `length`."""
+    if torch.device(device).type == "cuda":
+        return _on_gpu(checkpoint, dtype, length, torch.device(device))
     dtype = fastest(checkpoint) if dtype == AUTO else dtype
     if dtype == INT8:
         return Int8Transformer.open(checkpoint, length, progress=progress)
     return Transformer(checkpoint.config, checkpoint.weights, DTYPES[dtype], length=length)
+
+
+def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device) -> Model:
+    """bfloat16 unless asked otherwise; int8 means weights only: they are what a GPU spends its time reading."""
+    if dtype == "float64":
+        raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
+    compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
+    return Transformer(checkpoint.config, checkpoint.weights, compute, device, length, eight_bits=dtype == INT8)
 
 
 def fastest(checkpoint: Checkpoint) -> str:

@@ -1,8 +1,8 @@
 """The small operations of a decoder pass, exact by row: norm, rope, attention, gated activation.
 
 The promise: a row's result is the same bits whichever rows share the call and however many threads run it. Native
-kernels (float32 and bfloat16 on a CPU) keep it by a fixed order of operations; the torch versions (any type, any
-device, slow) by giving each row to calls whose shapes depend on that row alone. Which of the two runs depends on
+kernels (float32 and bfloat16 on a CPU) and those of `cuda` keep it by a fixed order of operations; the torch versions
+(any type, any device, slow) by giving each row to calls whose shapes depend on that row alone. Which of the two runs depends on
 types and devices only, never on the number of rows.
 
 It knows rows and planes; it does not know layers, weights' names or sequences. Nothing here records gradients.
@@ -11,6 +11,8 @@ It knows rows and planes; it does not know layers, weights' names or sequences. 
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +34,14 @@ def backend() -> str:
     return f"native ({kernels.isa}, {threads} thread{'s' * (threads > 1)})"
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x += delta in place; returns rms_norm(x) * weight.
 
-    x [T, H] float32 or float64; delta [T, H] or None; weight [H]; the result [T, H] is of `dtype`.
+    x [T, H] float32 or float64; delta [T, H] or None (on a GPU unsummed `Parts`); weight [H]; the result [T, H] is
+    of `dtype`.
     """
+    if on_gpu(x):
+        return _gpu("small").add_norm(x, delta, weight, eps, dtype)  # type: ignore[no-any-return]
     kernels = _kernels(x, weight) if dtype in _FLOATS and (delta is None or _plain(delta)) else None
     if kernels is None:
         return _add_norm_torch(x, delta, weight, eps, dtype)
@@ -60,7 +65,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype:
 
 
 def rope_store(
-    qkv: Tensor,
+    qkv: Any,
     cos: Tensor,
     sin: Tensor,
     k_plane: Tensor,
@@ -75,6 +80,8 @@ def rope_store(
     qkv [T, (heads + 2 kv_heads) d]; cos, sin [T, r/2], where the first r of d dimensions turn; slots [T];
     planes [S, kv_heads, d]. With `norms`, each head of q and k is normed before it is turned.
     """
+    if on_gpu(k_plane):
+        return _gpu("small").rope_store(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)  # type: ignore[no-any-return]
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     kernels = _kernels(cos, sin, k_plane, v_plane, q_norm, k_norm) if _plain(qkv) and _dense(k_plane, v_plane) else None
     if kernels is None:
@@ -111,6 +118,8 @@ def attend(
 
     q [T, heads, d]; planes [S, kv_heads, d]. window > 0: only the last `window` keys of that list.
     """
+    if on_gpu(q):
+        return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window)  # type: ignore[no-any-return]
     kernels = _kernels(q, k_plane, v_plane) if dtype in _FLOATS and _dense(k_plane, v_plane) else None
     if kernels is None:
         return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window)
@@ -167,6 +176,17 @@ def top(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ------------------------------------------------------------ which of the two runs
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether our GPU kernels run this."""
+    return tensor.is_cuda
+
+
+@functools.cache
+def _gpu(name: str) -> Any:
+    """The GPU's kernels, imported only where there is one: triton is not installed everywhere."""
+    return importlib.import_module(f"..cuda.{name}", __package__)
 
 
 @functools.cache

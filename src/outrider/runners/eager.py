@@ -33,7 +33,8 @@ class Eager:
         def run() -> Output:
             output = self.model.forward(rows, self.plane, taps=taps)
             highest, greedy = ops.top(output.logits)
-            return replace(output, highest=highest, greedy=greedy)
+            choices = [c if who.params.plain else -1 for c, who in zip(greedy.tolist(), rows.speakers, strict=True)]
+            return replace(output, highest=highest.tolist(), choices=choices)
 
         if not overlapped:
             return Pending(run)

@@ -1,0 +1,166 @@
+"""Outrider on one GPU: what memory allows, what plain decoding and speculation reach, transformers beside it.
+
+    python bench/gpu.py --model 7b --sections floor,plain,spec --small SmolLM2.gguf --out 7b.json
+    python bench/gpu.py --model 7b --sections batch,hf
+    python bench/gpu.py --model 7b --sections verify --verify-tokens 40000
+    python bench/gpu.py --model 7b --sections timeline --timeline timeline.svg
+
+`--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its function, `twin.py`), or a folder or .gguf file.
+No network is needed: `--small` says where SmolLM2 lies, as a .gguf file or a folder. Each section stops by itself after
+`--section-seconds`, with what it has; one that fails is reported and does not stop the others. One counter for
+everybody: `tok_s` is tokens after the first ÷ time from the first to the last, `request_tok_s` all tokens ÷ the whole
+request. The last line is one JSON object; `--out` has it after every section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import twin
+from gpu_common import Lab, folder_or_name, sweep_up
+from gpu_floor import floor_section, plain_section
+from gpu_hf import hf_section
+from gpu_spec import batch_section, spec_section
+from gpu_timeline import timeline_section
+from gpu_verify import verify_section
+from outrider import OutriderError
+from outrider.environment import environment
+
+SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
+    "floor": floor_section,
+    "plain": plain_section,
+    "spec": spec_section,
+    "batch": batch_section,
+    "hf": hf_section,
+    "verify": verify_section,
+    "timeline": timeline_section,
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sections", default=",".join(SECTIONS))
+    add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 30b, a folder or a .gguf file")
+    add("--small", help="SmolLM2: a .gguf file or a folder (default: where Outrider keeps it)")
+    add("--draft-model", help="default: SmolLM2 for 7b and 30b, none for others")
+    add("--device", default="cuda")
+    add("--dtype", default="bfloat16")
+    add("--length", type=int, default=2048, help="longest prompt and answer together")
+    add("--tokens", type=int, default=256)
+    add("--prompts", type=Path, help="JSONL; default: the bundled ones and three that repeat their prompt")
+    add("--per-category", type=int, default=1, help="prompts of each kind in plain and spec")
+    add("--rounds", type=int, default=3)
+    add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
+    add("--ignore-eos", action="store_true", help="plain and spec: always --tokens tokens (batch and hf always do)")
+    add("--batches", default="1,4,16,64")
+    add("--batch-rounds", type=int, default=3)
+    add("--hf-tokens", type=int, default=128)
+    add("--hf-prompts", type=int, default=3)
+    add("--hf-rounds", type=int, default=2)
+    add("--verify-tokens", type=int, default=20_000)
+    add("--verify-length", type=int, default=256, help="longest answer")
+    add("--verify-k", type=int, default=8)
+    add("--timeline", type=Path, help="where to write the SVG")
+    add("--timeline-k", type=int, default=8)
+    add("--section-seconds", type=float, default=240.0)
+    add("--seed", type=int, default=1)
+    add("--out", type=Path)
+    options = parser.parse_args()
+    options.names = [name for name in options.sections.split(",") if name]
+    unknown = [name for name in options.names if name not in SECTIONS]
+    if unknown:
+        parser.error(f"there is no section {unknown[0]}; choose from {','.join(SECTIONS)}")
+    return options
+
+
+def hardware(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "transformers", "outrider", "numpy"):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = None
+    if device == "cpu":
+        return facts | {"device": environment()["cpu"]}
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = (
+            subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip()
+        )
+    except (OSError, subprocess.SubprocessError):
+        driver = ""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return facts | {"device": torch.cuda.get_device_name(0), "driver": driver or None, "cuda": torch.version.cuda,
+                    "memory_bytes": memory, "cpu": environment()["cpu"]}  # fmt: skip
+
+
+def measure(lab: Lab, name: str) -> dict[str, Any]:
+    """One section; what goes wrong in it is its result."""
+    lab.console.rule(name)
+    lab.start(lab.options.section_seconds)
+    begin = time.perf_counter()
+    try:
+        found = SECTIONS[name](lab)
+    except Exception as error:
+        traceback.print_exc()
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        lab.table(f"{name} failed", ("why",), [(said[:400].replace("[", "\\["),)])
+        found = {"failed": said}
+    sweep_up()
+    return found | {"section_s": time.perf_counter() - begin}
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main() -> None:
+    options = arguments()
+    console = Console(width=150)
+    if options.device != "cpu" and not torch.cuda.is_available():
+        console.print("There is no GPU here that torch can use; try --device cpu with a small model.")
+        sys.exit(1)
+    begin = time.perf_counter()
+    try:
+        lab = Lab(options, console)
+    except (OutriderError, ValueError) as error:
+        console.print(str(error), markup=False)
+        sys.exit(1)
+    facts: dict[str, Any] = {
+        "bench": "gpu", "command": " ".join(["python", *sys.argv]), "model": lab.checkpoint.name,
+        "parameters": twin.parameters(lab.checkpoint.config), "dtype": lab.llm.dtype, "seed": options.seed,
+        "tokens": options.tokens, "prompts": str(options.prompts or "bundled"), "hardware": hardware(options.device),
+        "load_s": time.perf_counter() - begin, "sections": lab.results,
+    }  # fmt: skip
+    lab.say(
+        f"{lab.checkpoint.name}, {lab.llm.dtype}, on {facts['hardware']['device']}; ready in {facts['load_s']:.1f} s"
+    )
+    for name in options.names:
+        lab.results[name] = measure(lab, name)
+        if options.out:
+            options.out.write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(finite(facts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What the sections of `gpu.py` share: the model under test, its prompts, the time that is left, tables.
+
+Everything that depends on how Outrider is called is in `open_llm`, `Lab.using` and `pass_costs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import twin
+from outrider import LLM
+from outrider.bench import Question, questions
+from outrider.models.checkpoint import Checkpoint, open_checkpoint
+from outrider.models.config import ModelConfig
+from outrider.profile import target_costs
+from outrider.prompts import Prompt, bundled, from_file
+
+TWINS = {"7b": twin.seven, "30b": twin.thirty}
+REMEMBERING = ("suffix", "auto")  # drafters that learn from finished requests: here each request is the first one
+FERRY = (
+    "The ferry to the island leaves at nine in the morning and at four in the afternoon. The crossing takes fifty "
+    "minutes, and the last boat back leaves at seven in the evening. A return ticket costs eighteen euros, and "
+    "children under six travel free. Dogs are welcome on the upper deck. In winter the ferry runs only on Saturdays "
+    "and Sundays, and it does not run at all when the wind is stronger than force eight."
+)
+LIBRARY = (
+    "The library is open from ten to six on weekdays and from ten to two on Saturdays. A card costs ten euros a year, "
+    "and nothing for students. Books may be kept for four weeks, films for one week. Whoever is late pays twenty cents "
+    "for each day and each book. The reading room on the second floor is quiet, and telephones stay outside."
+)
+REPEATS = [  # what nearly repeats the prompt, beside the bundled kinds `edit` and `summarise`
+    Prompt(f"Repeat the following text word for word:\n\n{FERRY}", "extract"),
+    Prompt(f"Extract every sentence of this text, unchanged:\n\n{LIBRARY}", "extract"),
+    Prompt(f"Answer with quotes from the text only. When is it open, and what does it cost?\n\n{LIBRARY}", "extract"),
+]
+
+
+# ---------------------------------------------------------------- the model under test
+
+
+def open_llm(model: Any, device: str, **arguments: Any) -> LLM:
+    """The one place where a target is opened. A CPU needs no device named."""
+    return LLM(model, **arguments) if device == "cpu" else LLM(model, device=device, **arguments)
+
+
+class Lab:
+    """One target in memory, its drafter, the prompts, and how much time is left."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self.options, self.console, self.device = options, console, str(options.device)
+        self.results: dict[str, Any] = {}  # of the sections so far
+        self._until = float("inf")
+        small = open_checkpoint(options.small) if options.model in (*TWINS, "smollm2") else None
+        self.small, self.checkpoint = small, self._target(small)
+        given: Any = self.checkpoint if options.model in TWINS else str(self.checkpoint.path)
+        self.draft: Any = options.draft_model or (str(small.path) if small and options.model in TWINS else None)
+        self.length = min(options.length, self.checkpoint.config.context_length)
+        settings = {"drafter": "off", "dtype": options.dtype, "max_batch": 1, "max_length": self.length}
+        self.llm = open_llm(given, self.device, **settings)
+        self.questions = self._questions()
+
+    def _target(self, small: Checkpoint | None) -> Checkpoint:
+        if small is None:
+            return open_checkpoint(self.options.model)
+        make = TWINS.get(self.options.model)
+        return small if make is None else make(small, device=self.device, seed=self.options.seed)
+
+    def _questions(self) -> list[Question]:
+        """Every prompt as ids, short enough for the answer to fit."""
+        given = from_file(self.options.prompts) if self.options.prompts else bundled()
+        prompts = given + [p for p in REPEATS if not self.options.prompts]
+        room = max(8, self.length - max(self.options.tokens, self.options.hf_tokens) - 32)
+        return [Question(q.ids[-room:], q.category) for q in questions(self.llm, prompts)]
+
+    def sample(self) -> list[Question]:
+        """The first few of each kind."""
+        seen: dict[str, int] = defaultdict(int)
+        kept = []
+        for question in self.questions:
+            seen[question.category] += 1
+            if seen[question.category] <= self.options.per_category:
+                kept.append(question)
+        return kept
+
+    def crowd(self, n: int) -> list[Question]:
+        """n prompts, no two alike: where there are too few, the same under another number."""
+        found = []
+        for i in range(n):
+            q, lap = self.questions[i % len(self.questions)], i // len(self.questions)
+            mark = self.llm.tokenizer.encode(f"{lap}. ") if lap else []
+            found.append(Question(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
+        return found
+
+    def using(self, drafter: str, k: int | str = "auto", batch: int = 1, tokens: int = 0) -> LLM:
+        """The same target with another drafter; `tokens` are the K/V places that the batch needs."""
+        more: dict[str, Any] = {"suffix_shared_tokens": 0} if drafter in REMEMBERING else {}
+        if drafter == "model":
+            more["draft_model"] = self.draft
+        if tokens:
+            more["cache_tokens"] = tokens
+        llm = self.llm.using(drafter=drafter, k=0 if drafter == "off" else k, max_batch=batch, **more)
+        loaded = getattr(llm.engine.drafter, "model", None)
+        if drafter == "model" and hasattr(loaded, "forward"):
+            self.draft = loaded  # the next engine need not read it again
+        return llm
+
+    # ------------------------------------------------------------ time
+
+    def start(self, seconds: float) -> None:
+        self._until = time.perf_counter() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self._until
+
+    # ------------------------------------------------------------ what people see
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+        table = Table(*columns, box=box.SIMPLE, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*[cell if isinstance(cell, str) else shown(cell) for cell in row])
+        self.console.print(table)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def sweep_up() -> None:
+    """Engines are cyclic and large: their memory comes back now."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Weights that a pass reads: all of them once, but only a few rows of an embedding that is not the head."""
+    looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
+    return (twin.parameters(config) - looked_up) * dtype.itemsize
+
+
+def pass_costs(llm: LLM, sequences: tuple[int, ...] = (1,)) -> dict[tuple[int, int], float]:
+    """Seconds of a target pass by (sequences, rows of all of them together)."""
+    measure: Any = target_costs
+    if "sequences" in inspect.signature(measure).parameters:
+        found: dict[tuple[int, int], float] = measure(llm.engine.target, llm.engine.cache, sequences=sequences)
+        return found
+    return {(1, n): s for n, s in measure(llm.target, llm.engine.cache, llm.engine.target.plane).items()}
+
+
+def folder_or_name(text: str) -> str:
+    return text if text in (*TWINS, "smollm2") else str(Path(text).expanduser())

@@ -1,0 +1,228 @@
+"""One clock and one counter for everybody who answers prompts, and the race between them.
+
+`Watch` listens to an engine's steps from outside; whoever else generates (transformers) leaves the same marks.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from gpu_common import Lab
+from outrider import LLM, SamplingParams
+from outrider.bench import Question
+from outrider.types import Stats
+
+Marks = list[tuple[float, dict[int, int]]]  # when something was emitted, and how many tokens for whom
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one request, or one batch of them, took."""
+
+    tokens: int  # all that was emitted
+    seconds: float  # from the request to the last token
+    after: int  # tokens emitted after everybody had a first one
+    decode: float  # seconds for those
+    emissions: int  # times that something came
+
+    @staticmethod
+    def of(begin: float, marks: Marks) -> Speed:
+        seen: set[int] = set()
+        started, late = 0, {name for _, some in marks for name in some}
+        for i, (_, some) in enumerate(marks):
+            seen |= some.keys()
+            if seen == late:
+                started = i
+                break
+        after = sum(sum(some.values()) for _, some in marks[started + 1 :])
+        last, total = marks[-1][0], sum(sum(some.values()) for _, some in marks)
+        return Speed(total, last - begin, after, last - marks[started][0], len(marks))
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One step of an engine."""
+
+    begin: float
+    end: float
+    emitted: dict[int, int]
+    clock: dict[str, float]
+    device: dict[str, float]  # seconds by the device's own clock, where the engine has them
+
+
+class Watch:
+    """Hears every step of an engine while it is open; `each` is told how many there have been."""
+
+    def __init__(self, engine: Any, each: Callable[[int], None] = lambda n: None) -> None:
+        self.engine, self.each = engine, each
+        self.steps: list[Heard] = []
+
+    def __enter__(self) -> Watch:
+        step = self.engine.step
+
+        def heard() -> Any:
+            begin = time.perf_counter()
+            done = step()
+            pairs = zip(done.turns, done.verdicts, strict=True)
+            emitted = {turn.seq.id: len(v.tokens) for turn, v in pairs if v is not None}
+            own = dict(getattr(done.output, "seconds", None) or {})
+            self.steps.append(Heard(begin, time.perf_counter(), emitted, dict(done.clock), own))
+            self.each(len(self.steps))
+            return done
+
+        self.engine.step = heard
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.engine.step  # the class has its own
+
+    @property
+    def marks(self) -> Marks:
+        return [(step.end, step.emitted) for step in self.steps if step.emitted]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed request or batch."""
+
+    ids: list[list[int]]
+    speed: Speed
+    stats: list[Stats] = field(default_factory=list)
+    steps: list[Heard] = field(default_factory=list)
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Run:
+    """All prompts as one batch, by an engine that has seen none of them."""
+    forget(llm)
+    gc.collect()
+    with Watch(llm.engine) as watch:
+        begin = time.perf_counter()
+        said = llm.generate(prompts, params)
+    outputs = [result.outputs[0] for result in said]
+    ids, stats = [out.token_ids for out in outputs], [out.stats for out in outputs]
+    return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps)
+
+
+def forget(llm: LLM) -> None:
+    """A prompt of an earlier round would find its K/V still there: let every request pay for its own prompt."""
+    cache: Any = llm.engine.cache
+    while getattr(cache, "retired", None) and hasattr(cache, "_evict"):
+        cache._evict()
+
+
+def device_seconds(step: Heard, phase: str) -> float | None:
+    """What a phase of a step took by the device's own clock, where the engine says so, under whichever name."""
+    names = (f"{phase}_device", f"device_{phase}", f"{phase} device", f"device {phase}")
+    return step.device.get(phase, next((step.clock[name] for name in names if name in step.clock), None))
+
+
+# ---------------------------------------------------------------- contenders
+
+
+@dataclass
+class Contender:
+    """Somebody who answers prompts; `runs` are by question."""
+
+    name: str
+    ask: Callable[[list[int], int], Run]
+    k: int | str | None = None
+    runs: dict[int, list[Run]] = field(default_factory=lambda: defaultdict(list))
+
+    def decode_seconds(self, question: int) -> float:
+        return median(r.speed.decode for r in self.runs[question])
+
+    def over(self, asked: list[int]) -> float | None:
+        """Tokens per second after the first token, all these questions together."""
+        seconds = sum(self.decode_seconds(q) for q in asked)
+        return sum(self.runs[q][0].speed.after for q in asked) / seconds if seconds else None
+
+    def whole(self, asked: list[int]) -> float:
+        """Tokens per second of whole requests, prompts included."""
+        seconds = sum(median(r.speed.seconds for r in self.runs[q]) for q in asked)
+        return sum(self.runs[q][0].speed.tokens for q in asked) / seconds
+
+    @property
+    def asked(self) -> list[int]:
+        return sorted(q for q, runs in self.runs.items() if runs)
+
+    @property
+    def stats(self) -> list[Stats]:
+        return [s for q in self.asked for r in self.runs[q] for s in r.stats]
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens each time that something came: for one sequence, tokens per target pass."""
+        speeds = [r.speed for q in self.asked for r in self.runs[q]]
+        return sum(s.tokens for s in speeds) / sum(s.emissions for s in speeds) if speeds else None
+
+    @property
+    def alpha(self) -> float | None:
+        reached = sum(s.reached for s in self.stats)
+        return sum(s.accepted for s in self.stats) / reached if reached else None
+
+    def ratio(self, plain: Contender, asked: list[int]) -> float | None:
+        mine, theirs = self.over(asked), plain.over(asked)
+        return mine / theirs if mine and theirs else None
+
+    def differs(self, plain: Contender) -> list[int]:
+        """Questions whose text is not that of plain decoding, in any round."""
+        return [q for q in self.asked if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
+
+
+def contender(lab: Lab, name: str, drafter: str, k: int | str = "auto", ignore_eos: bool | None = None) -> Contender:
+    """One of Outrider's drafters, for one request at a time."""
+    llm = lab.using(drafter, k)
+    ignoring = lab.options.ignore_eos if ignore_eos is None else ignore_eos
+
+    def ask(ids: list[int], tokens: int) -> Run:
+        return run(llm, [ids], SamplingParams(max_tokens=tokens, ignore_eos=ignoring))
+
+    return Contender(name, ask, k)
+
+
+def race(lab: Lab, contenders: list[Contender], asked: list[Question], tokens: int, rounds: int) -> int:
+    """Everybody answers each question, one after the other, in an order that changes; returns whole rounds done."""
+    warm(contenders, asked, tokens)
+    for number in range(rounds):
+        for i, question in enumerate(asked):
+            if lab.late and (number or i):
+                return number
+            for c in turned(contenders, number + i):
+                c.runs[i].append(c.ask(question.ids, tokens))
+    return rounds
+
+
+def warm(contenders: list[Contender], asked: list[Question], tokens: int) -> None:
+    """The first requests of an engine capture graphs and compile, for each length of prompt: no clock sees them."""
+    for c in contenders:
+        for question in (asked[0], *asked):
+            c.ask(question.ids, min(tokens, 48 if question is asked[0] else 4))
+
+
+def turned(items: list[Contender], by: int) -> Iterator[Contender]:
+    at = by % len(items)
+    return iter(items[at:] + items[:at])
+
+
+def figures(c: Contender, plain: Contender | None = None) -> dict[str, Any]:
+    """A contender's numbers, ready for JSON."""
+    asked = c.asked
+    each = [c.over([q]) for q in asked]
+    found: dict[str, Any] = {
+        "tok_s": c.over(asked),
+        "median_tok_s": median(x for x in each if x) if any(each) else None,
+        "request_tok_s": c.whole(asked),
+        "tokens": sum(c.runs[q][0].speed.tokens for q in asked),
+        "rounds": min((len(c.runs[q]) for q in asked), default=0),
+        "tau": c.tau,
+        "alpha": c.alpha,
+    }
+    if plain is not None and plain is not c:
+        found |= {"ratio": c.ratio(plain, asked), "texts": len(asked), "divergent_texts": len(c.differs(plain))}
+    return found

@@ -1,0 +1,165 @@
+"""Speculation against plain decoding of the same prompts: by drafter for one sequence, and by batch size."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from gpu_common import Lab, pass_costs, shown, sweep_up
+from gpu_race import Contender, Run, contender, device_seconds, figures, race, run
+from outrider import SamplingParams
+from outrider.bench import Question
+
+FREE = ("suffix", "ngram", "auto")
+
+
+def spec_section(lab: Lab) -> dict[str, Any]:
+    asked = lab.sample()
+    contenders = [contender(lab, "plain", "off"), *(contender(lab, name, name) for name in FREE)]
+    if lab.draft is not None:
+        ks = [int(k) for k in lab.options.k.split(",") if k]
+        contenders += [contender(lab, f"model K={k}", "model", k) for k in ks]
+        contenders.append(contender(lab, "model auto", "model"))
+    rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
+    plain = contenders[0]
+    found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.asked), "contenders": {}}
+    costs = pass_costs(lab.llm)
+    for c in contenders:
+        found["contenders"][c.name] = figures(c, plain) | {"by_kind": by_kind(c, plain, asked)}
+        if c.name.startswith("model"):
+            found["contenders"][c.name] |= ideal(c, costs)
+    show(lab, found)
+    return found
+
+
+def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, dict[str, float | None]]:
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for q in c.asked:
+        kinds[asked[q].category].append(q)
+    return {kind: {"tok_s": c.over(of), "ratio": c.ratio(plain, of)} for kind, of in kinds.items()}
+
+
+def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
+    """τ ÷ (t_draft + t_verify): what a loop without gaps would reach, and how much of it this one does.
+
+    By the device's clock where the engine reports it. By the host's, the two phases together are an upper bound of the
+    device's time, so that the fraction only shows what is lost outside them.
+    """
+    steps = [step for q in c.asked for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
+    if not steps or c.tau is None:
+        return {}
+    found: dict[str, Any] = {}
+    tau = sum(sum(step.emitted.values()) for step in steps) / len(steps)
+    parts = {phase: [device_seconds(step, phase) for step in steps] for phase in ("draft", "verify")}
+    by_device = all(s is not None for taken in parts.values() for s in taken)
+    for phase, taken in parts.items():
+        seconds = [s for s in taken if s is not None] if by_device else [step.clock[phase] for step in steps]
+        found[f"t_{phase}_s"] = sum(seconds) / len(seconds)
+        found[f"t_{phase}_median_s"] = median(seconds)
+    rate, reached = tau / (found["t_draft_s"] + found["t_verify_s"]), c.over(c.asked)
+    found |= {"clock": "device" if by_device else "host", "steady_tau": tau, "ideal_tok_s": rate}
+    found["fraction_of_ideal"] = reached / rate if reached else None
+    if isinstance(c.k, int):
+        found["t_verify_alone_s"] = costs.get((1, c.k + 1))
+    return found
+
+
+def show(lab: Lab, found: dict[str, Any]) -> None:
+    rows = found["contenders"]
+    kinds = list(rows["plain"]["by_kind"])
+    lab.table(
+        f"One sequence, greedy, {found['prompts']} prompts, {found['whole_rounds']} whole rounds",
+        ("contender", "tok/s", "median", "requests", "× plain", "τ", "α", "other texts"),
+        [
+            (name, r["tok_s"], r["median_tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r["alpha"],
+             f"{r['divergent_texts']} of {r['texts']}" if "texts" in r else "")
+            for name, r in rows.items()
+        ],
+    )  # fmt: skip
+    lab.table(
+        "By kind of prompt: tok/s (× plain)",
+        ("contender", *kinds),
+        [(name, *(both(r["by_kind"].get(kind, {}), name == "plain") for kind in kinds)) for name, r in rows.items()],
+    )
+    measured = [(name, r) for name, r in rows.items() if "ideal_tok_s" in r]
+    if measured:
+        lab.table(
+            "The loop against τ ÷ (t_draft + t_verify)",
+            ("contender", "clock", "draft ms", "verify ms", "τ", "ideal tok/s", "reached"),
+            [
+                (name, r["clock"], r["t_draft_s"] * 1e3, r["t_verify_s"] * 1e3, r["steady_tau"], r["ideal_tok_s"],
+                 f"{r['fraction_of_ideal'] or 0:.1%}")
+                for name, r in measured
+            ],
+        )  # fmt: skip
+
+
+def both(of: dict[str, float | None], plain: bool) -> str:
+    return shown(of.get("tok_s")) + ("" if plain else f" ({shown(of.get('ratio'))})")
+
+
+# ---------------------------------------------------------------- batches
+
+
+def batch_section(lab: Lab) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for size in (int(b) for b in lab.options.batches.split(",")):
+        if lab.late:
+            found[str(size)] = {"skipped": "the section's time was over"}
+            continue
+        found[str(size)] = one_size(lab, size)
+        sweep_up()
+    lab.table(
+        f"Throughput, tokens per second of the whole batch, {lab.options.tokens} tokens each",
+        ("sequences", "contender", "tok/s", "prompts included", "× plain", "τ", "other texts"),
+        [
+            (str(size), name, r["tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r.get("divergent_texts"))
+            for size, by_name in found.items()
+            for name, r in by_name.items()
+            if name != "skipped"
+        ],
+    )
+    return found
+
+
+def one_size(lab: Lab, size: int) -> dict[str, Any]:
+    asked = [q.ids for q in lab.crowd(size)]
+    params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
+    places = sum(map(len, asked)) + size * (lab.options.tokens + 80)
+    names = ["off", *(["model"] if lab.draft is not None else []), "suffix", "auto"]
+    engines = {name: lab.using(name, batch=size, tokens=places) for name in names}
+    for llm in engines.values():  # graphs are captured for full batches and for those whose members end one by one
+        for tokens in (24, 24):
+            run(llm, asked, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for number in range(lab.options.batch_rounds):
+        if lab.late and number:
+            break
+        for name in names if number % 2 == 0 else names[::-1]:
+            runs[name].append(run(engines[name], asked, params))
+    return {("plain" if name == "off" else name): batch_figures(runs[name], runs["off"]) for name in names}
+
+
+def batch_figures(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+    steps = sum(s.steps for r in runs for s in r.stats)
+    found = {
+        "tok_s": rate(runs),
+        "request_tok_s": median(r.speed.tokens / r.speed.seconds for r in runs),
+        "tau": sum(s.emitted for r in runs for s in r.stats) / steps if steps else None,
+        "rounds": len(runs),
+        "why": runs[-1].stats[0].why,
+        "preempted": sum(s.preempted for r in runs for s in r.stats),
+    }
+    if runs is not plain:
+        theirs = median(r.speed.tokens / r.speed.seconds for r in plain)
+        mine, other = found["tok_s"], rate(plain)
+        found |= {"ratio": mine / other if mine and other else None, "request_ratio": found["request_tok_s"] / theirs}
+        found["divergent_texts"] = sum(a != b for a, b in zip(runs[0].ids, plain[0].ids, strict=True))
+    return found
+
+
+def rate(runs: list[Run]) -> float | None:
+    """Tokens per second once everybody had a first token."""
+    taken = [r.speed.after / r.speed.decode for r in runs if r.speed.decode > 0]
+    return median(taken) if taken else None

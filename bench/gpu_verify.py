@@ -1,0 +1,128 @@
+"""The promise, measured: plain decoding alone against speculation, alone and in a mixed batch, id by id.
+
+Plain texts are made one request at a time. The mixed batch has other prompts, lengths, ends and temperatures beside
+each sequence, more requests than places (so that they come and go), and plain decoding takes part in it too: what
+shares a pass must not change a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpu_common import Lab
+from gpu_race import forget
+from outrider import LLM, SamplingParams
+from outrider.lossless import Divergence
+
+DRAFTERS = ("model", "suffix", "ngram")
+PLACES, CROWD = 16, 24  # of the mixed batch, and how many requests share them
+ALONE = 8  # requests of a lap that run one at a time
+
+
+@dataclass
+class Cell:
+    """One drafter in one setting."""
+
+    drafter: str
+    setting: str
+    compared: int = 0
+    texts: int = 0
+    steps: int = 0
+    accepted: int = 0
+    reached: int = 0
+    failures: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+
+
+Request = tuple[list[int], SamplingParams]
+
+
+def verify_section(lab: Lab) -> dict[str, Any]:
+    drafters = [name for name in DRAFTERS if name != "model" or lab.draft is not None]
+    alone = {name: lab.using(name, lab.options.verify_k) for name in drafters}
+    widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
+    crowded = {n: lab.using(n, lab.options.verify_k, PLACES, PLACES * widest) for n in ("off", *drafters)}
+    plain = lab.using("off")
+    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {PLACES}, T mixed": (crowded, (0.0, 0.8))}
+    cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}
+    lap = 0
+    while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
+        for setting, (llms, temperatures) in settings.items():
+            asked = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
+            expected = [ids for request in asked for ids in answers(plain, [request])]
+            for name, llm in llms.items():
+                batches = [asked] if llms is crowded else [[request] for request in asked]
+                compare(cells[name, setting], llm, plain, batches, expected)
+        lap += 1
+    return report(lab, list(cells.values()))
+
+
+def requests(lab: Lab, lap: int, temperatures: tuple[float, ...], n: int) -> list[Request]:
+    """Prompts that no earlier lap had; answers of several lengths, a seed for each."""
+    asked, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
+    found = []
+    for i, question in enumerate(asked):
+        length = longest - (i % 4) * longest // 8
+        temperature = temperatures[i % len(temperatures)]
+        seed = lab.options.seed * 100_000 + lap * n + i
+        found.append((question.ids, SamplingParams(temperature=temperature, seed=seed, max_tokens=length)))
+    return found
+
+
+def answers(llm: LLM, asked: list[Request], into: Cell | None = None) -> list[list[int]]:
+    forget(llm)
+    said = [r.outputs[0] for r in llm.generate([ids for ids, _ in asked], [params for _, params in asked])]
+    for out in said if into is not None else []:
+        assert into is not None
+        into.steps += out.stats.steps
+        into.accepted += out.stats.accepted
+        into.reached += out.stats.reached
+        into.failures += out.stats.failures
+    return [out.token_ids for out in said]
+
+
+def compare(cell: Cell, llm: LLM, plain: LLM, batches: list[list[Request]], expected: list[list[int]]) -> None:
+    asked = [request for batch in batches for request in batch]
+    said = [ids for batch in batches for ids in answers(llm, batch, cell)]
+    for request, ours, others in zip(asked, expected, said, strict=True):
+        cell.compared += max(len(ours), len(others))
+        cell.texts += 1
+        if ours != others:
+            pairs = zip(ours, others, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(others)))
+            a, b = (ids[at] if at < len(ids) else -1 for ids in (ours, others))
+            cell.divergences.append(Divergence(cell.texts - 1, at, a, b, margin(plain, request, ours[:at])))
+
+
+def margin(plain: LLM, request: Request, before: list[int]) -> float:
+    """Between the target's two highest logits where the texts part; NaN where it cannot be asked."""
+    ids, params = request
+    try:
+        one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=1, logprobs=2)
+        (out,) = plain.generate([ids + before], one)
+        first, second = out.outputs[0].logprobs[0].top[:2]  # type: ignore[index]
+    except Exception:
+        return float("nan")
+    return float(first[1] - second[1])
+
+
+def total(cells: dict[tuple[str, str], Cell]) -> int:
+    return sum(cell.compared for cell in cells.values())
+
+
+def report(lab: Lab, cells: list[Cell]) -> dict[str, Any]:
+    compared, wrong = sum(c.compared for c in cells), sum(len(c.divergences) for c in cells)
+    lab.table(
+        f"Plain alone against speculation, K={lab.options.verify_k}, {lab.llm.dtype}",
+        ("drafter", "setting", "tokens compared", "texts", "divergences", "margins", "α", "drafter failed"),
+        [
+            (c.drafter, c.setting, c.compared, c.texts, len(c.divergences),
+             " ".join(f"{d.margin:.2g}" for d in c.divergences[:6]), c.accepted / c.reached if c.reached else None,
+             c.failures)
+            for c in cells
+        ],
+    )  # fmt: skip
+    lab.say(f"{compared:,} tokens compared, {wrong} divergences")
+    return {"compared_tokens": compared, "divergences": wrong, "k": lab.options.verify_k,
+            "cells": [asdict(c) for c in cells]}  # fmt: skip

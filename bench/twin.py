@@ -1,0 +1,153 @@
+"""A bigger model that says exactly what a small one says: for measuring at a large model's cost, with real text.
+
+    large = seven(open_checkpoint())          # SmolLM2 as a model of 7.04B parameters: 13.6 GB read in a pass
+    large = scaled(open_checkpoint(), 4)      # four times as wide in everything
+
+The residual stream is padded with dimensions that stay exactly zero, and heads and neurons are added whose outputs are
+exactly zero. Weights are random wherever what they multiply is zero, so a pass reads and multiplies as much as the
+large model's would; the function, and so the text and every drafter's acceptance, stays the small model's.
+
+          real columns   padded columns
+    real  [   real     |     random    ]        rows: what is written, columns: what is read; the same for products
+    extra [   zero     |     random    ]        that read the stream (q, k, v, gate, up, head) and write it (o, down)
+
+Nothing is stored: each tensor is made when it is asked for, on the device where it will live, always the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from outrider.models.checkpoint import Checkpoint
+from outrider.models.config import ModelConfig
+from outrider.models.toy import hash_of
+from outrider.models.transformer import WeightSource
+from outrider.models.weights import Weights, expected
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class Widened(Weights):
+    """The weights of a small model inside those of a large one."""
+
+    def __init__(
+        self, source: WeightSource, small: ModelConfig, large: ModelConfig, device: str | torch.device, seed: int
+    ) -> None:
+        _insist(small, large)
+        self.source, self.small, self.large = source, small, large
+        self.device, self.seed = torch.device(device), seed
+        self._shapes = expected(large)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        origin = EMBEDDING if name == HEAD and self.small.tied else name
+        real = self.source.get(origin, torch.promote_types(dtype, torch.float32)).to(self.device)
+        if name == EMBEDDING or name.endswith(".bias"):
+            made = torch.zeros(self.shape(name), dtype=dtype, device=self.device)
+        else:
+            made = self._noise(name, dtype, float(real.square().mean().sqrt()))
+        if real.dim() == 2:
+            rows, columns = real.shape
+            made[rows:, :columns] = 0  # what is extra must not hear what is real
+            made[:rows, :columns] = real.to(dtype)
+        else:
+            made[: real.shape[0]] = (real * self._gain(name)).to(dtype)
+        return made
+
+    def _gain(self, name: str) -> float:
+        """A norm takes the mean over d' squares of which d are not zero: its gains make up for it."""
+        return 1.0 if name.endswith(".bias") else (self.small.hidden_size / self.large.hidden_size) ** 0.5
+
+    def _noise(self, name: str, dtype: torch.dtype, scale: float) -> Tensor:
+        dice = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + hash_of(name))
+        return torch.randn(self.shape(name), generator=dice, dtype=dtype, device=self.device).mul_(scale)
+
+
+def _insist(small: ModelConfig, large: ModelConfig) -> None:
+    """What cannot be widened without changing the function is refused."""
+    if small.heads * large.kv_heads != large.heads * small.kv_heads:
+        raise ValueError(
+            f"{small.heads} heads on {small.kv_heads} key/value heads cannot become {large.heads} on {large.kv_heads}: "
+            "each key/value head must serve as many heads as before."
+        )
+    for size in ("hidden_size", "intermediate_size", "heads", "kv_heads"):
+        if getattr(large, size) < getattr(small, size):
+            raise ValueError(f"{size} would shrink from {getattr(small, size)} to {getattr(large, size)}.")
+    if small.qk_norm:
+        raise ValueError("The norms of q and k share their epsilon with the others; such a model cannot be widened.")
+
+
+def widened(
+    checkpoint: Checkpoint,
+    hidden: int = 4608,
+    intermediate: int = 13824,
+    heads: int = 36,
+    kv_heads: int = 12,
+    device: str | torch.device = "cuda",
+    seed: int = 1,
+) -> Checkpoint:
+    """The same function at another size: layers, head dimension and text stay; the head is a tensor of its own."""
+    small = checkpoint.config
+    large = replace(
+        small,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        norm_eps=small.norm_eps * small.hidden_size / hidden,  # it is added to a mean that is smaller by as much
+        tied=False,
+    )
+    weights = Widened(checkpoint.weights, small, large, device, seed)
+    return replace(checkpoint, name=f"{checkpoint.name}-as-{size_of(large)}", config=large, weights=weights)
+
+
+def scaled(
+    checkpoint: Checkpoint,
+    factor: int,
+    neurons: int | None = None,
+    heads: int | None = None,
+    device: str | torch.device = "cuda",
+    seed: int = 1,
+) -> Checkpoint:
+    """`factor` times the residual stream; the feed-forward part and the heads by factors of their own where given."""
+    c, more = checkpoint.config, heads or factor
+    return widened(
+        checkpoint,
+        hidden=c.hidden_size * factor,
+        intermediate=c.intermediate_size * (neurons or factor),
+        heads=c.heads * more,
+        kv_heads=c.kv_heads * more,
+        device=device,
+        seed=seed,
+    )
+
+
+def seven(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int = 1) -> Checkpoint:
+    """SmolLM2-135M as 7.04B: hidden 4608, intermediate 13824, 36 heads, 12 key/value heads."""
+    return scaled(checkpoint, 8, neurons=9, heads=4, device=device, seed=seed)
+
+
+def thirty(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int = 1) -> Checkpoint:
+    """SmolLM2-135M as 27B: hidden 9216, intermediate 27648, 72 heads, 24 key/value heads."""
+    return scaled(checkpoint, 16, neurons=18, heads=8, device=device, seed=seed)
+
+
+def parameters(config: ModelConfig) -> int:
+    return sum(prod(shape) for shape in expected(config).values())
+
+
+def size_of(config: ModelConfig) -> str:
+    count = parameters(config)
+    return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"

@@ -1,0 +1,202 @@
+"""What the controller knows: what a pass costs, and what became of drafts.
+
+Costs are measured at the start (`profile`) and refined by every step; experience begins with a guess and is all that
+counts after a while. It sees numbers, never tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from operator import mul
+
+from .types import ACCEPTED, REJECTED, Tree
+
+Seconds = Mapping[int, float] | Mapping[tuple[int, int], float]  # by rows (of one sequence), or by (sequences, rows)
+
+
+class Costs:
+    """Seconds of a target pass by its sequences and its rows in all: measured at the start, refined by every step.
+
+    More rows never cost less. Between what was measured lie straight lines: in rows, and in sequences that have as many
+    rows each.
+    """
+
+    DRIFT, OWN = 0.02, 0.08  # how far a surprise moves everything, and the place where it happened
+
+    def __init__(self, seconds: Seconds) -> None:
+        pairs = {key if isinstance(key, tuple) else (1, key): value for key, value in seconds.items()}
+        self.seconds: dict[tuple[int, int], float] = dict(sorted(pairs.items()))
+        self._rows: dict[int, list[int]] = defaultdict(list)  # sequences -> measured row counts, rising
+        for sequences, rows in self.seconds:
+            self._rows[sequences].append(rows)
+        self._counts = list(self._rows)
+        self._drift = 1.0  # contexts grow and machines get busy: everything becomes slower together
+        self._tables: dict[int, list[float]] = {}  # sequences -> seconds by rows, as far as anybody asked
+
+    def __call__(self, rows: int, sequences: int = 1) -> float:
+        """The cost of a pass over this many rows in all, by so many sequences."""
+        table = self._tables.get(sequences)
+        if table is None or rows >= len(table):
+            table = self.table(rows, sequences)
+        return table[rows]
+
+    def table(self, rows: int, sequences: int = 1) -> list[float]:
+        """Costs by row count, up to `rows` at least: made once, until the next surprise."""
+        table = self._tables.get(sequences)
+        if table is None or rows >= len(table):
+            known, heights = self._points(sequences)
+            table, slope = [heights[0]] * (known[0] + 1), 0.0  # fewer rows than sequences never occur
+            for (at, height), (row, above) in pairwise(zip(known, heights, strict=True)):
+                slope = (above - height) / (row - at)
+                table += [height + slope * i for i in range(1, row - at + 1)]
+            table += [heights[-1] + slope * i for i in range(1, rows - known[-1] + 1)]
+            self._tables[sequences] = table
+        return table
+
+    def stairs(self, rows: int, sequences: int) -> list[float]:
+        """The same table for planning: in a batch, any row count costs what the next known one does.
+
+        On a GPU passes are padded to some edge, and it is not known where: just beyond one, straight lines promise too
+        much. One sequence is measured closely enough.
+        """
+        straight = self.table(rows, sequences)
+        if sequences == 1 or self._counts == [1]:
+            return straight
+        known, heights = self._points(sequences)
+        table = straight[: known[0] + 1]
+        for (low, _), (high, height) in pairwise(zip(known, heights, strict=True)):
+            table += [height] * (high - low)
+        return table + straight[len(table) :]
+
+    def _points(self, sequences: int) -> tuple[list[int], list[float]]:
+        """Row counts whose costs are known for so many sequences, or follow from those of some more and some less."""
+        around = [(count, part, *self._line(count)) for count, part in _between(self._counts, sequences)]
+        if len(around) == 1:
+            return around[0][2], around[0][3]
+        rows = sorted({round(row * sequences / count) for count, _, known, _ in around for row in known})
+        heights = [
+            sum(part * _height(known, line, row * count / sequences) for count, part, known, line in around)
+            for row in rows
+        ]
+        return rows, heights
+
+    def _line(self, count: int) -> tuple[list[int], list[float]]:
+        """What was measured for a number of sequences, never falling."""
+        known = self._rows[count]
+        return known, list(accumulate((self._drift * self.seconds[count, row] for row in known), max))
+
+    def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
+        """Such a pass took this long. One slow pass is somebody else's load: it moves little.
+
+        Several sequences' passes move together: contexts grow, which says nothing about what one more row costs, and
+        plain passes are often the only ones seen. A pass with drafts says less about one without.
+        """
+        surprise = min(max(seconds / self(rows, sequences), 0.5), 1.5) - 1
+        if sequences > 1 and sequences in self._rows and rows > self._rows[sequences][-1]:
+            # Beyond all that was measured there was only a guess: its error says nothing about the rest.
+            self.seconds[sequences, rows] = self(rows, sequences) * (1 + surprise) / self._drift
+            self._rows[sequences].append(rows)
+            surprise = 0.0
+        for count, part in _between(self._counts, sequences):
+            for row in self._rows[count]:
+                if count == 1:
+                    moved = float(row == rows)
+                else:
+                    moved = 0.5 if row <= count and rows > sequences else 1.0
+                self.seconds[count, row] *= 1 + self.OWN * part * moved * surprise
+        self._drift *= 1 + self.DRIFT * surprise
+        self._tables.clear()
+
+
+def _between(known: list[int], wanted: int) -> list[tuple[int, float]]:
+    """The known numbers around the one that is wanted, and how much each counts; outside, the outermost alone."""
+    i = bisect_left(known, wanted)
+    if i == len(known):
+        return [(known[-1], 1.0)]
+    if i == 0 or known[i] == wanted:
+        return [(known[i], 1.0)]
+    share = (wanted - known[i - 1]) / (known[i] - known[i - 1])
+    return [(known[i - 1], 1 - share), (known[i], share)]
+
+
+def _height(known: list[int], heights: list[float], at: float) -> float:
+    """The straight lines through these points, between them and beyond the last."""
+    if at <= known[0] or len(known) == 1:
+        return heights[0]
+    i = min(bisect_left(known, at), len(known) - 1)
+    slope = (heights[i] - heights[i - 1]) / (known[i] - known[i - 1])
+    return heights[i - 1] + slope * (at - known[i - 1])
+
+
+class Rate:
+    """How often something comes true: the recent past counts most, and a prior while little has been seen."""
+
+    FADE, WEIGHT = 0.98, 4.0
+
+    def __init__(self) -> None:
+        self.hits = self.tries = 0.0
+
+    def add(self, hit: bool) -> None:
+        self.hits, self.tries = self.hits * self.FADE + hit, self.tries * self.FADE + 1
+
+    def given(self, prior: float) -> float:
+        return (self.hits + self.WEIGHT * prior) / (self.tries + self.WEIGHT)
+
+
+class Experience:
+    """What became of drafts: by what the drafter claimed, and by depth where it claims nothing.
+
+    A sequence's own experience leans on everybody's, which leans on the drafter's word.
+    """
+
+    EDGES = (0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+
+    def __init__(self, wider: Experience | None = None) -> None:
+        self.wider = wider
+        self.claims: dict[int, Rate] = defaultdict(Rate)
+        self.depths: list[Rate] = []
+        self.added = 0  # trees, ever
+        self._known: dict[int, tuple[int, int, list[float]]] = {}  # what `chances` said, and after how many trees
+
+    def survival(self, claim: float) -> float:
+        """The chance that a node is accepted whose drafter gives it this chance."""
+        prior = self.wider.survival(claim) if self.wider else claim
+        return self.claims[bisect_right(self.EDGES, claim)].given(prior)
+
+    def chances(self, depths: int) -> list[float]:
+        """The chance that the node at each depth is accepted once it is reached. Asked in every step, so remembered."""
+        wide = self.wider.added if self.wider else 0
+        mine, theirs, known = self._known.get(depths, (-1, -1, []))
+        if (mine, theirs) != (self.added, wide):
+            if self.wider:
+                priors = self.wider.chances(depths)
+                known = [rate.given(prior) for rate, prior in zip(self.depths, priors, strict=False)]
+                known += priors[len(known) :]
+            else:  # each depth leans on the one before
+                known = list(accumulate(self.depths[:depths], lambda last, rate: rate.given(last), initial=0.5))[1:]
+                known += known[-1:] * (depths - len(known)) if known else [0.5] * depths
+            self._known[depths] = self.added, wide, known
+        return known
+
+    def hopes(self, depths: int) -> list[float]:
+        """The chance that a chain survives to each depth."""
+        return list(accumulate(self.chances(depths), mul))
+
+    def refuse(self) -> None:
+        """A draft was asked for and not worth verifying: as good as wrong, for whoever thinks of asking again."""
+        self.added += 1
+        self._walk(1, 0)
+
+    def add(self, tree: Tree, path: list[int], fates: str) -> None:
+        self.added += 1
+        self._walk(len(path) + (REJECTED in fates), len(path))
+        for claim, fate in zip(tree.survival or (), fates, strict=False):
+            self.claims[bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
+
+    def _walk(self, reached: int, accepted: int) -> None:
+        self.depths += [Rate() for _ in range(reached - len(self.depths))]
+        for depth, rate in enumerate(self.depths[:reached]):
+            rate.add(depth < accepted)

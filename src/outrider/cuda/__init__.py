@@ -1,0 +1,1 @@
+"""What runs only on an NVIDIA GPU: kernels, and what is chosen beside them."""

@@ -1,0 +1,143 @@
+"""The small operations of a pass on a GPU, one kernel each: norms, rotation, unsummed products added up on the way.
+
+The promise: a row's result is the same bits whichever rows share the call: every row (or head of a row) is one
+program, and parts of a product are added in their order. It knows rows and planes, not layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .products import Parts
+
+
+@triton.jit(do_not_specialize=["rows"])  # the same code for any number
+def _add_norm(
+    x, parts, bias, weight, out, rows, width, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    value = tl.load(x + row * width + i, mask=ok, other=0.0)
+    if PARTS > 0:
+        delta = tl.load(parts + row * width + i, mask=ok, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(parts + (part * rows.to(tl.int64) + row) * width + i, mask=ok, other=0.0)
+        if BIASED:
+            delta += tl.load(bias + i, mask=ok, other=0.0).to(tl.float32)
+        value += delta
+        tl.store(x + row * width + i, value, mask=ok)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    tl.store(out + row * width + i, (value * scale * gain).to(out.dtype.element_ty), mask=ok)
+
+
+def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x [T, H] float32 += delta in place; returns rms_norm(x) * weight [T, H] of `dtype`."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=dtype, device=x.device)
+    parts = x if delta is None else delta.parts
+    bias = None if delta is None else delta.bias
+    wide = triton.next_power_of_2(width)
+    launch: Any = _add_norm[(rows,)]
+    launch(
+        x, parts, x if bias is None else bias, weight, out, rows, width, eps,
+        PARTS=0 if delta is None else delta.parts.shape[0], BIASED=bias is not None, WIDE=wide,
+        num_warps=min(16, max(4, wide // 512)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _summed(parts, bias, row, rows, width, at, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
+    value = tl.load(parts + row * width + at, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(parts + (part * rows.to(tl.int64) + row) * width + at, mask=ok, other=0.0)
+    if BIASED:
+        value += tl.load(bias + at, mask=ok, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rope_store(
+    parts, bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TURNING: tl.constexpr,
+):  # fmt: skip
+    """One head of one row. Dimension i < TURNING/2 turns with i + TURNING/2; its partner is loaded beside it."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, DIM_PAD)
+    ok = d < DIM
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    value = _summed(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
+    if head < HEADS + KV_HEADS:
+        HALF: tl.constexpr = TURNING // 2
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < TURNING, d - HALF, d))
+        other = _summed(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
+        if NORMED:
+            gains = q_norm if head < HEADS else k_norm
+            scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
+            value = value * scale * tl.load(gains + d, mask=ok, other=0.0)
+            other = other * scale * tl.load(gains + partner, mask=ok, other=0.0)
+        if TURNING > 0:
+            turns = d < TURNING
+            angle = row * HALF + tl.where(d < HALF, d, d - HALF)
+            c = tl.load(cos + angle, mask=turns, other=1.0)
+            s = tl.load(sin + angle, mask=turns, other=0.0)
+            value = tl.where(turns, value * c + tl.where(d < HALF, -other, other) * s, value)
+    if head < HEADS:
+        tl.store(q + (row * HEADS + head) * DIM + d, value.to(q.dtype.element_ty), mask=ok)
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        if head < HEADS + KV_HEADS:
+            at = (slot * KV_HEADS + head - HEADS) * DIM + d
+            tl.store(k_plane + at, value.to(k_plane.dtype.element_ty), mask=ok)
+        else:
+            at = (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + d
+            tl.store(v_plane + at, value.to(v_plane.dtype.element_ty), mask=ok)
+
+
+def rope_store(
+    qkv: Parts, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor, heads: int, kv_heads: int,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """Turn q and k to their positions, put k and v into their slots; returns q [T, heads, d] in the planes' type.
+
+    cos, sin [T, r/2] contiguous; slots [T]; planes [S, kv_heads, d] contiguous.
+    """
+    rows, dim = qkv.parts.shape[1], k_plane.shape[2]
+    q = torch.empty((rows, heads, dim), dtype=k_plane.dtype, device=k_plane.device)
+    q_norm, k_norm, eps = norms or (cos, cos, 0.0)
+    launch: Any = _rope_store[(rows, heads + 2 * kv_heads)]
+    launch(
+        qkv.parts, cos if qkv.bias is None else qkv.bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
+        rows, eps,
+        PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, NORMED=norms is not None,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), TURNING=2 * cos.shape[1],
+        num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _begin(tokens, drafted, known, place, slot, table, rows, places, BLOCK: tl.constexpr):
+    """Read unread tokens where they are, and bring the table up to date."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + i, mask=i < rows, other=0)
+    read = tl.load(drafted - 1 - token, mask=(i < rows) & (token < 0), other=0)
+    tl.store(known + i, tl.where(token < 0, read, token), mask=i < rows)
+    at = tl.load(place + i, mask=i < places, other=-1)
+    tl.store(table + at, tl.load(slot + i, mask=i < places, other=0), mask=at >= 0)
+
+
+def begin(tokens: Tensor, drafted: Tensor, place: Tensor, slot: Tensor, table: Tensor) -> Tensor:
+    """What runs: tokens [T] int64 with -1 - i replaced by drafted[i]. table.flat[place[j]] = slot[j] where place >= 0."""
+    known = torch.empty_like(tokens)  # [T]
+    launch: Any = _begin[(triton.cdiv(max(tokens.shape[0], place.shape[0]), 256),)]
+    launch(tokens, drafted, known, place, slot, table, tokens.shape[0], place.shape[0], BLOCK=256)
+    return known

@@ -1,0 +1,136 @@
+"""A whole draft as one graph: K passes of a model, each choosing the token that the next one feeds.
+
+The host says where each sequence stands and gets nothing back: the tokens stay where they were chosen (an *unread*
+draft), and the verifying pass finds them there. Choices are made as the target would make them, under the same law and
+the same noise. It knows a model and a plane; that they belong to a drafter is not its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..cuda import choice, small
+from ..cuda.attention import Blocks
+from ..cuda.choice import Laws
+from ..models import Part
+from ..sampling import adjusts
+from ..types import Draft, Rows, Sequence, Tree
+from .device import Field, Form, Recording, filled
+from .graphs import DEPTHS, I32, I64, LAW, PATCH, Graphs, fill_laws, filters, rung
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything that a recording depends on."""
+
+    batch: int
+    length: int  # tokens drafted for each sequence
+    filtered: bool
+
+
+class Chains:
+    """Drafts chains with one model over its plane.
+
+    `again` is how many of the last committed tokens each draft begins with: 2 where the plane is the model's own, so that
+    a step that accepted everything needs no special case (the row before the last comes out as the same bits again).
+    """
+
+    def __init__(self, graphs: Graphs, part: Part, again: int, source: str) -> None:
+        self.graphs, self.part, self.again, self.source = graphs, part, again, source
+        self.recorded: dict[Shape, Recorded] = {}
+
+    def suits(self, seqs: list[Sequence]) -> bool:
+        """Whether a recorded draft can stand in for one that looks at logits on the host."""
+        return all(seq.rule == "match" and not adjusts(seq) and len(seq.tokens) >= self.again for seq in seqs)
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """budget[i] tokens after each sequence, of which the plane holds all but the last `again`."""
+        longest = next(n for n in LENGTHS if n >= max(budget))
+        shape = Shape(rung(len(seqs)), longest, any(filters(seq) for seq in seqs))
+        if shape not in self.recorded:
+            self.recorded[shape] = Recorded(self, shape)
+        recorded = self.recorded[shape]
+        recorded.fill(seqs, budget)
+        self.graphs.desk.replay("draft", recorded.recording, recorded.form)
+        places = [[j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
+        if self.graphs.desk.home:
+            return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.desk.unread)
+        said = self.graphs.desk.unread.tolist()  # another device verifies: it cannot read here
+        return Draft.pack(self._tree([said[at] for at in some]) for some in places)
+
+    def _tree(self, tokens: list[int]) -> Tree:
+        return Tree(tokens, list(range(-1, len(tokens) - 1)), source=self.source)
+
+
+class Recorded:
+    """K passes in one graph."""
+
+    def __init__(self, chains: Chains, shape: Shape) -> None:
+        self.chains, self.shape = chains, shape
+        b, k, again = shape.batch, shape.length, chains.again
+        desk = chains.graphs.desk
+        fields: dict[str, Field] = {"tokens": (I64, (b * again,))}
+        for name in ("positions", "slots"):
+            fields |= {f"first_{name}": (I64, (b * again,)), name: (I64, (k, b))}
+        fields |= {"info": (I32, (k, b, 8)), "tail": (I32, (b, DEPTHS[-1])), "want": (I64, (b,))}
+        fields |= {name: (dtype, (k, b) if name == "position" else (b,)) for name, dtype in LAW.items()}
+        fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
+        self.form = Form(desk.device, fields)
+        self.fill([], [])
+        self.form.send()
+        self.recording = Recording(self._work, desk.device, desk.pool)
+
+    def _work(self) -> None:
+        d, desk, b = self.form.device, self.chains.graphs.desk, self.shape.batch
+        tokens = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [B * again]
+        logits = self._pass(0, tokens, d["first_positions"], d["first_slots"])
+        for j in range(self.shape.length):
+            if j:
+                logits = self._pass(j, tokens, d["positions"][j], d["slots"][j])
+            law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
+            tokens, _, _ = choice.choose(logits, law, self.shape.filtered)  # [B]
+            desk.unread[j * b : (j + 1) * b].copy_(tokens)
+
+    def _pass(self, j: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        d, graphs = self.form.device, self.chains.graphs
+        blocks = Blocks(d["info"][j], d["tail"], graphs.desk.table, graphs.desk.scratch(graphs.model))
+        want = d["want"]
+        rows = Rows(tokens, positions, slots, slots, slots, graphs.desk.table, None, want, blocks=blocks)
+        return graphs.model.forward(rows, graphs.plane, self.chains.part).logits  # [B, V]
+
+    def fill(self, seqs: list[Sequence], budget: list[int]) -> None:
+        """Where each sequence stands; places without a sequence write to the slot that nobody owns."""
+        a, again, k = self.form.next(), self.chains.again, self.shape.length
+        desk = self.chains.graphs.desk
+        for name, rest in (("positions", 0), ("slots", desk.padding), ("info", 0)):
+            a[name][:] = rest
+        lengths = [len(seq.tokens) for seq in seqs]
+        rows = [desk.cache.rows[seq.id] for seq in seqs]
+        filled(a["tokens"], [t for seq in seqs for t in seq.tokens[-again:]], 0)
+        filled(a["first_positions"], [n - again + i for n in lengths for i in range(again)], 0)
+        filled(a["first_slots"], [slot for row, n in zip(rows, lengths, strict=True) for slot in row.slots[n - again : n]],
+               desk.padding)  # fmt: skip
+        a["want"][:] = range(again - 1, again * self.shape.batch, again)
+        fill_laws(a | {"position": a["position"][0]}, seqs, lengths)
+        for i, (row, n, room) in enumerate(zip(rows, lengths, budget, strict=True)):
+            self._place(a, i, row, n, min(room, k))
+        if seqs:
+            desk.patch(a)
+        else:
+            a["place"][:] = -1
+
+    def _place(self, a: dict[str, Any], i: int, row: Any, n: int, room: int) -> None:
+        """Sequence i has n tokens; pass j feeds its drafted token j - 1, which lives in spare slot j - 1."""
+        again = self.chains.again
+        a["info"][0, i] = (again * i, again, row.line, n, n - again + 1, 0, 0, 0)
+        a["tail"][i, : len(row.spare)] = row.spare[: DEPTHS[-1]]
+        for j in range(1, self.shape.length):
+            a["position"][j, i] = n + j
+            if j < room:  # what lies beyond the budget is computed in vain, and nowhere
+                a["positions"][j, i], a["slots"][j, i] = n - 1 + j, row.spare[j - 1]
+                a["info"][j, i] = (i, 1, row.line, n, n + j, 0, 0, 0)

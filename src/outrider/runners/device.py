@@ -1,0 +1,117 @@
+"""What captured passes stand on: numbers sent in one copy, answers brought back in one copy, work recorded as a graph.
+
+On a device without graphs (a CPU under triton's interpreter) the same work simply runs, which is how it is tested. It
+knows bytes, streams and graphs; it knows neither models nor sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Field = tuple[torch.dtype, tuple[int, ...]]
+_ALIGNMENT = 64  # bytes
+_COPIES = 4  # host buffers in turn: one may still be under way while the next is filled
+
+
+class Form:
+    """Named arrays on the host and their twins on the device, which travel together in one copy."""
+
+    def __init__(self, device: torch.device, fields: dict[str, Field]) -> None:
+        places, size = {}, 0
+        for name, (dtype, shape) in fields.items():
+            places[name] = size
+            size += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(_COPIES)]
+        self._twin = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._views = [_views(host, fields, places) for host in self._hosts]
+        self._arrays = [{name: view.numpy() for name, view in views.items()} for views in self._views]
+        self.device: dict[str, Tensor] = _views(self._twin, fields, places)
+        self._turn = 0
+
+    def next(self) -> dict[str, npt.NDArray[Any]]:
+        """The next host buffer, to be filled and sent, or to be received into."""
+        self._turn = (self._turn + 1) % _COPIES
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        self._twin.copy_(self._hosts[self._turn], non_blocking=True)
+
+    def receive(self) -> None:
+        self._hosts[self._turn].copy_(self._twin, non_blocking=True)
+
+
+def _views(buffer: Tensor, fields: dict[str, Field], places: dict[str, int]) -> dict[str, Tensor]:
+    views = {}
+    for name, (dtype, shape) in fields.items():
+        part = buffer[places[name] : places[name] + prod(shape) * dtype.itemsize]
+        views[name] = part.view(dtype).view(shape)
+    return views
+
+
+class Mark(Protocol):
+    """A moment in the device's stream of work."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Any) -> float: ...
+
+
+class _Now:
+    """The same where work is done at once."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Any) -> float:
+        return 0.0
+
+
+def mark(device: torch.device) -> Any:
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _Now()
+
+
+class Recording:
+    """Work that was captured once and is replayed; where nothing can be captured, it is done anew each time."""
+
+    def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
+        self._work, self._graph, self.result = work, None, None
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()  # kernels are compiled and libraries wake up outside the capture
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            self.result = work()
+
+    def replay(self) -> Any:
+        if self._graph is None:
+            return self._work()
+        self._graph.replay()
+        return self.result
+
+
+def pool(device: torch.device) -> Any:
+    """Memory that all recordings of an engine share: they never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def filled(array: npt.NDArray[Any], values: Any, rest: Any) -> None:
+    """Write values to the front of an array and `rest` behind them."""
+    n = len(values)
+    array[:n] = values
+    array[n:] = rest

@@ -1,0 +1,150 @@
+"""The GPU's runner: the same text as the CPU's, whatever is captured, padded or unread.
+
+Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels import DEVICE, GPU
+
+from outrider.cache import Cache
+from outrider.control import Fixed
+from outrider.drafters import Workspace, make
+from outrider.engine import Engine
+from outrider.models import ops
+from outrider.models.toy import RandomWeights, toy_config
+from outrider.models.transformer import Transformer
+from outrider.runners.graphs import Desk, Graphs
+from outrider.scheduler import Scheduler
+from outrider.types import SamplingParams, Sequence
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
+TOKENS = 12 if GPU else 4  # the interpreter takes milliseconds for every program of every kernel
+slow = pytest.mark.skipif(not GPU, reason="takes minutes without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+
+
+def model(blur: float = 0.0, layers: int = 2 if GPU else 1) -> Transformer:
+    config = toy_config(layers, context=128)
+    return Transformer(config, RandomWeights(config, 1, blur), torch.float32, DEVICE)
+
+
+def engine(target: Transformer, drafter: str, k: int, batch: int = 4, **options: object) -> Engine:
+    cache = Cache(600, 8, 96, DEVICE)
+    if not GPU:  # a CPU's planes have no slot for padding
+        cache.slots += 1
+    plane = cache.add_plane(*target.plane_shape)
+    if not GPU:
+        cache.slots -= 1
+    desk = Desk(cache, DEVICE, batch)
+
+    def passes(model: Transformer, plane: object) -> Graphs:
+        return Graphs(model, plane, desk)  # type: ignore[arg-type]
+
+    cache.slots += not GPU
+    space = Workspace(target, cache, plane, options, None, passes)  # type: ignore[arg-type]
+    made = make(drafter, space)
+    cache.slots -= not GPU
+    scheduler = Scheduler(cache, plane, batch, 16)
+    return Engine(Graphs(target, plane, desk), cache, made, Fixed(k), scheduler, target.config.vocab_size)
+
+
+def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    seqs = [Sequence(i + 1, prompt, p, seed=40 + i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        step = engine.step()
+        assert not step.failure, step.failure
+        engine.cache.check()
+    assert not engine.last_failure
+    return [seq.generated for seq in seqs]
+
+
+GREEDY = SamplingParams(max_tokens=TOKENS)
+WARM = SamplingParams(max_tokens=TOKENS, temperature=0.9)
+NUCLEUS = SamplingParams(max_tokens=TOKENS, temperature=1.1, top_p=0.8, top_k=20)
+PENALISED = SamplingParams(max_tokens=TOKENS, temperature=0.7, repetition_penalty=1.3)
+MIXES = [[GREEDY] * 3, [WARM] * 3, [GREEDY, WARM, NUCLEUS], [PENALISED, GREEDY, WARM]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Transformer:
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setattr(ops, "on_gpu", lambda tensor: True)
+        return model()
+
+
+@pytest.mark.parametrize(
+    "mix", [pytest.param(0, marks=slow), pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)]
+)
+def test_batched_and_alone_the_same_text(target: Transformer, mix: int) -> None:
+    params = MIXES[mix]
+    together = say(engine(target, "off", 0), params)
+    for i in range(len(PROMPTS)):
+        lonely = engine(target, "off", 0, batch=1)
+        seq = Sequence(9, PROMPTS[i], params[i], seed=40 + i)
+        lonely.add(seq)
+        while lonely.busy:
+            lonely.step()
+        assert seq.generated == together[i]
+
+
+@pytest.mark.parametrize(
+    "mix", [pytest.param(0, marks=slow), pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)]
+)
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("model", {}),
+        pytest.param("model", {"tree": True, "tree_width": 2, "tree_depth": 3}, marks=slow),
+        pytest.param("layerskip", {"skip_mlp": [0]}, marks=slow),
+        pytest.param("ngram", {"ngram_min": 1}, marks=slow),
+        ("suffix", {"tree": True}),
+        pytest.param("auto", {"draft_model": None}, marks=slow),
+    ],
+)
+def test_every_drafter_says_what_the_target_says(
+    target: Transformer, drafter: str, options: dict[str, object], mix: int
+) -> None:
+    params = MIXES[mix]
+    plain = say(engine(target, "off", 0), params)
+    if drafter in ("model", "auto"):
+        options = options | {"draft_model": model(blur=0.15)}
+    guided = engine(target, drafter, 4, **options)
+    assert say(guided, params) == plain
+
+
+def test_a_good_draft_is_accepted_without_being_read(target: Transformer) -> None:
+    guided = engine(target, "model", 3, draft_model=target)
+    seqs = [Sequence(i + 1, prompt, WARM, seed=40 + i) for i, prompt in enumerate(PROMPTS)]
+    for seq in seqs:
+        guided.add(seq)
+    unread = 0
+    while guided.busy:
+        step = guided.step()
+        assert all(token >= 0 for tree in step.draft.trees for token in tree.tokens), "a listener saw an unread token"
+        unread += step.output.tokens is not None
+    assert unread > 0
+    assert all(seq.stats.alpha == 1.0 for seq in seqs), "the target as its own drafter is always right"
+
+
+def test_the_same_bits_as_without_a_gpu(target: Transformer) -> None:
+    """Not promised between devices, but a toy in float32 has no near-ties: the texts agree."""
+    config = toy_config(2 if GPU else 1, context=128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "on_gpu", lambda tensor: False)
+        from outrider.build import build_engine
+        from outrider.config import Config
+
+        cpu = Transformer(config, RandomWeights(config, 1), torch.float32)
+        plain = say(build_engine(cpu, Config(drafter="off", max_length=96)), [GREEDY] * 3)
+    assert say(engine(target, "off", 0), [GREEDY] * 3) == plain
