@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import tiny
 from outrider import LLM, Draft, Drafter, register
 from outrider.bench import PLAIN, Bench, Plan, Question, measure, questions, result
 from outrider.estimate import break_even, expected_tokens, interval, quantile
@@ -20,6 +19,8 @@ from outrider.prompts import bundled
 from outrider.report import html
 from outrider.speeds import ALL, Answer, Pair, Row, Setup, as_json, knee, row, speedup
 from outrider.types import Sequence, Stats
+
+import tiny
 
 ROW = {"drafter", "category", "tokens", "seconds", "tok_s", "plain_tok_s", "speedup", "tau", "alpha"} | {
     "k", "alpha_by_position", "ci_low", "ci_high"

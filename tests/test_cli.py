@@ -17,11 +17,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import tiny
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli import app
 from outrider.trace import read, recorded, replay
 from outrider.types import Sequence
+
+import tiny
 
 PROGRAM = [sys.executable, "-c", "from outrider.cli import main; main()"]
 PROMISED = {

@@ -82,7 +82,7 @@ class World:
         step: Any = SimpleNamespace(
             turns=turns,
             draft=drafted,
-            rows=SimpleNamespace(tokens=SimpleNamespace(shape=(rows,))),
+            rows=SimpleNamespace(count=rows),
             verdicts=verdicts,
             clock=clock,
         )
@@ -248,7 +248,7 @@ def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
-            turns=turns, draft=drafted, rows=SimpleNamespace(tokens=SimpleNamespace(shape=(rows,))),
+            turns=turns, draft=drafted, rows=SimpleNamespace(count=rows),
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)

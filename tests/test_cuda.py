@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import DEVICE, GPU, HALF
 from outrider.cuda import attention, products, small
 from outrider.cuda.attention import Blocks, Scratch
 from outrider.cuda.products import Parts, Tiling
+
+from kernels import DEVICE, GPU, HALF
 
 DTYPES = [HALF, torch.float32]
 CLOSE = {HALF: 1.2e-2, torch.float32: 1e-5}
@@ -45,6 +46,26 @@ def test_a_gated_product(dtype: torch.dtype) -> None:
     both = x.double().cpu() @ w.double().cpu().T
     exact = torch.nn.functional.silu(both[:, :70]) * both[:, 70:]
     assert error(products.gated_product(x, w, Tiling(64, 1)), exact) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_that_is_computed_on_the_way(dtype: torch.dtype) -> None:
+    parts, w = normal(3, 5, 2 * 128), normal(70, 128, dtype=dtype) / 11
+    both = parts.double().cpu().sum(0)
+    exact = (torch.nn.functional.silu(both[:, :128]) * both[:, 128:]) @ w.double().cpu().T
+    assert error(products.product(products.Gate(parts, dtype), w, Tiling(64, 2)).sum(0), exact) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_product_finds_its_own_way_through_a_gate(narrow: bool) -> None:
+    wide = 64 if narrow else 64 * products.processors(DEVICE)
+    up, down = normal(2 * wide, 128, dtype=HALF) / 11, normal(64, wide, dtype=HALF) / wide**0.5
+    x = normal(3, 128, dtype=HALF)
+    both = x.double().cpu() @ up.double().cpu().T
+    exact = (torch.nn.functional.silu(both[:, :wide]) * both[:, wide:]) @ down.double().cpu().T
+    gate = products.Product(up).gated(x)
+    assert isinstance(gate, products.Gate) == narrow
+    assert error(products.Product(down)(gate).total(), exact) < CLOSE[HALF]
 
 
 def test_weights_in_eight_bits() -> None:

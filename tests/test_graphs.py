@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels import DEVICE, GPU
 
 from outrider.cache import Cache
 from outrider.control import Fixed
@@ -19,6 +18,8 @@ from outrider.models.transformer import Transformer
 from outrider.runners.graphs import Desk, Graphs
 from outrider.scheduler import Scheduler
 from outrider.types import SamplingParams, Sequence
+
+from kernels import DEVICE, GPU
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 12 if GPU else 4  # the interpreter takes milliseconds for every program of every kernel

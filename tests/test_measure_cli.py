@@ -11,7 +11,6 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import tiny
 from outrider import LLM, ConfigError, OutriderError
 from outrider.bench import Plan, Question
 from outrider.cli import app
@@ -22,6 +21,8 @@ from outrider.show_measure import winner
 from outrider.skipsearch import Skip
 from outrider.speeds import Setup
 from outrider.tune import FINALISTS, Outcome, Tuner, _halvings, candidates, clearly_faster, profile_of, skip_from
+
+import tiny
 
 ROW = {"drafter", "category", "tokens", "seconds", "tok_s", "plain_tok_s", "speedup", "tau", "alpha"}
 QUICK = ("--limit", 2, "--tokens", 8)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence as Listing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -139,6 +140,10 @@ class Cache:
             accepted = set(path)
             row.spare = [slot for node, slot in enumerate(row.spare) if node not in accepted]
             self._write_table(row, start)
+
+    def next_free(self, n: int) -> list[int]:
+        """The slots that would be taken next, first to last; fewer when somebody would have to give some up."""
+        return self._free[: -n - 1 : -1]
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
         """A row for `child` that shares its common prefix with `parent`; returns how many tokens that is."""
@@ -312,25 +317,42 @@ class Packing:
         self.tails.append(tail)
 
     def rows(self) -> Rows:
-        depth = max(map(len, self.tails), default=0)
-        ancestors = None
-        if depth:
-            padded = [tail + [-1] * (depth - len(tail)) for tail in self.tails]
-            ancestors = torch.tensor(padded, dtype=torch.int32)  # [T, D]
-        tokens, positions, slots = torch.tensor((self.tokens, self.positions, self.slots), dtype=torch.long)
-        lines, context = torch.tensor((self.lines, self.context), dtype=torch.int32)
-        want = torch.tensor(self.want, dtype=torch.long)
-        return Rows(
-            tokens,
-            positions,
-            slots,
-            lines,
-            context,
-            self.cache.table,
-            ancestors,
-            want,
-            [self.owners[i] for i in self.want],
-        )
+        return Planned(self)
+
+
+class Planned(Rows):
+    """Rows whose tensors are made when somebody asks for one: a device that takes lists never does."""
+
+    def __init__(self, packing: Packing) -> None:
+        given = {"packing": packing, "speakers": [packing.owners[i] for i in packing.want], "blocks": None}
+        self.__dict__.update(given)  # the rest is missing, and so found by __getattr__
+
+    @property
+    def count(self) -> int:
+        return len(self.packing.tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Rows.__dataclass_fields__:
+            raise AttributeError(name)
+        self.__dict__.update(self._tensors())
+        return self.__dict__[name]
+
+    def _tensors(self) -> dict[str, Any]:
+        p = self.packing
+        depth = max(map(len, p.tails), default=0)
+        padded = [tail + [-1] * (depth - len(tail)) for tail in p.tails] if depth else None
+        tokens, positions, slots = torch.tensor((p.tokens, p.positions, p.slots), dtype=torch.long)
+        lines, context = torch.tensor((p.lines, p.context), dtype=torch.int32)
+        return {
+            "tokens": tokens,
+            "positions": positions,
+            "slots": slots,
+            "lines": lines,
+            "context": context,
+            "table": p.cache.table,
+            "ancestors": None if padded is None else torch.tensor(padded, dtype=torch.int32),  # [T, D]
+            "want": torch.tensor(p.want, dtype=torch.long),
+        }
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -248,7 +248,7 @@ class Adaptive:
     # ------------------------------------------------------------ afterwards
 
     def observe(self, step: Step) -> None:
-        rows, decoded = step.rows.tokens.shape[0], [v for v in step.verdicts if v is not None]
+        rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
         if any(turn.budget for turn in step.turns):
             self._learn_price(step)
         elif self.draft_most is not None:

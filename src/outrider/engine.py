@@ -34,7 +34,9 @@ class Pending(Protocol):
 class Runner(Protocol):
     plane: Plane
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending: ...
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+        """Start a pass. `overlapped`: somebody works meanwhile; `steady`: one token each, and no end of it in sight."""
+        ...
 
 
 class Listener(Protocol):
@@ -83,7 +85,8 @@ class Engine:
             draft, failure = self._draft(turns)
         with clock.time("verify"):
             rows, first = self.cache.plan(turns, draft, self.target.plane)
-            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps)
+            steady = not any(turn.budget for turn in turns)
+            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, steady)
             with clock.time("overlap"):
                 self._ask("overlap", [t.seq for t in turns], draft)
             output = pending.wait()
@@ -207,7 +210,7 @@ def _read(draft: Draft, rows: Rows, first: list[int], output: Output) -> Draft:
     """The draft with the tokens that the pass has told us: a tree's rows follow its root's."""
     if output.tokens is None:
         return draft
-    want, trees = rows.want.tolist(), []
+    want, trees = rows.packing.want, []
     for tree, at in zip(draft.trees, first, strict=True):
         start = want[at] + 1 if tree.tokens else 0
         trees.append(tree._replace(tokens=output.tokens[start : start + len(tree.tokens)]))

@@ -25,29 +25,46 @@ class Piece:
 
 @dataclass
 class Reader:
-    """Hears each emitted token once, in order; says True when the text ends with it."""
+    """Hears each emitted token once, in order; says True when the text ends with it.
+
+    Without stop strings nobody needs the text before somebody asks for it, and a device should not wait for it.
+    """
 
     stream: Any  # the tokenizer's incremental decoder: push(ids) -> text, flush() -> text
     params: SamplingParams
     ends: frozenset[int]
-    texts: list[str] = field(default_factory=list)  # one per token
+    heard: list[int] = field(default_factory=list)  # and not yet decoded
+    decoded: list[str] = field(default_factory=list)  # one per token
     held: str = ""  # text that may begin a stop string
     stopped: bool = False
 
     def __call__(self, token: int) -> bool:
-        self.held += "" if token in self.ends else self.stream.push([token])
-        if len(self.texts) + 1 > self.params.min_tokens:
-            self.stopped = self._cut_at_stop()
-        released = "" if self.stopped else self.held[len(self.held) - self._may_begin_stop() :]
-        self.texts.append(self.held[: len(self.held) - len(released)])
-        self.held = released
+        self.heard.append(token)
+        if self.params.stop:
+            self._decode()
         return self.stopped
+
+    @property
+    def texts(self) -> list[str]:
+        """What each token released."""
+        self._decode()
+        return self.decoded
 
     def finish(self) -> None:
         """The text has ended for another reason: nothing needs to be held back any more."""
         if self.texts and not self.stopped:
             self.texts[-1] += self.held + self.stream.flush()
         self.held = ""
+
+    def _decode(self) -> None:
+        for token in self.heard:
+            self.held += "" if token in self.ends else self.stream.push([token])
+            if len(self.decoded) + 1 > self.params.min_tokens:
+                self.stopped = self._cut_at_stop()
+            released = "" if self.stopped else self.held[len(self.held) - self._may_begin_stop() :]
+            self.decoded.append(self.held[: len(self.held) - len(released)])
+            self.held = released
+        self.heard = []
 
     def _cut_at_stop(self) -> bool:
         places = [at for at in map(self.held.find, self.params.stop) if at >= 0]

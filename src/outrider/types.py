@@ -140,9 +140,9 @@ def chain(
 class Draft:
     """A packed forest: one tree for each sequence of the step.
 
-    A draft may be *unread*: its shape is known, but its tokens are still on the device that chose them, and reading them
-    would keep it waiting. A negative token stands for such a one: -1 - i is unread[i]. The pass that verifies them reads
-    them where they are and tells them afterwards.
+    A draft may be *unread*: its shape is known, but its tokens are still on the device that chose them, and reading
+    them would keep it waiting. A negative token stands for such a one: -1 - i is unread[i]. The pass that verifies
+    them reads them where they are and tells them afterwards.
     """
 
     trees: tuple[Tree, ...]  # [B]
@@ -201,6 +201,12 @@ class Rows:
     want: Tensor  # [R] rows whose logits are needed
     speakers: Listing[Sequence] = ()  # [R] the sequence that each of those belongs to
     blocks: Any = None  # how the rows are grouped for kernels that want to know; made by whoever runs them
+    packing: Any = None  # the same as lists, where there are any
+
+    @property
+    def count(self) -> int:
+        """T"""
+        return self.tokens.shape[0]
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ def _look(
     highs,  # [R, blocks] float32, out
     mass,  # [R, blocks] float32, out
     vocabulary,
-    FILTERED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One block of one row: its best noised score, who has it, and what it adds to the softmax."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -218,7 +218,7 @@ def _join(
     highest,  # [R] float32, out
     confidence,  # [R] float32, out
     blocks,
-    WIDTH: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
 ):
     """One row from its blocks, always reduced in the same order: WIDTH hangs on the vocabulary alone."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)

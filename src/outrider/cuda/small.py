@@ -136,7 +136,7 @@ def _begin(tokens, drafted, known, place, slot, table, rows, places, BLOCK: tl.c
 
 
 def begin(tokens: Tensor, drafted: Tensor, place: Tensor, slot: Tensor, table: Tensor) -> Tensor:
-    """What runs: tokens [T] int64 with -1 - i replaced by drafted[i]. table.flat[place[j]] = slot[j] where place >= 0."""
+    """tokens [T] int64 with -1 - i replaced by drafted[i]. And table.flat[place[j]] = slot[j] where place[j] >= 0."""
     known = torch.empty_like(tokens)  # [T]
     launch: Any = _begin[(triton.cdiv(max(tokens.shape[0], place.shape[0]), 256),)]
     launch(tokens, drafted, known, place, slot, table, tokens.shape[0], place.shape[0], BLOCK=256)

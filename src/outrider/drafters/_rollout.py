@@ -164,7 +164,7 @@ class Rollout:
         return logits
 
     def _catch_up(self, seq: Sequence, keep: int = CHUNK) -> int:
-        """Feed all but the last `keep` tokens that the plane lacks; returns where the rest begins (not past the end)."""
+        """Feed what the plane lacks, all but the last `keep` tokens; returns where the rest begins, before the end."""
         start = min(self.cache.sync(seq, self.plane), len(seq.tokens) - 1)
         while len(seq.tokens) - start > keep:
             packed = Packing(self.cache)

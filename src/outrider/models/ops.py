@@ -2,8 +2,8 @@
 
 The promise: a row's result is the same bits whichever rows share the call and however many threads run it. Native
 kernels (float32 and bfloat16 on a CPU) and those of `cuda` keep it by a fixed order of operations; the torch versions
-(any type, any device, slow) by giving each row to calls whose shapes depend on that row alone. Which of the two runs depends on
-types and devices only, never on the number of rows.
+(any type, any device, slow) by giving each row to calls whose shapes depend on that row alone. Which of them runs
+depends on types and devices only, never on the number of rows.
 
 It knows rows and planes; it does not know layers, weights' names or sequences. Nothing here records gradients.
 """

@@ -36,8 +36,8 @@ class Shape:
 class Chains:
     """Drafts chains with one model over its plane.
 
-    `again` is how many of the last committed tokens each draft begins with: 2 where the plane is the model's own, so that
-    a step that accepted everything needs no special case (the row before the last comes out as the same bits again).
+    `again` is how many of the last committed tokens each draft begins with: 2 where the plane is the model's own, so
+    that a step that accepted everything needs no special case (the row before the last comes out as the same bits).
     """
 
     def __init__(self, graphs: Graphs, part: Part, again: int, source: str) -> None:
@@ -108,13 +108,13 @@ class Recorded:
         a, again, k = self.form.next(), self.chains.again, self.shape.length
         desk = self.chains.graphs.desk
         for name, rest in (("positions", 0), ("slots", desk.padding), ("info", 0)):
-            a[name][:] = rest
+            a[name].fill(rest)
         lengths = [len(seq.tokens) for seq in seqs]
         rows = [desk.cache.rows[seq.id] for seq in seqs]
         filled(a["tokens"], [t for seq in seqs for t in seq.tokens[-again:]], 0)
         filled(a["first_positions"], [n - again + i for n in lengths for i in range(again)], 0)
-        filled(a["first_slots"], [slot for row, n in zip(rows, lengths, strict=True) for slot in row.slots[n - again : n]],
-               desk.padding)  # fmt: skip
+        last = [slot for row, n in zip(rows, lengths, strict=True) for slot in row.slots[n - again : n]]
+        filled(a["first_slots"], last, desk.padding)
         a["want"][:] = range(again - 1, again * self.shape.batch, again)
         fill_laws(a | {"position": a["position"][0]}, seqs, lengths)
         for i, (row, n, room) in enumerate(zip(rows, lengths, budget, strict=True)):

@@ -58,7 +58,7 @@ def _views(buffer: Tensor, fields: dict[str, Field], places: dict[str, int]) -> 
 class Mark(Protocol):
     """A moment in the device's stream of work."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -68,7 +68,7 @@ class Mark(Protocol):
 class _Now:
     """The same where work is done at once."""
 
-    def record(self) -> None:
+    def record(self, stream: Any) -> None:
         pass
 
     def synchronize(self) -> None:

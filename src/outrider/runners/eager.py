@@ -29,7 +29,7 @@ class Eager:
         self.model, self.plane = model, plane
         self._worker: ThreadPoolExecutor | None = None
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending:
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
         def run() -> Output:
             output = self.model.forward(rows, self.plane, taps=taps)
             highest, greedy = ops.top(output.logits)

@@ -15,11 +15,10 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import Cache, Plane
+from ..cache import Cache, Packing, Plane
 from ..cuda import attention, choice, small
 from ..cuda.attention import Blocks
 from ..cuda.choice import Laws
@@ -55,7 +54,8 @@ class Desk:
         self.choices_at = batch * DEPTHS[-1]  # in `unread`: drafts first, then the last pass's choices
         self.unread = torch.zeros(self.choices_at + max(LADDER), dtype=I64, device=device)
         self.pool = pool(device)
-        self.phases: list[tuple[str, Any, Any]] = []  # what ran since somebody waited: name, begin, end
+        self.phases: list[tuple[str, Any, Any]] = []  # what was started since the last `taken`: name, begin, end
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
     @property
@@ -80,23 +80,28 @@ class Desk:
         filled(arrays["slot"], list(self.changes.values()), 0)
         self.changes.clear()
 
-    def replay(self, phase: str, recording: Recording, form: Form) -> tuple[Any, Any]:
-        """Send the form and run; returns the result and the moment when it is there."""
+    def replay(self, phase: str, recording: Recording, form: Form) -> Any:
+        """Send the form and run; nobody waits."""
         begin, end = mark(self.device), mark(self.device)
-        begin.record()
+        begin.record(self.stream)
         form.send()
         result = recording.replay()
-        end.record()
+        end.record(self.stream)
         self.phases.append((phase, begin, end))
-        return result, end
+        return result
 
-    def seconds(self) -> dict[str, float]:
-        """What the phases since the last call took on the device; they must be over."""
-        spent: dict[str, float] = {}
-        for phase, begin, end in self.phases:
-            spent[phase] = spent.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
-        self.phases = []
-        return spent if self.device.type == "cuda" else {}
+    def taken(self) -> list[tuple[str, Any, Any]]:
+        """The phases since the last call."""
+        phases, self.phases = self.phases, []
+        return phases
+
+
+def seconds(phases: list[tuple[str, Any, Any]]) -> dict[str, float]:
+    """What these phases took on the device; they must be over."""
+    spent: dict[str, float] = {}
+    for phase, begin, end in phases:
+        spent[phase] = spent.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+    return spent
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Pass:
         fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
         self.form = Form(device, fields)
         self.reply = Form(device, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
-        self.fill(None)
+        self.fill(None, (), ())
         self.form.send()
         self.recording = Recording(self._work, device, graphs.desk.pool)
 
@@ -143,23 +148,19 @@ class Pass:
             desk.unread[desk.choices_at : desk.choices_at + shape.wanted].copy_(choices)
         return output
 
-    def fill(self, rows: Rows | None) -> None:
+    def fill(self, p: Packing | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
         """Write the numbers of these rows (or of none) and padding behind them."""
-        a, empty = self.form.next(), np.empty(0)
-        info, tails = grouped(rows, self.graphs.together) if rows is not None else ([], [])
-        filled(a["tokens"], empty if rows is None else rows.tokens.numpy(), 0)
-        filled(a["positions"], empty if rows is None else rows.positions.numpy(), 0)
-        filled(a["slots"], empty if rows is None else rows.slots.numpy(), self.graphs.desk.padding)
-        filled(a["want"], empty if rows is None else rows.want.numpy(), 0)
-        a["info"][: len(info)] = np.array(info, dtype=np.int32).reshape(len(info), 8)
-        a["info"][len(info) :] = 0
-        for i, tail in enumerate(tails):
+        a, desk = self.form.next(), self.graphs.desk
+        tokens, positions, slots, want = (p.tokens, p.positions, p.slots, p.want) if p else ([], [], [], [])
+        filled(a["tokens"], tokens, 0)
+        filled(a["positions"], positions, 0)
+        filled(a["slots"], slots, desk.padding)
+        filled(a["want"], want, 0)
+        filled(a["info"], [block[:8] for block in blocks], 0) if blocks else a["info"].fill(0)
+        for i, (*_, tail) in enumerate(blocks):
             a["tail"][i, : len(tail)] = tail
-        fill_laws(a, () if rows is None else rows.speakers, 1 + rows.positions[rows.want].numpy() if rows else empty)
-        if rows is None:
-            a["place"][:] = -1
-        else:
-            self.graphs.desk.patch(a)
+        fill_laws(a, speakers, [positions[i] + 1 for i in want])
+        desk.patch(a) if p else a["place"].fill(-1)
 
 
 class Graphs:
@@ -169,64 +170,144 @@ class Graphs:
         self.model, self.plane, self.desk = model, plane, desk
         self.together = attention.rows_per_block(model.config.heads, model.config.kv_heads)
         self.passes: dict[Shape, Pass] = {}
+        self.ahead: Ahead | None = None
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending:
-        return Pending(self, *self._start("verify", rows, WHOLE, taps), rows)
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+        packing: Packing = rows.packing
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead.meant(packing, taps):
+            pending = ahead.pending
+        else:
+            pending = self._start("verify", packing, rows.speakers, WHOLE, taps)
+        if steady:
+            self.ahead = self._go_on(packing, rows.speakers, taps)
+        return pending
 
     def logits(self, rows: Rows, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""
-        _, output, _ = self._start("draft", rows, part, ())
-        logits: Tensor = output.logits[: rows.want.shape[0]]
-        return logits
+        pending = self._start("draft", rows.packing, rows.speakers, part, (), reply=False)
+        return pending.output.logits[: len(rows.packing.want)]
 
     def chains(self, part: Part, again: int, source: str) -> Any:
         from .chains import Chains
 
         return Chains(self, part, again, source)
 
-    def _start(self, phase: str, rows: Rows, part: Part, taps: tuple[int, ...]) -> tuple[Pass, Any, Any]:
-        shape = self._shape(rows, part, taps)
+    def _start(
+        self,
+        phase: str,
+        packing: Packing,
+        speakers: Listing[Sequence],
+        part: Part,
+        taps: tuple[int, ...],
+        reply: bool = True,
+    ) -> Pending:
+        blocks = grouped(packing, self.together)
+        shape = self._shape(packing, speakers, blocks, part, taps)
         step = self.passes.get(shape)
         if step is None:
             step = self.passes[shape] = Pass(self, shape)
-        step.fill(rows)
-        output, end = self.desk.replay(phase, step.recording, step.form)
-        return step, output, end
+        step.fill(packing, speakers, blocks)
+        output = self.desk.replay(phase, step.recording, step.form)
+        return Pending(self, step, output, packing, speakers, reply)
 
-    def _shape(self, rows: Rows, part: Part, taps: tuple[int, ...]) -> Shape:
-        t, r = rows.tokens.shape[0], rows.want.shape[0]
-        part = part if r else replace(part, head=False)
-        blocks, depth = count_blocks(rows, self.together), 0 if rows.ancestors is None else rows.ancestors.shape[1]
+    def _shape(
+        self,
+        p: Packing,
+        speakers: Listing[Sequence],
+        blocks: Listing[Block],
+        part: Part,
+        taps: tuple[int, ...],
+    ) -> Shape:
+        t, r = len(p.tokens), len(p.want)
         size, wanted = rung(t), rung(r) if r else 0
         if r < t and wanted >= size:  # a pass whose wanted rows are as many as its rows takes them all as they are
             size = rung(size + 1)
-        filtered = any(filters(seq) for seq in rows.speakers)
-        deep = next(d for d in DEPTHS if d >= depth)
-        return Shape(size, rung(blocks), size if r == t else wanted, deep, filtered, part, taps)
+        deepest = max((len(block[8]) for block in blocks), default=0)
+        return Shape(
+            size,
+            rung(len(blocks)),
+            size if r == t else wanted,
+            next(depth for depth in DEPTHS if depth >= deepest),
+            any(filters(seq) for seq in speakers),
+            part if r else replace(part, head=False),
+            taps,
+        )
+
+    def _go_on(self, p: Packing, speakers: Listing[Sequence], taps: tuple[int, ...]) -> Ahead | None:
+        """Start the next pass before the host knows this one's choices: one more token for everybody.
+
+        Its tokens are read where they are chosen; its slots are those that the cache would hand out next. If anything
+        turns out otherwise, the pass was in vain: what it wrote lies in slots and table places that nobody has, and
+        whoever gets them writes before reading.
+        """
+        n = len(p.tokens)
+        slots = self.desk.cache.next_free(n)
+        if len(p.want) < n or len(slots) < n or n > max(LADDER):
+            return None
+        if any(adjusts(seq) or seq.room <= 1 or len(seq.tokens) + 1 >= self.desk.cache.length for seq in speakers):
+            return None
+        more = Packing(self.desk.cache)
+        more.tokens = [-1 - self.desk.choices_at - i for i in range(n)]
+        more.positions, more.context = [i + 1 for i in p.positions], [i + 1 for i in p.context]
+        more.slots, more.lines, more.tails, more.want, more.owners = slots, p.lines, [[]] * n, p.want, p.owners
+        places = (line * self.desk.cache.length + at for line, at in zip(p.lines, more.positions, strict=True))
+        self.desk.changes.update(zip(places, slots, strict=True))
+        return Ahead(more, taps, self._start("verify", more, speakers, WHOLE, taps))
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pass that was started on a guess."""
+
+    packing: Packing
+    taps: tuple[int, ...]
+    pending: Pending
+
+    def meant(self, p: Packing, taps: tuple[int, ...]) -> bool:
+        """Whether these rows are the ones that were guessed (their tokens are: the host takes what was chosen)."""
+        mine = self.packing
+        return (
+            p.slots == mine.slots
+            and p.positions == mine.positions
+            and p.lines == mine.lines
+            and p.owners == mine.owners
+            and taps == self.taps
+        )
 
 
 class Pending:
     """A pass under way."""
 
-    def __init__(self, graphs: Graphs, step: Pass, output: Output, end: Any, rows: Rows) -> None:
-        self.graphs, self.step, self.output, self.rows = graphs, step, output, rows
-        self.arrays = step.reply.next()
-        step.reply.receive()
-        self.end = mark(graphs.desk.device)
-        self.end.record()
+    def __init__(
+        self,
+        graphs: Graphs,
+        step: Pass,
+        output: Output,
+        packing: Packing,
+        speakers: Listing[Sequence],
+        reply: bool,
+    ) -> None:
+        self.output, self.packing, self.speakers = output, packing, speakers
+        if reply:
+            desk = graphs.desk
+            self.arrays = step.reply.next()
+            step.reply.receive()
+            self.end = mark(desk.device)
+            self.end.record(desk.stream)
+            self.phases = desk.taken()
 
     def wait(self) -> Output:
         self.end.synchronize()
-        t, r = self.rows.tokens.shape[0], self.rows.want.shape[0]
-        unread = bool((self.rows.tokens < 0).any())
+        t, r = len(self.packing.tokens), len(self.packing.want)
         choices = self.arrays["choices"][:r].tolist()
         return Output(
             self.output.logits[:r],
             {layer: hidden[:t] for layer, hidden in self.output.hidden.items()},
             self.arrays["highest"][:r].tolist(),
-            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.rows.speakers, strict=True)],
-            self.arrays["tokens"][:t].tolist() if unread else None,
-            self.graphs.desk.seconds(),
+            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.speakers, strict=True)],
+            self.arrays["tokens"][:t].tolist() if min(self.packing.tokens) < 0 else None,
+            seconds(self.phases),
         )
 
 
@@ -247,40 +328,29 @@ def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: An
         filled(arrays[name], [getattr(seq.params, name) for seq in speakers], off)
 
 
-def segments(rows: Rows) -> list[tuple[int, int]]:
-    """Where each sequence's rows begin and end."""
-    lines = rows.lines.numpy()
-    if not len(lines):
-        return []
-    cuts = [0, *(np.flatnonzero(lines[1:] != lines[:-1]) + 1).tolist(), len(lines)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+Block = tuple[int, int, int, int, int, int, int, int, Listing[int]]  # `attention.Blocks.info`, then the tail
 
 
-def count_blocks(rows: Rows, together: int) -> int:
-    return sum(len(starts) for starts in _starts(rows, together))
+def grouped(p: Packing, together: int) -> list[Block]:
+    """Rows that one block of threads takes together.
 
-
-def grouped(rows: Rows, together: int) -> tuple[list[list[int]], list[Any]]:
-    """Blocks of rows (see `attention.Blocks`) and their tails."""
-    lines, contexts, positions = rows.lines.tolist(), rows.context.tolist(), rows.positions.tolist()
-    info, tails = [], []
-    for starts, (_, stop) in zip(_starts(rows, together), segments(rows), strict=True):
-        for start, end in zip(starts, [*starts[1:], stop], strict=True):
-            info.append([start, end - start, lines[start], contexts[end - 1], positions[start] + 1, 0, 0, 0])
-            tails.append(() if rows.ancestors is None else rows.ancestors[end - 1].numpy())
-    return info, tails
-
-
-def _starts(rows: Rows, together: int) -> list[list[int]]:
-    """The first row of each block, for each sequence.
-
-    While positions rise by one from row to row, everyone sees what the last one sees, up to themselves: a prompt, a
-    chain, the trunk of a tree. The other rows of a tree see lists of their own and are blocks of one.
+    A row joins the one before it if it sees what that one sees, and itself: a prompt, a chain, the trunk of a tree.
     """
-    rises = np.diff(rows.positions.numpy()) == 1  # [T-1]
-    found = []
-    for start, stop in segments(rows):
-        falls = np.flatnonzero(~rises[start : stop - 1])
-        trunk = start + int(falls[0]) + 1 if len(falls) else stop
-        found.append([*range(start, trunk, together), *range(trunk, stop)])
-    return found
+    blocks: list[Block] = []
+    start, count = 0, len(p.tokens)
+    while start < count:
+        stop, limit = start + 1, min(start + together, count)
+        while stop < limit and _follows(p, stop):
+            stop += 1
+        line, base, keys = p.lines[start], p.context[stop - 1], p.positions[start] + 1
+        blocks.append((start, stop - start, line, base, keys, 0, 0, 0, p.tails[stop - 1]))
+        start = stop
+    return blocks
+
+
+def _follows(p: Packing, row: int) -> bool:
+    """Whether a row sees exactly what the row before it sees, and itself."""
+    tail = p.tails[row]
+    return p.lines[row] == p.lines[row - 1] and (
+        tail[:-1] == p.tails[row - 1] if tail else p.positions[row] == p.positions[row - 1] + 1
+    )
