@@ -48,24 +48,12 @@ def test_a_gated_product(dtype: torch.dtype) -> None:
     assert error(products.gated_product(x, w, Tiling(64, 1)), exact) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_that_is_computed_on_the_way(dtype: torch.dtype) -> None:
-    parts, w = normal(3, 5, 2 * 128), normal(70, 128, dtype=dtype) / 11
-    both = parts.double().cpu().sum(0)
-    exact = (torch.nn.functional.silu(both[:, :128]) * both[:, 128:]) @ w.double().cpu().T
-    assert error(products.product(products.Gate(parts, dtype), w, Tiling(64, 2)).sum(0), exact) < CLOSE[dtype]
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_a_product_finds_its_own_way_through_a_gate(narrow: bool) -> None:
-    wide = 64 if narrow else 64 * products.processors(DEVICE)
-    up, down = normal(2 * wide, 128, dtype=HALF) / 11, normal(64, wide, dtype=HALF) / wide**0.5
-    x = normal(3, 128, dtype=HALF)
-    both = x.double().cpu() @ up.double().cpu().T
-    exact = (torch.nn.functional.silu(both[:, :wide]) * both[:, wide:]) @ down.double().cpu().T
-    gate = products.Product(up).gated(x)
-    assert isinstance(gate, products.Gate) == narrow
-    assert error(products.Product(down)(gate).total(), exact) < CLOSE[HALF]
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_finds_its_way_through_a_gate(biased: bool) -> None:
+    up, bias, x = normal(2 * 70, 128, dtype=HALF) / 11, normal(2 * 70, dtype=HALF), normal(3, 128, dtype=HALF)
+    both = x.double().cpu() @ up.double().cpu().T + (bias.double().cpu() if biased else 0)
+    exact = torch.nn.functional.silu(both[:, :70]) * both[:, 70:]
+    assert error(products.Product(up, bias if biased else None).gated(x), exact) < CLOSE[HALF]
 
 
 def test_weights_in_eight_bits() -> None:

@@ -12,12 +12,13 @@ from itertools import accumulate
 from operator import add
 from typing import Protocol
 
-from .costs import Costs as Costs, Experience
+from .costs import Asking, Costs as Costs, Experience
 from .types import Draft, Step, Tree, Turn, Verdict
 
 
 class Controller(Protocol):
     why: str  # the reason for the last step's draft, in words
+    steady: bool  # nothing will be drafted in the next step either, as far as can be told
 
     def budget(self, turns: list[Turn]) -> list[Turn]: ...
 
@@ -31,6 +32,7 @@ class Fixed:
 
     def __init__(self, k: int) -> None:
         self.k = k
+        self.steady = k == 0
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
@@ -114,6 +116,8 @@ class Adaptive:
         self.draft_call = 0.0
         self.draft_most: float | None = None  # a call for k_max nodes
         self.paid = False  # is the drafter's price worth thinking about in this step?
+        self.asking = Asking()
+        self.steady = False
         self.quiet = 0  # steps since anybody was probed
         self.probed: set[int] = set()  # sequences, in this step
         self.idle: dict[int, int] = defaultdict(int)
@@ -123,7 +127,7 @@ class Adaptive:
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
         self.quiet += 1
-        self.probed, self.paid, self.why = set(), False, self._nothing
+        self.probed, self.paid, self.why, self.steady = set(), False, self._nothing, False
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
         asked = self._ask_for(turns, able) if able else {}
         return [turn.allow(room_for(turn, asked.get(turn.seq.id, 0))) for turn in turns]
@@ -134,7 +138,7 @@ class Adaptive:
             return dict.fromkeys(able, self.FIRST)
         call = self.draft_call if self.draft_most is None else self.draft_most
         if call <= self.CHEAP * self.costs(len(turns), len(turns)):
-            return dict.fromkeys(able, self.k_max)
+            return self._ask_freely(turns, able)
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
         able = sorted(able, key=lambda name: -sum(hopes[name]))
@@ -143,9 +147,23 @@ class Adaptive:
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper)
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
+            self.steady = True  # but for a probe now and then
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
             self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
+
+    def _ask_freely(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
+        if any(turn.feed > 1 for turn in turns):
+            self.asking.wake()
+        if self.asking.pays(len(turns), self._speed(len(turns))):
+            return dict.fromkeys(able, self.k_max)
+        self.steady = self.asking.rest > 0
+        self.why = f"{self.name} has had little to say of late and rests: plain decoding is faster than asking it"
+        return {}
+
+    def _speed(self, batch: int) -> float:
+        """Tokens per second of late."""
+        return self.lead * batch / self.costs(batch, batch)
 
     def _best_shape(self, now: Pass, hopes: list[list[float]], deeper: float) -> tuple[int, int]:
         """How many sequences (the most promising come first) and how many nodes each bring most; (0, 0): plain.
@@ -255,10 +273,21 @@ class Adaptive:
             self.draft_most *= self.FORGET
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             self.costs.refine(rows, step.clock["verify"], len(decoded))
+            self._learn_asking(step, decoded)
             self._learn_lead(decoded, sum(step.clock[phase] for phase in ("draft", "verify", "judge")))
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 self._learn(turn, tree, verdict.path, verdict.fates)
+
+    def _learn_asking(self, step: Step, decoded: list[Verdict]) -> None:
+        """Only a device with a clock of its own hides what the host does; elsewhere asking takes what it takes."""
+        if "host" not in step.clock or self.paid:
+            return
+        batch, asked = len(decoded), any(turn.budget for turn in step.turns)
+        speed, drafted = self._speed(batch), step.rows.count - batch
+        rows = speed * (self.costs(batch + drafted, batch) - self.costs(batch, batch)) if drafted else 0.0
+        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - rows
+        self.asking.learn(batch, asked, step.clock["host"], gain, speed)
 
     def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
         """Against plain decoding of the same batch, so that it still means something when the batch has changed."""

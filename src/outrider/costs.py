@@ -200,3 +200,51 @@ class Experience:
         self.depths += [Rate() for _ in range(reached - len(self.depths))]
         for depth, rate in enumerate(self.depths[:reached]):
             rate.add(depth < accepted)
+
+
+class Asking:
+    """Whether a drafter that costs the device nothing is worth the host's time.
+
+    While nobody is asked, a device that has a clock of its own starts the next pass before the host has read the last
+    one, and the host's work is hidden. Asking for a draft puts it back between the passes. What that takes and what
+    asking has brought of late are learnt; where it does not pay, it is left for a while, and for longer and longer.
+    """
+
+    FADE = 0.9
+    SHORTEST, LONGEST = 4, 64  # steps of a rest
+
+    def __init__(self) -> None:
+        self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, asked) -> seconds that nothing hid
+        self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
+        self.trials = 0  # asked steps since the last rest, or since somebody new came
+        self.rest, self.nap = 0, self.SHORTEST
+
+    def pays(self, batch: int, speed: float) -> bool:
+        """Ask this time? `speed` is in tokens per second."""
+        if self.rest > 0:
+            self.rest -= 1
+            return False
+        return True
+
+    def learn(self, batch: int, asked: bool, host: float, gain: float, speed: float) -> None:
+        """What a step cost the host beside the device's work, and the tokens it brought beyond one for each."""
+        key = (batch.bit_length(), asked)
+        known = self.host.get(key, host)
+        self.host[key] = known + (1 - self.FADE) * (min(host, 3 * known) - known)
+        if not asked:
+            return
+        self.trials += 1
+        self.gain = self.FADE * self.gain + (1 - self.FADE) * gain
+        if gain > 0:
+            self.nap = self.SHORTEST
+        if self.trials >= (12 if self.nap == self.SHORTEST else 3) and self.gain < speed * self.price(batch):
+            self.rest, self.nap, self.trials = self.nap, min(2 * self.nap, self.LONGEST), 0
+
+    def price(self, batch: int) -> float:
+        """Seconds that asking takes, beyond what a step takes the host anyway."""
+        size = batch.bit_length()
+        return max(self.host.get((size, True), 0.0) - self.host.get((size, False), 0.0), 0.0)
+
+    def wake(self) -> None:
+        """Somebody new came: whatever was learnt about silence may not hold for them."""
+        self.rest, self.nap, self.trials = 0, self.SHORTEST, 0

@@ -85,12 +85,11 @@ class Engine:
             draft, failure = self._draft(turns)
         with clock.time("verify"):
             rows, first = self.cache.plan(turns, draft, self.target.plane)
-            steady = not any(turn.budget for turn in turns)
-            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, steady)
+            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, self.controller.steady)
             with clock.time("overlap"):
                 self._ask("overlap", [t.seq for t in turns], draft)
             output = pending.wait()
-        clock.seconds |= output.seconds
+        clock.adjust(output.seconds)
         draft = _read(draft, rows, first, output)
         with clock.time("judge"):
             coins = [Dice(turn.seq) for turn in turns]
@@ -174,17 +173,28 @@ class Engine:
             self.last_failure = f"{verb}: {type(error).__name__}: {error}"
 
 
+_PAUSE = 0.002  # seconds between two steps that are longer than this were somebody else's
+
+
 class Clock:
     """Seconds of each phase of a step, and when each began since the engine was made."""
 
     def __init__(self) -> None:
-        self.zero = time.perf_counter()
+        self.zero = self.begin = self.told = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.starts: dict[str, float] = {}
 
     def start(self) -> Clock:
-        self.seconds, self.starts = {}, {}
+        self.seconds, self.starts, self.begin = {}, {}, time.perf_counter()
         return self
+
+    def adjust(self, device: dict[str, float]) -> None:
+        """A device has told what phases really took; what lies between them since its last word is the host's."""
+        if device:
+            now, since = time.perf_counter(), max(self.told, self.begin - _PAUSE)
+            self.seconds |= device
+            self.seconds["host"], self.starts["host"] = max(now - since - sum(device.values()), 0.0), since - self.zero
+            self.told = now
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:

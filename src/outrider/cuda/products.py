@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,31 +54,11 @@ class Tiling:
     step: int = STEP
 
 
-@dataclass(frozen=True)
-class Gate:
-    """silu(gate) * up that nobody has computed yet: the product that reads it does so on the way."""
-
-    parts: Tensor  # [S, T, 2 in] float32: the gate, then what it lets through
-    dtype: torch.dtype  # of the result
-
-
-@triton.jit
-def _gated(x, rows, ins, r, i, ok, PARTS: tl.constexpr):
-    """silu(gate) * up at rows r [ROWS] and inputs i [STEP], from unsummed parts: [STEP, ROWS]."""
-    at = x + r[None, :] * (2 * ins) + i[:, None]
-    gate, up = tl.load(at, mask=ok, other=0.0), tl.load(at + ins, mask=ok, other=0.0)
-    for _ in tl.static_range(1, PARTS):
-        at += rows.to(tl.int64) * (2 * ins)
-        gate += tl.load(at, mask=ok, other=0.0)
-        up += tl.load(at + ins, mask=ok, other=0.0)
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of them
 def _product(
     x, w, scale, out, rows, outs, ins, split,
-    OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit."""
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
@@ -94,15 +75,12 @@ def _product(
         if not EVEN:
             left = (start + at + i) < ins
             w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        if PARTS > 0:
-            columns = _gated(x, rows, ins, r, start + at + i, x_ok, PARTS).to(KIND)
-        else:
-            columns = tl.load(x_at + at, mask=x_ok, other=0.0)
+        columns = tl.load(x_at + at, mask=x_ok, other=0.0)
         block = tl.load(w_at + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(block.to(KIND), columns, total, input_precision=PRECISION)
+        total = tl.dot(block.to(x.dtype.element_ty), columns, total, input_precision=PRECISION)
         if GATED:
             block = tl.load(w_at + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
-            other = tl.dot(block.to(KIND), columns, other, input_precision=PRECISION)
+            other = tl.dot(block.to(x.dtype.element_ty), columns, other, input_precision=PRECISION)
     if SCALED:
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
         if GATED:
@@ -113,10 +91,10 @@ def _product(
     tl.store(place, total.to(out.dtype.element_ty), mask=o_in & r_in)
 
 
-def product(x: Tensor | Gate, w: Tensor, tiling: Tiling, scale: Tensor | None = None) -> Tensor:
+def product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None) -> Tensor:
     """Parts of x wᵀ: x [T, in] bfloat16 (or float32), w [out, in] of the same type or int8 -> [S, T, out] float32."""
-    rows, outs = x.parts.shape[1] if isinstance(x, Gate) else x.shape[0], w.shape[0]
-    out = torch.empty((tiling.splits, rows, outs), dtype=torch.float32, device=w.device)
+    rows, outs = x.shape[0], w.shape[0]
+    out = torch.empty((tiling.splits, rows, outs), dtype=torch.float32, device=x.device)
     _launch(x, w, scale, out, outs, tiling, gated=False)
     return out
 
@@ -128,22 +106,15 @@ def gated_product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = N
     return out
 
 
-_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def _launch(
-    x: Tensor | Gate, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, tiling: Tiling, gated: bool
-) -> None:
-    rows, ins = out.shape[-2], w.shape[1]
+def _launch(x: Tensor, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, tiling: Tiling, gated: bool) -> None:
+    rows, ins = x.shape
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
     grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
-    source = x.parts if isinstance(x, Gate) else x
     _product[grid](
-        source, w, scale if scale is not None else source, out, rows, outs, ins, split,
-        OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step, EVEN=split * tiling.splits == ins,
-        PARTS=x.parts.shape[0] if isinstance(x, Gate) else 0, GATED=gated, SCALED=scale is not None,
-        KIND=_KINDS[x.dtype], PRECISION="ieee",
+        x, w, x if scale is None else scale, out, rows, outs, ins, split,
+        OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
+        EVEN=split * tiling.splits == ins, GATED=gated, SCALED=scale is not None, PRECISION="ieee",
         num_warps=tiling.warps, num_stages=tiling.stages if tile < 128 else 3,
     )  # fmt: skip
 
@@ -163,19 +134,15 @@ class Product:
             self.weight = torch.round(weight.float() / self.scale[:, None]).to(torch.int8)
         self.tiling = tiling(self.out_features, self.in_features, processors(weight.device))
 
-    def __call__(self, x: Tensor | Gate) -> Parts:
+    def __call__(self, x: Tensor) -> Parts:
         return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
 
-    def gated(self, x: Tensor) -> Tensor | Gate:
-        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate.
-
-        A wide product finishes it itself; a narrow one would leave most of the processors idle, so it is split like any
-        other, and whoever reads the parts does the rest.
-        """
-        if self.bias is None and 2 * self.tiling.outputs * processors(self.weight.device) <= self.out_features:
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
+        if self.bias is None:
             return gated_product(x, self.weight, replace(self.tiling, splits=1), self.scale)
-        parts = self(x)
-        return Gate(parts.parts if self.bias is None else parts.total()[None], x.dtype)
+        gate, up = self(x).total().chunk(2, dim=1)
+        return (F.silu(gate) * up).to(x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:

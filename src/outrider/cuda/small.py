@@ -48,7 +48,7 @@ def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: 
     launch(
         x, parts, x if bias is None else bias, weight, out, rows, width, eps,
         PARTS=0 if delta is None else delta.parts.shape[0], BIASED=bias is not None, WIDE=wide,
-        num_warps=min(16, max(4, wide // 512)),
+        num_warps=8,
     )  # fmt: skip
     return out
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+from ..cache import Row
 from ..cuda import choice, small
 from ..cuda.attention import Blocks
 from ..cuda.choice import Laws
@@ -21,6 +24,7 @@ from ..types import Draft, Rows, Sequence, Tree
 from .device import Field, Form, Recording, filled
 from .graphs import DEPTHS, I32, I64, LAW, PATCH, Graphs, fill_laws, filters, rung
 
+Ints = npt.NDArray[np.int64]
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
 
@@ -105,7 +109,7 @@ class Recorded:
 
     def fill(self, seqs: list[Sequence], budget: list[int]) -> None:
         """Where each sequence stands; places without a sequence write to the slot that nobody owns."""
-        a, again, k = self.form.next(), self.chains.again, self.shape.length
+        a, again = self.form.next(), self.chains.again
         desk = self.chains.graphs.desk
         for name, rest in (("positions", 0), ("slots", desk.padding), ("info", 0)):
             a[name].fill(rest)
@@ -117,20 +121,28 @@ class Recorded:
         filled(a["first_slots"], last, desk.padding)
         a["want"][:] = range(again - 1, again * self.shape.batch, again)
         fill_laws(a | {"position": a["position"][0]}, seqs, lengths)
-        for i, (row, n, room) in enumerate(zip(rows, lengths, budget, strict=True)):
-            self._place(a, i, row, n, min(room, k))
+        self._place(a, rows, np.array(lengths, dtype=np.int64), np.array(budget, dtype=np.int64))
         if seqs:
             desk.patch(a)
         else:
             a["place"][:] = -1
 
-    def _place(self, a: dict[str, Any], i: int, row: Any, n: int, room: int) -> None:
-        """Sequence i has n tokens; pass j feeds its drafted token j - 1, which lives in spare slot j - 1."""
-        again = self.chains.again
-        a["info"][0, i] = (again * i, again, row.line, n, n - again + 1, 0, 0, 0)
-        a["tail"][i, : len(row.spare)] = row.spare[: DEPTHS[-1]]
-        for j in range(1, self.shape.length):
-            a["position"][j, i] = n + j
-            if j < room:  # what lies beyond the budget is computed in vain, and nowhere
-                a["positions"][j, i], a["slots"][j, i] = n - 1 + j, row.spare[j - 1]
-                a["info"][j, i] = (i, 1, row.line, n, n + j, 0, 0, 0)
+    def _place(self, a: dict[str, Any], rows: list[Row], lengths: Ints, budget: Ints) -> None:
+        """Pass j feeds the token that pass j - 1 drafted, which lives in spare slot j - 1. [B] sequences, [K, B] rows.
+
+        What lies beyond a budget is computed in vain, and nowhere.
+        """
+        b, k, again = len(rows), self.shape.length, self.chains.again
+        for at, row in enumerate(rows):
+            a["tail"][at, : len(row.spare)] = row.spare[: DEPTHS[-1]]
+        j, i = np.arange(k)[:, None], np.arange(b)
+        real = (j >= 1) & (j < budget)  # [K, B]
+        a["position"][:, :b] = lengths + j
+        a["positions"][:, :b] = np.where(real, lengths - 1 + j, 0)
+        spare = a["tail"][:b, : max(k - 1, 1)].T  # [K-1, B]
+        a["slots"][1:, :b] = np.where(real[1:], spare[: k - 1], self.chains.graphs.desk.padding)
+        lines = np.array([row.line for row in rows], dtype=np.int64)
+        columns = (np.where(j == 0, again * i, i), np.where(j == 0, again, real), lines, lengths, lengths + j)
+        for column, values in enumerate(columns):
+            a["info"][:, :b, column] = values
+        a["info"][0, :b, 4] = lengths - again + 1

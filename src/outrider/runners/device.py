@@ -6,7 +6,9 @@ knows bytes, streams and graphs; it knows neither models nor sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Protocol
 
@@ -95,7 +97,7 @@ class Recording:
             work()  # kernels are compiled and libraries wake up outside the capture
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+        with _no_collection(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
             self.result = work()
 
     def replay(self) -> Any:
@@ -103,6 +105,17 @@ class Recording:
             return self._work()
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Another engine's graphs must not be freed in the middle of a capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def pool(device: torch.device) -> Any:
