@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 STEP = 64  # inputs of one step of a sum
-ROW_TILES = (16, 32, 64, 128)
+ROW_TILES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,9 @@ def gated_product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = N
     return out
 
 
+_STAGES = {128: 3, 256: 4}  # of wide tiles, as far as the registers and the shared memory go
+
+
 def _launch(x: Tensor, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, tiling: Tiling, gated: bool) -> None:
     rows, ins = x.shape
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
@@ -115,7 +118,7 @@ def _launch(x: Tensor, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, 
         x, w, x if scale is None else scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, SCALED=scale is not None, PRECISION="ieee",
-        num_warps=tiling.warps, num_stages=tiling.stages if tile < 128 else 3,
+        num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ..models import Part
 from ..sampling import adjusts
 from ..types import Draft, Rows, Sequence, Tree
 from .device import Field, Form, Recording, filled
-from .graphs import DEPTHS, I32, I64, LAW, PATCH, Graphs, fill_laws, filters, rung
+from .graphs import DEPTHS, I32, I64, LAW, PATCH, PATIENCE, Graphs, fill_laws, filters, rung
 
 Ints = npt.NDArray[np.int64]
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -36,6 +36,9 @@ class Shape:
     length: int  # tokens drafted for each sequence
     filtered: bool
 
+    def holds(self, other: Shape) -> bool:
+        return other.batch <= self.batch and other.length <= self.length and other.filtered <= self.filtered
+
 
 class Chains:
     """Drafts chains with one model over its plane.
@@ -47,6 +50,7 @@ class Chains:
     def __init__(self, graphs: Graphs, part: Part, again: int, source: str) -> None:
         self.graphs, self.part, self.again, self.source = graphs, part, again, source
         self.recorded: dict[Shape, Recorded] = {}
+        self.missed: dict[Shape, int] = {}
 
     def suits(self, seqs: list[Sequence]) -> bool:
         """Whether a recorded draft can stand in for one that looks at logits on the host."""
@@ -55,10 +59,8 @@ class Chains:
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         """budget[i] tokens after each sequence, of which the plane holds all but the last `again`."""
         longest = next(n for n in LENGTHS if n >= max(budget))
-        shape = Shape(rung(len(seqs)), longest, any(filters(seq) for seq in seqs))
-        if shape not in self.recorded:
-            self.recorded[shape] = Recorded(self, shape)
-        recorded = self.recorded[shape]
+        recorded = self._recorded(Shape(rung(len(seqs)), longest, any(filters(seq) for seq in seqs)))
+        shape = recorded.shape
         recorded.fill(seqs, budget)
         self.graphs.desk.replay("draft", recorded.recording, recorded.form)
         places = [[j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
@@ -66,6 +68,16 @@ class Chains:
             return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.desk.unread)
         said = self.graphs.desk.unread.tolist()  # another device verifies: it cannot read here
         return Draft.pack(self._tree([said[at] for at in some]) for some in places)
+
+    def _recorded(self, shape: Shape) -> Recorded:
+        """The draft of this shape. Recording takes longer than a draft: a longer one will do for the first times."""
+        if shape not in self.recorded:
+            self.missed[shape] = self.missed.get(shape, 0) + 1
+            larger = [known for known in self.recorded if known.holds(shape)]
+            if larger and self.missed[shape] <= PATIENCE:
+                return self.recorded[min(larger, key=lambda known: (known.length, known.batch))]
+            self.recorded[shape] = Recorded(self, shape)
+        return self.recorded[shape]
 
     def _tree(self, tokens: list[int]) -> Tree:
         return Tree(tokens, list(range(-1, len(tokens) - 1)), source=self.source)

@@ -28,8 +28,10 @@ from ..types import Output, Rows, Sequence
 from .device import Field, Form, Recording, filled, mark, pool
 
 LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
 PATCH = 512  # places of the table that one pass can bring up to date on its way
 DEPTHS = (16, 64)  # of a draft
+PATIENCE = 3  # times that a shape is asked for before it is recorded, if a larger one is there
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 LAW: dict[str, torch.dtype] = {
     "seed": I64, "position": I64, "temperature": F64, "top_k": I64, "top_p": F64, "min_p": F64
@@ -52,7 +54,7 @@ class Desk:
         self.changes: dict[int, int] = {}
         cache.changes.append(self.changes)
         self.choices_at = batch * DEPTHS[-1]  # in `unread`: drafts first, then the last pass's choices
-        self.unread = torch.zeros(self.choices_at + max(LADDER), dtype=I64, device=device)
+        self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
         self.pool = pool(device)
         self.phases: list[tuple[str, Any, Any]] = []  # what was started since the last `taken`: name, begin, end
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -116,6 +118,18 @@ class Shape:
     part: Part
     taps: tuple[int, ...]
 
+    def holds(self, other: Shape) -> bool:
+        """Whether a pass of that shape can be padded to this one, at a bearable price."""
+        same = (self.part, self.taps, self.wanted == self.rows) == (other.part, other.taps, other.wanted == other.rows)
+        return (
+            same
+            and other.rows <= self.rows <= 2 * other.rows + 16
+            and other.blocks <= self.blocks
+            and other.wanted <= self.wanted
+            and other.depth <= self.depth
+            and other.filtered <= self.filtered
+        )
+
 
 class Pass:
     """One recorded pass over a model."""
@@ -145,7 +159,8 @@ class Pass:
             choices, highest, _ = choice.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
             self.reply.device["choices"].copy_(choices)
             self.reply.device["highest"].copy_(highest)
-            desk.unread[desk.choices_at : desk.choices_at + shape.wanted].copy_(choices)
+            if shape.wanted <= MOST_AHEAD:
+                desk.unread[desk.choices_at : desk.choices_at + shape.wanted].copy_(choices)
         return output
 
     def fill(self, p: Packing | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
@@ -170,6 +185,7 @@ class Graphs:
         self.model, self.plane, self.desk = model, plane, desk
         self.together = attention.rows_per_block(model.config.heads, model.config.kv_heads)
         self.passes: dict[Shape, Pass] = {}
+        self.missed: dict[Shape, int] = {}
         self.ahead: Ahead | None = None
 
     def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
@@ -204,12 +220,23 @@ class Graphs:
     ) -> Pending:
         blocks = grouped(packing, self.together)
         shape = self._shape(packing, speakers, blocks, part, taps)
-        step = self.passes.get(shape)
-        if step is None:
-            step = self.passes[shape] = Pass(self, shape)
+        step = self._recorded(shape)
         step.fill(packing, speakers, blocks)
         output = self.desk.replay(phase, step.recording, step.form)
         return Pending(self, step, output, packing, speakers, reply)
+
+    def _recorded(self, shape: Shape) -> Pass:
+        """The pass of this shape. Recording takes longer than a pass: a larger one will do for the first times."""
+        step = self.passes.get(shape)
+        if step is not None:
+            return step
+        self.missed[shape] = self.missed.get(shape, 0) + 1
+        if self.missed[shape] <= PATIENCE:
+            larger = [known for known in self.passes if known.holds(shape)]
+            if larger:
+                return self.passes[min(larger, key=lambda known: (known.rows, known.blocks, known.wanted))]
+        step = self.passes[shape] = Pass(self, shape)
+        return step
 
     def _shape(
         self,
@@ -243,7 +270,7 @@ class Graphs:
         """
         n = len(p.tokens)
         slots = self.desk.cache.next_free(n)
-        if len(p.want) < n or len(slots) < n or n > max(LADDER):
+        if len(p.want) < n or len(slots) < n or n > MOST_AHEAD:
             return None
         if any(adjusts(seq) or seq.room <= 1 or len(seq.tokens) + 1 >= self.desk.cache.length for seq in speakers):
             return None
