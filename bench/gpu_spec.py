@@ -130,7 +130,7 @@ def one_size(lab: Lab, size: int) -> dict[str, Any]:
     names = ["off", *(["model"] if lab.draft is not None else []), "suffix", "auto"]
     engines = {name: lab.using(name, batch=size, tokens=places) for name in names}
     for llm in engines.values():  # graphs are captured for full batches and for those whose members end one by one
-        for tokens in (24, 24):
+        for tokens in (24, lab.options.tokens):
             run(llm, asked, SamplingParams(max_tokens=tokens, ignore_eos=True))
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(lab.options.batch_rounds):

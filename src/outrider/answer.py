@@ -75,6 +75,7 @@ class Run:
             "temperature": seq.params.temperature,
             "model": llm.name,
             "dtype": llm.dtype,
+            "device": llm.device,
         }
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]

@@ -45,6 +45,8 @@ DrafterName = Annotated[
 DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model.")]
 K = Annotated[str | None, typer.Option("--k", help="Drafted tokens per step: a number, or auto (the default).")]
 Dtype = Annotated[str | None, typer.Option(help="auto (the fastest here, the default), int8, bfloat16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="auto (a GPU if there is one, the default), cpu, cuda, cuda:1, …")]
+DraftDevice = Annotated[str | None, typer.Option(help="Where the draft model runs. Default: beside the target.")]
 Profile = Annotated[Path | None, typer.Option(help="What `outrider tune` wrote; options given here win over it.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any drafter.")]
@@ -81,6 +83,8 @@ def generate(
     draft_model: DraftModel = None,
     k: K = None,
     dtype: Dtype = None,
+    device: Device = None,
+    draft_device: DraftDevice = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     max_tokens: MaxTokens = 256,
@@ -97,7 +101,8 @@ def generate(
     """Generate text with speculation on, streaming, and say what it cost."""
     with _sentences(debug):
         prompt = sys.stdin.read() if prompt == "-" else prompt
-        given = arguments(drafter, draft_model, k, dtype, set_) | from_elsewhere(speculative_config, profile)
+        given = arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
+        given |= from_elsewhere(speculative_config, profile)
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
         from .answer import Run, plain_speed
 
@@ -125,6 +130,8 @@ def chat(
     draft_model: DraftModel = None,
     k: K = None,
     dtype: Dtype = None,
+    device: Device = None,
+    draft_device: DraftDevice = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     max_tokens: MaxTokens = 512,
@@ -136,7 +143,8 @@ def chat(
 ) -> None:
     """Talk to the model; the drafter learns from what was said. An empty line or Ctrl-D leaves."""
     with _sentences(debug):
-        given = arguments(drafter, draft_model, k, dtype, set_) | from_elsewhere(speculative_config, profile)
+        given = arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
+        given |= from_elsewhere(speculative_config, profile)
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
         from .answer import Run
 
@@ -155,6 +163,8 @@ def verify(
     model: Model = None,
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Only these; default: all.")] = None,
     dtype: Dtype = None,
+    device: Device = None,
+    draft_device: DraftDevice = None,
     k: K = "5",
     limit: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 20,
     max_tokens: MaxTokens = 64,
@@ -170,7 +180,7 @@ def verify(
         from .lossless import measure
         from .prompts import bundled, from_file
 
-        given = arguments("off", None, k, dtype, set_)
+        given = arguments("off", None, k, dtype, set_, device, draft_device)
         llm = _load(model, given, None)
         texts = [p.text for p in (from_file(prompts) if prompts else bundled())[:limit]]
         ids = [_prompt_ids(llm, text, raw=llm.tokenizer.chat_template is None) for text in texts]
@@ -270,6 +280,7 @@ def _recorder(path: Path | None) -> Iterator[Recorder | None]:
 def _header(llm: LLM, recorder: Recorder | None, ids: list[int], params: SamplingParams) -> None:
     if recorder is not None:
         facts = {"model": llm.name, "dtype": llm.dtype, "drafter": llm.config.drafter_name, "k": llm.config.k}
+        facts |= {"device": llm.device}
         text = llm.tokenizer.decode(ids, skip_special=False)
         recorder.header(**facts, rule=llm.config.rule, temperature=params.temperature, prompt=ids, prompt_text=text)
 

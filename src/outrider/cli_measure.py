@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .cli import Debug, Dtype, Json, Model, Set, _load, _progress, _sentences, app, errors
+from .cli import Debug, Device, DraftDevice, Dtype, Json, Model, Set, _load, _progress, _sentences, app, errors
 from .errors import ConfigError, OutriderError
 from .options import arguments
 
@@ -44,6 +44,8 @@ def bench(
     drafter: Drafters = None,
     k: Ks = None,
     dtype: Dtype = "auto",
+    device: Device = None,
+    draft_device: DraftDevice = None,
     prompts: Prompts = None,
     category: Category = None,
     limit: Limit = 14,
@@ -63,7 +65,7 @@ def bench(
     with _sentences(debug):
         from .bench import Plan, questions
 
-        llm = _target(model, dtype, set_)
+        llm = _target(model, dtype, device, set_, draft_device)
         asked = questions(llm, _pick(prompts, category, limit))
         setups = _setups(llm, drafter, k or ["auto"])
         plan = Plan(tokens, rounds, temperature, seed)
@@ -84,6 +86,7 @@ def bench(
 def doctor(
     model: Model = None,
     dtype: Dtype = "auto",
+    device: Device = None,
     limit: Limit = 7,
     tokens: Tokens = 64,
     as_json: Json = False,
@@ -97,7 +100,7 @@ def doctor(
         from .bench import Plan, questions
         from .doctor import KS, advise, examine
 
-        llm = _target(model, dtype, None)
+        llm = _target(model, dtype, device)
         with _progress() as progress:
             facts = examine(llm, questions(llm, _pick(None, None, limit)), Plan(tokens, rounds=1), progress)
         findings = advise(facts)
@@ -121,6 +124,7 @@ def cost(
     drafter: Drafters = None,
     k: Ks = None,
     dtype: Dtype = "auto",
+    device: Device = None,
     limit: Limit = 7,
     tokens: Tokens = 64,
     as_json: Json = False,
@@ -139,7 +143,7 @@ def cost(
         if from_ is not None:
             rows = rows_from(from_)
         else:
-            llm = _target(model, dtype, None)
+            llm = _target(model, dtype, device)
             setups, asked = _setups(llm, drafter, k or ["auto"]), questions(llm, _pick(None, None, limit))
             rows = _measured(llm, asked, setups, Plan(tokens, rounds=1), False)["rows"]
         found = bills(rows, price_per_hour)
@@ -155,6 +159,8 @@ def tune(
     model: Model = None,
     drafter: Drafters = None,
     dtype: Dtype = "auto",
+    device: Device = None,
+    draft_device: DraftDevice = None,
     prompts: Prompts = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the profile goes.")] = Path("profile.json"),
     budget_minutes: Annotated[float, typer.Option(help="Stop after about this long.")] = 5.0,
@@ -175,7 +181,7 @@ def tune(
 
         _insist_on_folder(out)
         start = skip_from(read_profile(out)) if resume else None
-        llm = _target(model, dtype, set_)
+        llm = _target(model, dtype, device, set_, draft_device)
         setups = candidates(llm, _names(llm, drafter, worth_trying=True))
         tuner = Tuner(llm, questions(llm, _pick(prompts, None, limit)), Plan(tokens, rounds), 60 * budget_minutes)
         with _progress() as progress:
@@ -196,12 +202,18 @@ def tune(
 # ---------------------------------------------------------------- what the commands share
 
 
-def _target(model: str | None, dtype: str | None, set_: list[str] | None) -> LLM:
+def _target(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    set_: list[str] | None = None,
+    draft_device: str | None = None,
+) -> LLM:
     """The target with the default drafter; --set's pairs are kept for whichever drafter is measured."""
     from .config import Config
 
     default = str(Config().drafter)
-    return _load(model, arguments(default, None, "auto", dtype, set_), None)
+    return _load(model, arguments(default, None, "auto", dtype, set_, device, draft_device), None)
 
 
 def _pick(path: Path | None, categories: list[str] | None, limit: int) -> list[Prompt]:
@@ -265,7 +277,9 @@ def _profile(llm: LLM, outcome: Any) -> dict[str, Any]:
     from .speeds import plain
     from .tune import profile_of
 
-    facts = {"model": llm.name, "dtype": llm.dtype, "machine": environment()["machine"], "cpu": environment()["cpu"]}
+    here = environment()
+    facts = {"model": llm.name, "dtype": llm.dtype, "device": llm.device, "gpus": here["gpus"]}
+    facts |= {"machine": here["machine"], "cpu": here["cpu"]}
     chosen = profile_of(outcome)
     return facts | chosen | {"options": plain(chosen["options"]), "seconds": outcome.seconds}
 

@@ -25,6 +25,7 @@ from .speeds import ALL, Row
 KS = (1, 4, 8)
 GOOD, HINT, WRONG = "good", "hint", "wrong"
 _APART = 0.3  # costs by rows that differ more than this were not measured under like conditions
+_RUNNERS = {"Graphs": "captured graphs", "Eager": "eager"}  # by class
 _LEAST_DISK = 2.0  # GB: less than a small model and its packed copy
 
 
@@ -62,6 +63,19 @@ class Facts:
     versions_trouble: list[str] = field(default_factory=list)
     kept: dict[int, float] = field(default_factory=dict)  # the costs that the controller reckons with
     kept_in: Path | None = None
+    device: str = "cpu"  # where the target runs
+    runner: str = ""  # how its passes run
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def gpu(self) -> dict[str, Any] | None:
+        """The GPU that the target runs on."""
+        seen: list[dict[str, Any]] = self.environment.get("gpus", [])
+        number = int(self.device.partition(":")[2] or 0)
+        return seen[number] if self.on_gpu and number < len(seen) else None
 
     def break_even(self, k: int) -> float | None:
         return break_even(Costs(self.costs), k)
@@ -93,6 +107,8 @@ def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress)
         versions_trouble(),
         bench.costs,
         llm.costs.path,
+        llm.device,
+        _RUNNERS.get(type(llm.engine.target).__name__, type(llm.engine.target).__name__),
     )
 
 
@@ -145,8 +161,23 @@ def _extremes(kinds: list[Kind]) -> tuple[Kind | None, Kind | None]:
 
 
 def _changes(facts: Facts) -> list[Finding]:
-    found = [_kernels(facts), _threads(facts), _busy(facts), _dtype(facts), _amx(facts), _stale(facts), _drafter(facts)]
+    ours = [] if facts.on_gpu else [_kernels(facts), _threads(facts), _amx(facts)]  # a GPU's passes need none of it
+    found = [_device(facts), *ours, _busy(facts), _dtype(facts), _stale(facts), _drafter(facts)]
     return [each for each in found if each is not None]
+
+
+def _device(facts: Facts) -> Finding | None:
+    """A GPU that is here and not used, and why."""
+    reason, gpus = facts.environment.get("no_gpu"), facts.environment.get("gpus", [])
+    if facts.on_gpu:
+        return None
+    if gpus and reason:
+        return Finding(HINT, f"The GPU is not used: {reason}.")
+    if gpus:
+        return Finding(HINT, f"The model runs on the CPU, but there is a GPU ({gpus[0]['name']}): leave --device out.")
+    if facts.environment.get("driver"):
+        return Finding(HINT, f"There is a driver for NVIDIA GPUs, but no GPU is used: {reason}.")
+    return None
 
 
 def _kernels(facts: Facts) -> Finding | None:
@@ -189,8 +220,9 @@ def _dtype(facts: Facts) -> Finding | None:
             HINT, f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
         )
     if "int8" in facts.dtypes and "int8" not in facts.dtype:
+        price = ", at the price of rounded weights" if facts.on_gpu else ""
         return Finding(
-            HINT, f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass."
+            HINT, f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{price}."
         )
     return None
 

@@ -40,6 +40,8 @@ class Runner(Protocol):
 
 
 class Listener(Protocol):
+    """One that sets `reads_logits` to False lets a runner go ahead of it: it finds no logits in what it hears."""
+
     def observe(self, step: Step) -> None: ...
 
 
@@ -59,6 +61,7 @@ class Engine:
         self.target, self.cache, self.drafter = target, cache, drafter
         self.controller, self.scheduler, self.listeners = controller, scheduler, listeners
         self.vocabulary = vocabulary
+        self._logits_are_read = any(getattr(listener, "reads_logits", True) for listener in listeners)
         self.index = 0
         self.last_failure = ""  # what the drafter's optional verbs last raised
         self.clock = Clock()
@@ -85,7 +88,8 @@ class Engine:
             draft, failure = self._draft(turns)
         with clock.time("verify"):
             rows, first = self.cache.plan(turns, draft, self.target.plane)
-            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, self.controller.steady)
+            steady = self.controller.steady and not self._logits_are_read
+            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, steady)
             with clock.time("overlap"):
                 self._ask("overlap", [t.seq for t in turns], draft)
             output = pending.wait()

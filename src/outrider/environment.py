@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .machine import cpu_flags, cpu_name, fingerprint
+from .machine import choose_device, cpu_flags, cpu_name, device_name, fingerprint, why_no_gpu
 from .models.ops import backend
 
-_PACKAGES = ("outrider", "torch", "numpy", "tokenizers", "safetensors", "gguf")
+_PACKAGES = ("outrider", "torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
+_DRIVER = Path("/proc/driver/nvidia/version")  # Linux
 
 
 def environment() -> dict[str, Any]:
@@ -33,6 +36,11 @@ def environment() -> dict[str, Any]:
         "isa_cap": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "omp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_", "GOMP_"))},
         "machine": fingerprint(),
+        "gpus": gpus(),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "auto_device": str(choose_device("auto")),
+        "no_gpu": why_no_gpu(),
     }
 
 
@@ -40,6 +48,27 @@ def usable_cores() -> int:
     """Cores this process may run on, which in a container may be fewer than the machine has."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that torch sees, in its order: name, memory in GB, and what they can do."""
+    found = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        memory = torch.cuda.get_device_properties(i).total_memory / 1e9
+        capability = ".".join(map(str, torch.cuda.get_device_capability(i)))
+        name = device_name(torch.device("cuda", i))
+        found.append({"name": name, "memory_gb": round(memory, 1), "capability": capability})
+    return found
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, where one is loaded, whatever torch thinks of it."""
+    try:
+        said = _DRIVER.read_text(errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d[\d.]+)", said)
+    return match[1] if match else None
 
 
 def load() -> float | None:

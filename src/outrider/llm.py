@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .build import build_engine
+from .build import build_engine, device_of
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
 from .machine import choose_device, device_name, prepare
@@ -64,6 +64,8 @@ class Result:
 class LLM:
     """A target with a drafter. Hugging Face's and vLLM's argument names are understood too."""
 
+    reads_logits = False  # as a listener of its own engine
+
     def __init__(
         self,
         model: str | Path | Checkpoint | None = None,
@@ -72,7 +74,7 @@ class LLM:
         profile: str | Path | None = None,  # what `outrider tune` found; explicit arguments win over it
         threads: int | None = None,
         recorder: Recorder | None = None,
-        **arguments: Any,  # drafter, k, rule, dtype, max_length, max_batch, …; anything else goes to the drafter
+        **arguments: Any,  # drafter, k, rule, dtype, device, max_length, …; anything else goes to the drafter
     ) -> None:
         if speculative_config is not None:
             arguments |= from_speculative_config(speculative_config)
@@ -85,9 +87,9 @@ class LLM:
         from .models.checkpoint import open_checkpoint
         from .models.load import load_model
 
+        device = choose_device(config.device)  # before anything is fetched
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
-        device = choose_device(config.device)
         target = load_model(checkpoint, config.dtype, length, device=device)
         where = () if device.type == "cpu" else (device_name(device),)
         self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
@@ -119,6 +121,11 @@ class LLM:
     @property
     def dtype(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """Where the target runs: cpu, cuda:0, …"""
+        return str(device_of(self.target))
 
     # ------------------------------------------------------------ the public verbs
 

@@ -50,6 +50,7 @@ class Report:
     model: str
     dtype: str
     rule: str
+    device: str = "cpu"
     tallies: list[Tally] = field(default_factory=list)
 
     @property
@@ -67,6 +68,7 @@ class Report:
             "per_drafter": [asdict(t) | {"alpha": t.alpha} for t in self.tallies],
             "model": self.model,
             "dtype": self.dtype,
+            "device": self.device,
             "rule": self.rule,
         }
 
@@ -81,7 +83,7 @@ def measure(
 ) -> Report:
     """Every drafter at every temperature against plain decoding, one prompt at a time and then batched."""
     drafters = drafters or [name for name in names() if name != "off"]
-    report = Report(llm.name, llm.dtype, llm.config.rule)
+    report = Report(llm.name, llm.dtype, llm.config.rule, llm.device)
     runs = len(temperatures) * (1 + len(drafters))
     plain = llm.using(drafter="off", max_batch=1)
     for t in temperatures:

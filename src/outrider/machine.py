@@ -41,22 +41,22 @@ def prepare() -> None:
 
 def choose_device(wish: str) -> torch.device:
     """The device that is meant: `auto` is a GPU that our kernels can run on, or else the CPU."""
-    reason = _no_gpu()
     if wish == "auto":
-        return torch.device("cpu" if reason else "cuda:0")
+        return torch.device("cpu" if why_no_gpu() else "cuda:0")
     try:
         device = torch.device(wish)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"There is no device '{wish}'; choose auto, cpu, cuda, or cuda:1 and so on.") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"Outrider does not run on '{device.type}' devices; choose auto, cpu or cuda.")
-    if device.type == "cuda" and reason:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    number, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count and number >= count:
+        raise ConfigError(f"There is no device '{wish}': this machine has {count} GPU(s), from cuda:0.")
+    if reason := why_no_gpu(number):
         raise ConfigError(f"The device '{wish}' cannot be used: {reason}. Leave --device out, or choose cpu.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"There is no device '{wish}': this machine has {torch.cuda.device_count()} GPU(s), from cuda:0."
-        )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device("cuda", number)
 
 
 def device_name(device: torch.device) -> str:
@@ -64,14 +64,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def _no_gpu() -> str:
-    """Why no GPU can be used; empty when one can."""
+def why_no_gpu(number: int = 0) -> str:
+    """Why this GPU (by its number) cannot be used; empty when it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU (is this a CPU build of torch, or is the driver missing?)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than what our kernels need (bfloat16 matrix units, since 2020)"
+    if torch.cuda.get_device_capability(number) < (8, 0):
+        name = torch.cuda.get_device_name(number)
+        return f"{name} is older than what our kernels need (bfloat16 matrix units, since 2020)"
     return ""
 
 

@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 
 def arguments(
-    drafter: str | None, draft_model: str | None, k: str | None, dtype: str | None, pairs: list[str] | None
+    drafter: str | None,
+    draft_model: str | None,
+    k: str | None,
+    dtype: str | None,
+    pairs: list[str] | None,
+    device: str | None = None,
+    draft_device: str | None = None,
 ) -> dict[str, Any]:
     """What `LLM` is given, and in it what `sampling` will take out again; what was not said is not in it."""
     said = {"drafter": drafter, "draft_model": draft_model, "dtype": dtype, "k": _number(k, "--k")}
+    said |= {"device": device, "draft_device": draft_device}
     given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")

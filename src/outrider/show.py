@@ -120,4 +120,5 @@ def report(console: Console, report: Report) -> None:
                 f"where the target's margin is {d.margin:.4f}"
             )
     verdict = "identical text" if not report.divergences else f"{report.divergences} divergences"
-    console.print(f"{report.model}, {report.dtype}, rule {report.rule}: {report.compared_tokens} tokens, {verdict}.")
+    where = f"{report.model}, {report.dtype}, {report.device}, rule {report.rule}"
+    console.print(f"{where}: {report.compared_tokens} tokens, {verdict}.")

@@ -60,9 +60,8 @@ def divergences(console: Console, result: dict[str, Any]) -> None:
 
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even, acceptance by kind of text, then the findings in words."""
-    console.print(
-        f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(str(facts.environment.get('kernels')))}\n"
-    )
+    console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(where(facts))}", soft_wrap=True)
+    console.print(escape(default_device(facts)) + "\n", highlight=False, soft_wrap=True)
     console.print("What a pass over n rows costs (a draft of K tokens needs K + 1):")
     top = max(facts.costs.values())
     for rows, seconds in sorted(facts.costs.items()):
@@ -80,6 +79,27 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     console.print(table)
     for finding in findings:
         console.print(f"{_MARKS[finding.level]} {escape(finding.text)}", highlight=False, soft_wrap=True)
+
+
+def where(facts: Facts) -> str:
+    """What runs the passes: the CPU's kernels, or the GPU with what drives it."""
+    env = facts.environment
+    if not facts.on_gpu:
+        return f"{env.get('cpu', 'cpu')}, {env.get('kernels')}"
+    gpu = facts.gpu or {}
+    name = f"{gpu.get('name', 'GPU')} ({facts.device}, {gpu.get('memory_gb', 0):.0f} GB)"
+    versions = env.get("versions", {})
+    parts = (("driver", env.get("driver")), ("CUDA", env.get("cuda")), ("triton", versions.get("triton")))
+    return ", ".join([name, facts.runner, *(f"{what} {version}" for what, version in parts if version)])
+
+
+def default_device(facts: Facts) -> str:
+    """What `--device auto` means here, and why."""
+    auto, reason = facts.environment.get("auto_device", "cpu"), facts.environment.get("no_gpu")
+    others = len(facts.environment.get("gpus", []))
+    if reason:
+        return f"--device auto means {auto} here: {reason}."
+    return f"--device auto means {auto} here, the first of {others} GPU(s) that torch sees."
 
 
 def cost(console: Console, bills: list[Bill], currency: str) -> None:

@@ -37,6 +37,7 @@ class Recorder:
         if level not in LEVELS:
             raise OutriderError(f"There is no trace level '{level}'. Choose one of: {', '.join(LEVELS)}.")
         self.level, self.file = level, file
+        self.reads_logits = level == "full"
         self.lines: list[Line] = []
         self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
 
@@ -71,8 +72,8 @@ class Recorder:
 
 def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
     turn, tree, at = step.turns[i], step.draft.trees[i], step.first[i]
-    logits = step.output.logits[at : at + 1 + len(tree.tokens)]  # [n+1, V]
-    p = torch.log_softmax(logits.float(), -1).exp() if full else None
+    logits = step.output.logits[at : at + 1 + len(tree.tokens)].cpu() if full else None  # [n+1, V]
+    p = None if logits is None else torch.log_softmax(logits.float(), -1).exp()
     coins: Any = step.coins[i]
     line: Line = {
         "step": step.index,
@@ -85,7 +86,7 @@ def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
         "nodes": _nodes(tree, verdict, p),
         "emitted": verdict.tokens,
     }
-    if p is not None:
+    if logits is not None and p is not None:
         line["chose"] = [_chose(logits[row], p[row], t) for row, t in zip(verdict.rows, verdict.tokens, strict=True)]
     if turn.seq.rule != "match":
         line["coins"] = [sorted(coins.flips.items()), sorted(coins.draws.items())]

@@ -119,6 +119,8 @@ class Tuner:
 
     def _searched(self, progress: Progress, start: Skip | None) -> list[Setup]:
         """The best set that the share of the time finds, as setups; the model's own text is what it is scored on."""
+        if self.llm.device != "cpu":
+            return []  # sets are scored by calling the model itself, which a GPU's captured passes do not allow
         text = Text(self.llm.target, self._answers(progress))
         layers = self.llm.target.config.layers
         if not text.positions or layers < 2:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 QUERIES = 16  # rows times the heads that share a key head, in one block
 SPAN = 128  # keys of one sum
-PROGRAMS = 256  # blocks of threads that one call is spread over
+PROGRAMS = 1024  # blocks of threads that one call is spread over; those without work are gone at once
 WARPS = 8
 SCRATCH_ROWS = 256  # passes with more rows than this keep every sum in registers
 

@@ -21,7 +21,7 @@ from ..cuda.choice import Laws
 from ..models import Part
 from ..sampling import adjusts
 from ..types import Draft, Rows, Sequence, Tree
-from .device import Field, Form, Recording, filled
+from .device import Field, Form, filled
 from .graphs import DEPTHS, I32, I64, LAW, PATCH, PATIENCE, Graphs, fill_laws, filters, rung
 
 Ints = npt.NDArray[np.int64]
@@ -99,7 +99,7 @@ class Recorded:
         self.form = Form(desk.device, fields)
         self.fill([], [])
         self.form.send()
-        self.recording = Recording(self._work, desk.device, desk.pool)
+        self.recording = desk.record(self._work)
 
     def _work(self) -> None:
         d, desk, b = self.form.device, self.chains.graphs.desk, self.shape.batch

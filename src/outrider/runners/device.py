@@ -93,12 +93,17 @@ class Recording:
             return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
+        with _no_collection(), torch.cuda.stream(stream):
             work()  # kernels are compiled and libraries wake up outside the capture
-        torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self.result = work()
+            torch.cuda.synchronize(device)
+            self._graph = torch.cuda.CUDAGraph()
+            self._graph.capture_begin(pool=pool)
+            try:
+                self.result = work()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
 
     def replay(self) -> Any:
         if self._graph is None:
@@ -110,12 +115,13 @@ class Recording:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Another engine's graphs must not be freed in the middle of a capture."""
-    gc.collect()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def pool(device: torch.device) -> Any:

@@ -11,7 +11,7 @@ drafted them; tokens that the host has not read are found where they were chosen
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from ..sampling import adjusts
 from ..types import Output, Rows, Sequence
 from .device import Field, Form, Recording, filled, mark, pool
 
-LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SOME = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
 MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
 PATCH = 512  # places of the table that one pass can bring up to date on its way
 DEPTHS = (16, 64)  # of a draft
@@ -82,6 +83,13 @@ class Desk:
         filled(arrays["slot"], list(self.changes.values()), 0)
         self.changes.clear()
 
+    def record(self, work: Callable[[], Any]) -> Recording:
+        """Capture work. It runs once for that, on padding; what waits to be read must outlast it."""
+        unread = self.unread.clone()
+        recording = Recording(work, self.device, self.pool)
+        self.unread.copy_(unread)
+        return recording
+
     def replay(self, phase: str, recording: Recording, form: Form) -> Any:
         """Send the form and run; nobody waits."""
         begin, end = mark(self.device), mark(self.device)
@@ -111,8 +119,7 @@ class Shape:
     """Everything that a recording depends on."""
 
     rows: int
-    blocks: int
-    wanted: int
+    wanted: int  # as many as there are rows: all of them, in their order
     depth: int
     filtered: bool  # whether some row's law has a top-k, top-p or min-p
     part: Part
@@ -124,7 +131,6 @@ class Shape:
         return (
             same
             and other.rows <= self.rows <= 2 * other.rows + 16
-            and other.blocks <= self.blocks
             and other.wanted <= self.wanted
             and other.depth <= self.depth
             and other.filtered <= self.filtered
@@ -136,16 +142,16 @@ class Pass:
 
     def __init__(self, graphs: Graphs, shape: Shape) -> None:
         self.graphs, self.shape = graphs, shape
-        t, n, r, device = shape.rows, shape.blocks, shape.wanted, graphs.desk.device
+        t, r, device = shape.rows, shape.wanted, graphs.desk.device
         fields: dict[str, Field] = dict.fromkeys(("tokens", "positions", "slots"), (I64, (t,)))
-        fields |= {"info": (I32, (n, 8)), "tail": (I32, (n, shape.depth)), "want": (I64, (r,))}
+        fields |= {"info": (I32, (t, 8)), "tail": (I32, (t, shape.depth)), "want": (I64, (r,))}
         fields |= {name: (dtype, (r,)) for name, dtype in LAW.items()}
         fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
         self.form = Form(device, fields)
         self.reply = Form(device, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
         self.fill(None, (), ())
         self.form.send()
-        self.recording = Recording(self._work, device, graphs.desk.pool)
+        self.recording = graphs.desk.record(self._work)
 
     def _work(self) -> Output:
         d, desk, shape = self.form.device, self.graphs.desk, self.shape
@@ -234,7 +240,7 @@ class Graphs:
         if self.missed[shape] <= PATIENCE:
             larger = [known for known in self.passes if known.holds(shape)]
             if larger:
-                return self.passes[min(larger, key=lambda known: (known.rows, known.blocks, known.wanted))]
+                return self.passes[min(larger, key=lambda known: (known.rows, known.wanted))]
         step = self.passes[shape] = Pass(self, shape)
         return step
 
@@ -247,14 +253,14 @@ class Graphs:
         taps: tuple[int, ...],
     ) -> Shape:
         t, r = len(p.tokens), len(p.want)
-        size, wanted = rung(t), rung(r) if r else 0
-        if r < t and wanted >= size:  # a pass whose wanted rows are as many as its rows takes them all as they are
-            size = rung(size + 1)
+        size = rung(t)
+        wanted = size if r == t else next(n for n in SOME if n >= r) if r else 0
+        if r < t and wanted >= size:  # not all of them, so there must be more rows than that
+            size = rung(wanted + 1)
         deepest = max((len(block[8]) for block in blocks), default=0)
         return Shape(
             size,
-            rung(len(blocks)),
-            size if r == t else wanted,
+            wanted,
             next(depth for depth in DEPTHS if depth >= deepest),
             any(filters(seq) for seq in speakers),
             part if r else replace(part, head=False),
@@ -272,7 +278,7 @@ class Graphs:
         slots = self.desk.cache.next_free(n)
         if len(p.want) < n or len(slots) < n or n > MOST_AHEAD:
             return None
-        if any(adjusts(seq) or seq.room <= 1 or len(seq.tokens) + 1 >= self.desk.cache.length for seq in speakers):
+        if not all(_goes_on(seq, self.desk.cache.length) for seq in speakers):
             return None
         more = Packing(self.desk.cache)
         more.tokens = [-1 - self.desk.choices_at - i for i in range(n)]
@@ -345,6 +351,12 @@ def filters(seq: Sequence) -> bool:
     """Whether a choice looks at more than noise and temperature."""
     p = seq.params
     return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+
+
+def _goes_on(seq: Sequence, length: int) -> bool:
+    """Whether a sequence surely takes what the device chooses, needs no logits for it, and has room for one more."""
+    plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None
+    return plain and seq.room > 1 and len(seq.tokens) + 1 < length
 
 
 def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: Any) -> None:
