@@ -100,6 +100,7 @@ class Adaptive:
     FIRST = 4  # nodes asked of a drafter whose price is not known yet
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
     PROBED = 4  # sequences of a batch that are probed together
+    SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
     def __init__(self, costs: Costs, k_max: int = 16, name: str = "the drafter") -> None:
@@ -117,6 +118,7 @@ class Adaptive:
         self.draft_most: float | None = None  # a call for k_max nodes
         self.paid = False  # is the drafter's price worth thinking about in this step?
         self.asking = Asking()
+        self.unasked = 0  # steps since anybody was asked for a draft
         self.steady = False
         self.quiet = 0  # steps since anybody was probed
         self.probed: set[int] = set()  # sequences, in this step
@@ -127,9 +129,12 @@ class Adaptive:
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
         self.quiet += 1
-        self.probed, self.paid, self.why, self.steady = set(), False, self._nothing, False
+        self.probed, self.paid, self.why = set(), False, self._nothing
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
         asked = self._ask_for(turns, able) if able else {}
+        self.unasked = 0 if asked else self.unasked + 1
+        # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
+        self.steady = self.asking.rest > 0 or self.unasked >= self.SETTLED
         return [turn.allow(room_for(turn, asked.get(turn.seq.id, 0))) for turn in turns]
 
     def _ask_for(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
@@ -147,17 +152,15 @@ class Adaptive:
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper)
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
-            self.steady = True  # but for a probe now and then
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
             self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
 
     def _ask_freely(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
-        if any(turn.feed > 1 for turn in turns):
+        if 4 * sum(turn.feed > 1 for turn in turns) >= len(turns):
             self.asking.wake()
         if self.asking.pays(len(turns), self._speed(len(turns))):
             return dict.fromkeys(able, self.k_max)
-        self.steady = self.asking.rest > 0
         self.why = f"{self.name} has had little to say of late and rests: plain decoding is faster than asking it"
         return {}
 

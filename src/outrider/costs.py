@@ -234,10 +234,11 @@ class Asking:
         if not asked:
             return
         self.trials += 1
-        self.gain = self.FADE * self.gain + (1 - self.FADE) * gain
+        self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
         if gain > 0:
             self.nap = self.SHORTEST
-        if self.trials >= (12 if self.nap == self.SHORTEST else 3) and self.gain < speed * self.price(batch):
+        enough = 12 if self.nap == self.SHORTEST else 3  # steps that tell; each tells as much as it has sequences
+        if self.trials * batch >= enough and self.gain < speed * self.price(batch):
             self.rest, self.nap, self.trials = self.nap, min(2 * self.nap, self.LONGEST), 0
 
     def price(self, batch: int) -> float:

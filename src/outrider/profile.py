@@ -21,7 +21,7 @@ from .types import Output, Rows, Sequence
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # of one sequence
 EDGE = 17  # of one sequence, on a GPU: a draft of 16 and its root, one more than the 16 that cost like one
 EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of each of several,
-MOST_ROWS = 512  # and of all together
+MOST_ROWS = 1024  # and of all together
 PATIENCE = 2.0  # seconds for all sweeps; there are two at least
 SCRATCH = -1_000_000  # the first scratch sequence's id; the others' lie below it
 

@@ -107,11 +107,26 @@ class Rollout:
 
     def _record(self, recorded: RecordedChains, seqs: list[Sequence], budget: list[int]) -> Draft:
         """The same with all passes in one go on the device; nobody here sees a token."""
-        for seq in seqs:
-            self._catch_up(seq, keep=self.again)
+        self._catch_up_together(seqs)
+        for seq, room in zip(seqs, budget, strict=True):
             self._hold(seq, len(seq.tokens))
-            self._keep(seq, range(budget[seqs.index(seq)] - 1))
+            self._keep(seq, range(room - 1))
         return recorded.draft(seqs, budget)
+
+    def _catch_up_together(self, seqs: list[Sequence]) -> None:
+        """Feed what the plane lacks, all but the tokens that the draft itself begins with, CHUNK rows at a time."""
+        packed = Packing(self.cache)
+        for seq in seqs:
+            start, stop = self.cache.sync(seq, self.plane), len(seq.tokens) - self.again
+            while start < stop:
+                end = min(stop, start + CHUNK - len(packed.tokens))
+                packed.pending(seq, start, end, want=False)
+                start = end
+                if len(packed.tokens) == CHUNK:
+                    self._forward(packed, replace(self.part, head=False))
+                    packed = Packing(self.cache)
+        if packed.tokens:
+            self._forward(packed, replace(self.part, head=False))
 
     # ------------------------------------------------------------ choosing
 
@@ -163,15 +178,14 @@ class Rollout:
             self._hold(seq, len(seq.tokens))
         return logits
 
-    def _catch_up(self, seq: Sequence, keep: int = CHUNK) -> int:
-        """Feed what the plane lacks, all but the last `keep` tokens; returns where the rest begins, before the end."""
+    def _catch_up(self, seq: Sequence) -> int:
+        """Feed all but the last chunk of what the plane lacks; returns where the rest begins (never past the end)."""
         start = min(self.cache.sync(seq, self.plane), len(seq.tokens) - 1)
-        while len(seq.tokens) - start > keep:
+        while len(seq.tokens) - start > CHUNK:
             packed = Packing(self.cache)
-            stop = min(start + CHUNK, len(seq.tokens) - (keep if keep < CHUNK else 0))
-            packed.pending(seq, start, stop, want=False)
+            packed.pending(seq, start, start + CHUNK, want=False)
             self._forward(packed, replace(self.part, head=False))
-            start = stop
+            start += CHUNK
             self._hold(seq, start)
         return start
 
