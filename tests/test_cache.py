@@ -21,6 +21,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.lagging = self.cache.add_plane(1, 1, 2, torch.float32)
         self.live: list[Sequence] = []
         self.next = 0
+        self.copy, self.changes = self.cache.table.clone(), {}  # as a device keeps them
+        self.cache.changes.append(self.changes)
 
     def _new(self, tokens: list[int]) -> Sequence:
         self.next += 1
@@ -51,10 +53,16 @@ class CacheMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.live))
         nodes = data.draw(st.integers(0, 5))
         before = self.cache.available
-        had = len(self.cache.rows[seq.id].slots) + len(self.cache.rows[seq.id].spare)
+        row = self.cache.rows[seq.id]
+        had = len(row.slots) + len(row.spare)
+        more, spare = max(len(seq.tokens) - len(row.slots), 0), max(nodes - len(row.spare), 0)
+        held, drafts = list(row.slots), list(row.spare)
+        expected = self.cache.next_free(more + spare)
         if not self.cache.reserve(seq, len(seq.tokens), nodes):
             assert len(seq.tokens) + nodes > 40 or len(seq.tokens) + nodes - had > before - 100
             return
+        if len(expected) == more + spare:  # nobody had to give a slot up
+            assert (row.slots, row.spare) == (held + expected[:more], drafts + expected[more:])
         fed = len(seq.tokens)
         self.target.held[seq.id] = fed
         self.target.nodes[seq.id] = frozenset(range(nodes))
@@ -75,6 +83,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.remove(seq)
         self.cache.free(seq, keep)
 
+    @rule()
+    def catch_up(self) -> None:
+        """A copy of the table elsewhere hears of changes now and then, and then is the table."""
+        for place, slot in self.changes.items():
+            self.copy.view(-1)[place] = slot
+        self.changes.clear()
+        assert torch.equal(self.copy, self.cache.table)
+
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "cache"):
@@ -82,6 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
+            self.catch_up()
             for seq in self.live:
                 self.cache.free(seq)
             while self.cache.retired:
@@ -163,3 +180,55 @@ def test_rows_of_a_tree_name_their_ancestors() -> None:
         [spare[0], spare[2], -1],
         [spare[0], spare[2], spare[3]],
     ]
+
+
+def test_the_next_free_slots_are_told_before_they_are_taken() -> None:
+    cache = Cache(12, 4, 12)
+    cache.add_plane(1, 1, 2, torch.float32)
+    first = filled(cache, [1, 2, 3], 1)
+    assert cache.next_free(0) == []
+    told = cache.next_free(4)
+    assert told == cache.next_free(4)  # asking takes nothing
+    first.tokens += [4, 5]
+    assert cache.reserve(first, 5, 2)
+    assert cache.rows[1].slots[3:] + cache.rows[1].spare == told
+    assert len(cache.next_free(99)) == 12 - 7  # all that there are
+    cache.check()
+
+
+def test_rows_are_tensors_only_when_asked() -> None:
+    """`Planned` stands for the very tensors that its lists describe."""
+    cache = Cache(40, 4, 20)
+    cache.add_plane(1, 1, 2, torch.float32)
+    one, two = filled(cache, [5, 6, 7], 1), filled(cache, [8, 9], 2)
+    assert cache.reserve(one, 3, 3)
+    packed = Packing(cache)
+    packed.pending(two, 0, 2, want=True)
+    packed.pending(one, 2, 3, want=True)
+    packed.nodes(one, [11, 12, 13], [-1, 0, -1], range(3), range(3))
+    rows = packed.rows()
+    a, b = cache.rows[1], cache.rows[2]
+    assert rows.count == 6
+    assert rows.speakers == [two, one, one, one, one]
+    assert rows.packing is packed
+    assert rows.blocks is None
+    assert not any(isinstance(value, torch.Tensor) for value in vars(rows).values())
+    assert rows.tokens.tolist() == [8, 9, 7, 11, 12, 13]
+    assert rows.positions.tolist() == [0, 1, 2, 3, 4, 3]
+    assert rows.slots.tolist() == [*b.slots, a.slots[2], *a.spare]
+    assert rows.lines.tolist() == [b.line] * 2 + [a.line] * 4
+    assert rows.context.tolist() == [1, 2, 3, 3, 3, 3]
+    x, y, z = a.spare
+    assert rows.ancestors.tolist() == [[-1, -1]] * 3 + [[x, -1], [x, y], [z, -1]]
+    assert rows.want.tolist() == [1, 2, 3, 4, 5]
+    assert rows.table is cache.table
+    kinds = {getattr(rows, name).dtype for name in ("tokens", "positions", "slots", "want")}
+    assert kinds == {torch.int64}
+    assert {getattr(rows, name).dtype for name in ("lines", "context", "ancestors")} == {torch.int32}
+    with pytest.raises(AttributeError):
+        _ = rows.nonsense
+    alone = Packing(cache)
+    alone.pending(one, 0, 3, want=False)
+    plain = alone.rows()
+    assert plain.ancestors is None
+    assert plain.want.tolist() == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -14,20 +12,15 @@ import torch
 from outrider import sampling
 from outrider.types import SamplingParams, Sequence
 
-GPU = torch.cuda.is_available()
-if not GPU and "triton" not in sys.modules:  # triton reads it when it is imported; later it would only half apply
-    os.environ["TRITON_INTERPRET"] = "1"
+from kernels import DEVICE, GPU  # before triton
+
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-if not GPU and type(tl.max).__name__ == "JITFunction":
-    pytest.skip("triton was imported without its interpreter, and there is no GPU", allow_module_level=True)
-
-from outrider.cuda import choice  # noqa: E402  # its kernels are what triton's mode makes of them
+from outrider.cuda import choice  # noqa: E402 - its kernels are what triton's mode makes of them
 
 # The interpreter's numpy remarks on inf - inf even where the result is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 Laws, _key, _gumbel = choice.Laws, choice._key, choice._gumbel
-DEVICE = "cuda" if GPU else "cpu"
 V, BLOCK = 203, 64  # the last block is not full
 FILTERS = [
     *({"top_k": 1}, {"top_k": 7}, {"top_k": V - 1}, {"top_k": V}, {"top_k": 10 * V}),

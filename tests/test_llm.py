@@ -349,6 +349,60 @@ def test_half_characters_are_never_shown(llm: LLM) -> None:
     assert "".join(cut.texts) == "\ufffd"
 
 
+class Counting:
+    """A decoder that counts how often it is asked."""
+
+    def __init__(self, stream: object) -> None:
+        self.stream, self.pushed = stream, 0
+
+    def push(self, ids: list[int]) -> str:
+        self.pushed += len(ids)
+        return self.stream.push(ids)
+
+    def flush(self) -> str:
+        return self.stream.flush()
+
+
+@pytest.mark.parametrize("text", ["naïve €5 😀!", "one two three", "the quick brown fox\n\n  jumps"])
+def test_text_is_decoded_when_somebody_asks_unless_it_may_end_the_text(llm: LLM, text: str) -> None:
+    ids, end = llm.tokenizer.encode(text), 1
+    ids = [*ids[:3], end, *ids[3:]]
+
+    def reader(**params: object) -> tuple[Reader, Counting]:
+        decoder = Counting(llm.tokenizer.stream(continuing=True))
+        return Reader(decoder, SamplingParams(**params), frozenset({end})), decoder
+
+    lazy, asked = reader()
+    eager, watched = reader()
+    careful, watching = reader(stop="\x00\x00")  # never said, but looked for
+    for i, token in enumerate(ids):
+        assert lazy(token) is eager(token) is careful(token) is False
+        assert asked.pushed == 0  # nobody has asked
+        assert len(eager.texts) == i + 1
+        assert watched.pushed == watching.pushed == i + 1 - (i >= 3)  # an end token has no text
+    assert lazy.texts == eager.texts == careful.texts
+    assert asked.pushed == len(ids) - 1
+    for each in (lazy, eager, careful):
+        each.finish()
+    assert lazy.texts == eager.texts == careful.texts
+    assert "".join(lazy.texts) == text
+    assert lazy.texts[3] == ""
+
+
+def test_a_lazy_reader_may_be_asked_at_any_time(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("naïve one two €5 😀 three")
+    whole = Reader(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
+    for token in ids:
+        whole(token)
+    for stride in (1, 2, 3, 5):
+        reader = Reader(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
+        for i, token in enumerate(ids):
+            reader(token)
+            if i % stride == 0:
+                assert reader.texts == whole.texts[: i + 1]
+        assert reader.texts == whole.texts
+
+
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
     quiet = llm.using(k=3)
     cache = quiet.engine.cache

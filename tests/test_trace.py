@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
 from outrider import drafters
 from outrider.build import build_engine
@@ -16,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.models.toy import toy
 from outrider.testing import Scenario, decode
 from outrider.trace import Recorder, Trace, read, recorded, replay
-from outrider.types import SamplingParams
+from outrider.types import SamplingParams, Step
 
 TARGET = toy()
 
@@ -99,6 +102,36 @@ def test_full_lines_say_what_the_target_thought() -> None:
             assert p == top[0][1]
             assert margin >= 0
         assert set(line["us"]) == {"draft", "verify", "overlap", "judge"}
+
+
+def test_only_full_lines_look_at_logits() -> None:
+    """On a GPU they would have to be brought over: once for each line, and only where they are told of."""
+
+    class Elsewhere:
+        """Logits on another device."""
+
+        brought = 0
+
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+        def __getitem__(self, rows: slice) -> Elsewhere:
+            return Elsewhere(self.logits[rows])
+
+        def cpu(self) -> Tensor:
+            Elsewhere.brought += 1
+            return self.logits
+
+    steps: list[Step] = []
+    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(SimpleNamespace(observe=steps.append),))
+    decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=10))
+    for level, expected in (("summary", 0), ("full", len(steps))):
+        recorder = Recorder(level)
+        Elsewhere.brought = 0
+        for step in steps:
+            away = replace(step.output, logits=Elsewhere(step.output.logits))  # type: ignore[arg-type]
+            recorder.observe(replace(step, output=away))
+        assert (len(recorder.lines), Elsewhere.brought) == (len(steps), expected)
 
 
 def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

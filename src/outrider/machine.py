@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,8 @@ def why_no_gpu(number: int = 0) -> str:
         return "torch sees no GPU (is this a CPU build of torch, or is the driver missing?)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton needs a C compiler (gcc or clang) for the little code that starts its kernels"
     if torch.cuda.get_device_capability(number) < (8, 0):
         name = torch.cuda.get_device_name(number)
         return f"{name} is older than what our kernels need (bfloat16 matrix units, since 2020)"
