@@ -111,9 +111,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
 
 def forget(llm: LLM) -> None:
     """A prompt of an earlier round would find its K/V still there: let every request pay for its own prompt."""
-    cache: Any = llm.engine.cache
-    while getattr(cache, "retired", None) and hasattr(cache, "_evict"):
-        cache._evict()
+    llm.engine.cache.drop_retired()
 
 
 def device_seconds(step: Heard, phase: str) -> float | None:

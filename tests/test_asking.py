@@ -12,7 +12,7 @@ def live(asking: Asking, steps: int, gain: float, dear: float = DEAR, batch: int
     """So many steps in which asking brings `gain` tokens: a letter each, `a` for asked."""
     said = ""
     for _ in range(steps):
-        asked = asking.pays(batch, SPEED)
+        asked = asking.pays()
         asking.learn(batch, asked, dear if asked else PLAIN, gain if asked else 0.0, SPEED)
         said += "a" if asked else "."
     return said
@@ -52,7 +52,7 @@ def test_newcomers_wake_it() -> None:
     live(asking, 100, gain=0.0)
     assert asking.rest > 0
     asking.wake()
-    assert asking.pays(1, SPEED)
+    assert asking.pays()
     assert live(asking, 11, gain=0.0) == "a" * 11  # and get a fair trial of their own
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -241,3 +242,17 @@ def test_real_weights() -> None:
     assert (kind.category, everything.category, everything.divergences) == ("code", ALL, 0)
     assert everything.speedup
     assert html(as_result(bench)).startswith("<!DOCTYPE html>")
+
+
+def test_an_engine_that_is_kept_answers_as_a_fresh_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU engines are kept between answers; they must not gain from what they have seen."""
+    llm = LLM(tiny.save(tmp_path / "m"), dtype="float32", device="cpu", drafter="off")
+    monkeypatch.setattr(LLM, "device", "cuda:0")
+    asked = [Question(llm.tokenizer.encode("the quick brown fox")), Question(llm.tokenizer.encode("one two three"))]
+    bench = Bench(llm, asked, Plan(tokens=12, rounds=1))
+    chosen = Setup("suffix", 4)
+    first = bench.answer(0, chosen)
+    again = bench.answer(0, chosen)
+    assert len(bench.engines) == 1
+    assert again.ids == first.ids
+    assert (again.stats.steps, again.stats.drafted, again.stats.reused) == (first.stats.steps, first.stats.drafted, 0)

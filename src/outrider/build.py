@@ -9,13 +9,14 @@ import torch
 from .cache import Cache, Plane
 from .config import Config
 from .control import Adaptive, Controller, Costs, Fixed
-from .drafters import Workspace, make
+from .drafters import Drafter, Workspace, make
 from .engine import Engine, Listener
 from .models import Model
 from .profile import CostFile, target_costs
 from .runners.eager import Eager
 from .scheduler import Scheduler
 
+_WARM_ROWS = 16  # of one pass: what one sequence and its draft need
 _KEPT_PREFIXES = 32  # finished sequences whose K/V stays readable until slots run short
 
 
@@ -34,17 +35,24 @@ def build_engine(
     graphs = _Graphs(cache, config.max_batch, home=device)
     runner = graphs(model, plane) or Eager(model, plane)
     drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs))
-    controller: Controller
-    if drafter.name == "off":
-        controller = Fixed(0)
-    elif config.k == "auto":
-        counts = _sequences(model, config.max_batch)
-        known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
-        controller = Adaptive(Costs(known), name=drafter.name)
-    else:
-        controller = Fixed(int(config.k))
+    controller = make_controller(model, runner, cache, drafter, config, costs)
+    if hasattr(runner, "warm"):
+        runner.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
     return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+
+
+def make_controller(
+    model: Model, runner: Any, cache: Cache, drafter: Drafter, config: Config, costs: CostFile | None
+) -> Controller:
+    """One that has seen nothing yet."""
+    if drafter.name == "off":
+        return Fixed(0)
+    if config.k != "auto":
+        return Fixed(int(config.k))
+    counts = _sequences(model, config.max_batch)
+    known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
+    return Adaptive(Costs(known), name=drafter.name)
 
 
 def device_of(model: Model) -> torch.device:

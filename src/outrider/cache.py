@@ -171,6 +171,11 @@ class Cache:
             self._lines.append(row.line)
             self._forget(seq.id)
 
+    def drop_retired(self) -> None:
+        """Forget every finished row."""
+        while self.retired:
+            self._evict()
+
     def check(self) -> None:
         """Raise AssertionError unless every slot is accounted for exactly once per reader."""
         readers = [0] * self.slots

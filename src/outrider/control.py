@@ -100,6 +100,7 @@ class Adaptive:
     FIRST = 4  # nodes asked of a drafter whose price is not known yet
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
     PROBED = 4  # sequences of a batch that are probed together
+    FREELY = 512  # nodes asked of a free drafter in all: more rows are not free, and even it takes its time
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
@@ -141,9 +142,14 @@ class Adaptive:
         """Nodes for each sequence that may be drafted for."""
         if self.draft_node is None:
             return dict.fromkeys(able, self.FIRST)
+        if 4 * sum(turn.feed > 1 for turn in turns) >= len(turns):
+            self.asking.wake()
+        if not self.asking.pays():
+            self.why = f"{self.name} has brought little of late and rests: plain decoding is faster than asking it"
+            return {}
         call = self.draft_call if self.draft_most is None else self.draft_most
         if call <= self.CHEAP * self.costs(len(turns), len(turns)):
-            return self._ask_freely(turns, able)
+            return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
         able = sorted(able, key=lambda name: -sum(hopes[name]))
@@ -155,14 +161,6 @@ class Adaptive:
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
             self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
-
-    def _ask_freely(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
-        if 4 * sum(turn.feed > 1 for turn in turns) >= len(turns):
-            self.asking.wake()
-        if self.asking.pays(len(turns), self._speed(len(turns))):
-            return dict.fromkeys(able, self.k_max)
-        self.why = f"{self.name} has had little to say of late and rests: plain decoding is faster than asking it"
-        return {}
 
     def _speed(self, batch: int) -> float:
         """Tokens per second of late."""
@@ -284,13 +282,12 @@ class Adaptive:
 
     def _learn_asking(self, step: Step, decoded: list[Verdict]) -> None:
         """Only a device with a clock of its own hides what the host does; elsewhere asking takes what it takes."""
-        if "host" not in step.clock or self.paid:
+        if "host" not in step.clock:
             return
         batch, asked = len(decoded), any(turn.budget for turn in step.turns)
-        speed, drafted = self._speed(batch), step.rows.count - batch
-        rows = speed * (self.costs(batch + drafted, batch) - self.costs(batch, batch)) if drafted else 0.0
-        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - rows
-        self.asking.learn(batch, asked, step.clock["host"], gain, speed)
+        seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + step.output.seconds.get("draft", 0.0)
+        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
+        self.asking.learn(batch, asked, step.clock["host"], gain, self._speed(batch))
 
     def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
         """Against plain decoding of the same batch, so that it still means something when the batch has changed."""

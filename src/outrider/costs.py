@@ -203,7 +203,7 @@ class Experience:
 
 
 class Asking:
-    """Whether a drafter that costs the device nothing is worth the host's time.
+    """Whether a draft is worth the host's time, beside what the drafter and its rows cost a device.
 
     While nobody is asked, a device that has a clock of its own starts the next pass before the host has read the last
     one, and the host's work is hidden. Asking for a draft puts it back between the passes. What that takes and what
@@ -219,15 +219,18 @@ class Asking:
         self.trials = 0  # asked steps since the last rest, or since somebody new came
         self.rest, self.nap = 0, self.SHORTEST
 
-    def pays(self, batch: int, speed: float) -> bool:
-        """Ask this time? `speed` is in tokens per second."""
+    def pays(self) -> bool:
+        """Ask this time?"""
         if self.rest > 0:
             self.rest -= 1
             return False
         return True
 
     def learn(self, batch: int, asked: bool, host: float, gain: float, speed: float) -> None:
-        """What a step cost the host beside the device's work, and the tokens it brought beyond one for each."""
+        """What a step cost the host beside the device's work, and the tokens it brought, less what they cost there.
+
+        `speed` is in tokens per second.
+        """
         key = (batch.bit_length(), asked)
         known = self.host.get(key, host)
         self.host[key] = known + (1 - self.FADE) * (min(host, 3 * known) - known)
@@ -235,7 +238,7 @@ class Asking:
             return
         self.trials += 1
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
-        if gain > 0:
+        if gain > speed * self.price(batch):
             self.nap = self.SHORTEST
         enough = 12 if self.nap == self.SHORTEST else 3  # steps that tell; each tells as much as it has sequences
         if self.trials * batch >= enough and self.gain < speed * self.price(batch):

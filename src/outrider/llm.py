@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .build import build_engine, device_of
+from .build import build_engine, device_of, make_controller
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
 from .machine import choose_device, device_name, prepare
@@ -117,6 +117,17 @@ class LLM:
         config = config_from(old | new)
         sibling._assemble(self.name, self.target, self.tokenizer, config, recorder)
         return sibling
+
+    def forget(self) -> None:
+        """As if nothing had been asked yet, but for what a drafter remembers: for fair comparisons.
+
+        Prompts' K/V and what the controller has learnt are dropped. What took long to set up stays.
+        """
+        engine = self.engine
+        engine.cache.drop_retired()
+        engine.controller = make_controller(
+            self.target, engine.target, engine.cache, engine.drafter, self.config, self.costs
+        )
 
     @property
     def dtype(self) -> str:

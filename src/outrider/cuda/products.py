@@ -5,7 +5,7 @@ over the inputs in a fixed order: tensor cores take the inputs sixteen at a time
 split between several blocks of threads, the split depends on the weight's shape alone. The parts are left unsummed
 (`Parts`): the operation that reads them adds them up in order, which costs nothing there and saves a kernel.
 
-Why not cuBLAS: it takes another kernel, with another order, when the number of rows grows (from 64 on, on an H200).
+Why not cuBLAS: it takes another kernel, with another order, when there are more rows (16 or 64 of them, on an H200).
 The weight is the left factor, so that one to sixteen rows are one narrow tile and the weight streams through once.
 It knows weights and rows; it does not know layers.
 """

@@ -25,6 +25,7 @@ from .device import Field, Form, filled
 from .graphs import DEPTHS, I32, I64, LAW, PATCH, PATIENCE, Graphs, fill_laws, filters, rung
 
 Ints = npt.NDArray[np.int64]
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # more rows hardly cost a small model anything
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
 
@@ -59,7 +60,8 @@ class Chains:
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         """budget[i] tokens after each sequence, of which the plane holds all but the last `again`."""
         longest = next(n for n in LENGTHS if n >= max(budget))
-        recorded = self._recorded(Shape(rung(len(seqs)), longest, any(filters(seq) for seq in seqs)))
+        batch = next((n for n in BATCHES if n >= len(seqs)), rung(len(seqs)))
+        recorded = self._recorded(Shape(batch, longest, any(filters(seq) for seq in seqs)))
         shape = recorded.shape
         recorded.fill(seqs, budget)
         self.graphs.desk.replay("draft", recorded.recording, recorded.form)

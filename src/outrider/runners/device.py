@@ -36,14 +36,17 @@ class Form:
         self._arrays = [{name: view.numpy() for name, view in views.items()} for views in self._views]
         self.device: dict[str, Tensor] = _views(self._twin, fields, places)
         self._turn = 0
+        self._sent = [mark(device) for _ in range(_COPIES)]
 
     def next(self) -> dict[str, npt.NDArray[Any]]:
         """The next host buffer, to be filled and sent, or to be received into."""
         self._turn = (self._turn + 1) % _COPIES
+        self._sent[self._turn].synchronize()  # long since, unless many passes were started without waiting for one
         return self._arrays[self._turn]
 
     def send(self) -> None:
         self._twin.copy_(self._hosts[self._turn], non_blocking=True)
+        self._sent[self._turn].record()
 
     def receive(self) -> None:
         self._hosts[self._turn].copy_(self._twin, non_blocking=True)
@@ -60,7 +63,7 @@ def _views(buffer: Tensor, fields: dict[str, Field], places: dict[str, int]) -> 
 class Mark(Protocol):
     """A moment in the device's stream of work."""
 
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -70,7 +73,7 @@ class Mark(Protocol):
 class _Now:
     """The same where work is done at once."""
 
-    def record(self, stream: Any) -> None:
+    def record(self, stream: Any = None) -> None:
         pass
 
     def synchronize(self) -> None:

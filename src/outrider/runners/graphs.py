@@ -32,7 +32,7 @@ SOME = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of th
 MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
 PATCH = 512  # places of the table that one pass can bring up to date on its way
 DEPTHS = (16, 64)  # of a draft
-PATIENCE = 3  # times that a shape is asked for before it is recorded, if a larger one is there
+PATIENCE = 16  # times that a shape is asked for before it is recorded, if a larger one is there
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 LAW: dict[str, torch.dtype] = {
     "seed": I64, "position": I64, "temperature": F64, "top_k": I64, "top_p": F64, "min_p": F64
@@ -205,6 +205,14 @@ class Graphs:
             self.ahead = self._go_on(packing, rows.speakers, taps)
         return pending
 
+    def warm(self, rows: int) -> None:
+        """Record what decoding runs, up to so many rows, before anybody waits for it."""
+        for size in LADDER:
+            if size <= rung(rows):
+                shape = Shape(size, size, DEPTHS[0], False, WHOLE, ())
+                if shape not in self.passes:
+                    self.passes[shape] = Pass(self, shape)
+
     def logits(self, rows: Rows, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""
         pending = self._start("draft", rows.packing, rows.speakers, part, (), reply=False)
@@ -276,8 +284,8 @@ class Graphs:
         """
         n = len(p.tokens)
         slots = self.desk.cache.next_free(n)
-        if len(p.want) < n or len(slots) < n or n > MOST_AHEAD:
-            return None
+        if len(p.want) < n or len(slots) < n or n > MOST_AHEAD or taps:
+            return None  # what taps show must last until somebody has looked
         if not all(_goes_on(seq, self.desk.cache.length) for seq in speakers):
             return None
         more = Packing(self.desk.cache)
