@@ -101,6 +101,7 @@ class Adaptive:
     PROBE, MOST_IDLE = 24, 384  # steps without a draft before the first and between later probes
     PROBED = 4  # sequences of a batch that are probed together
     FREELY = 512  # nodes asked of a free drafter in all: more rows are not free, and even it takes its time
+    FULL = 64  # rows of prompts that make a device's pass cost what it computes, not what it reads
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
@@ -135,18 +136,21 @@ class Adaptive:
         asked = self._ask_for(turns, able) if able else {}
         self.unasked = 0 if asked else self.unasked + 1
         # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
-        self.steady = self.asking.rest > 0 or self.unasked >= self.SETTLED
+        self.steady = self.asking.rest > 0 if self.asking.resting else self.unasked >= self.SETTLED
         return [turn.allow(room_for(turn, asked.get(turn.seq.id, 0))) for turn in turns]
 
     def _ask_for(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
         """Nodes for each sequence that may be drafted for."""
-        if self.draft_node is None:
-            return dict.fromkeys(able, self.FIRST)
         if 4 * sum(turn.feed > 1 for turn in turns) >= len(turns):
             self.asking.wake()
         if not self.asking.pays():
             self.why = f"{self.name} has brought little of late and rests: plain decoding is faster than asking it"
             return {}
+        if self.asking.hides and sum(turn.feed for turn in turns) > len(turns) + self.FULL:
+            self.why = f"{self.name} is not asked while prompts fill the pass"
+            return {}
+        if self.draft_node is None:
+            return dict.fromkeys(able, self.FIRST)
         call = self.draft_call if self.draft_most is None else self.draft_most
         if call <= self.CHEAP * self.costs(len(turns), len(turns)):
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
@@ -160,6 +164,7 @@ class Adaptive:
         if not (many or self.probed):
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
             self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
+            self.asking.leave()
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
 
     def _speed(self, batch: int) -> float:
@@ -267,6 +272,7 @@ class Adaptive:
     # ------------------------------------------------------------ afterwards
 
     def observe(self, step: Step) -> None:
+        self.asking.hides = "host" in step.clock
         rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
         if any(turn.budget for turn in step.turns):
             self._learn_price(step)
@@ -281,9 +287,8 @@ class Adaptive:
                 self._learn(turn, tree, verdict.path, verdict.fates)
 
     def _learn_asking(self, step: Step, decoded: list[Verdict]) -> None:
-        """Only a device with a clock of its own hides what the host does; elsewhere asking takes what it takes."""
-        if "host" not in step.clock:
-            return
+        if not self.asking.hides or "read" in step.output.seconds:
+            return  # nothing to learn, or the drafter was reading a prompt
         batch, asked = len(decoded), any(turn.budget for turn in step.turns)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + step.output.seconds.get("draft", 0.0)
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds

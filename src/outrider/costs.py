@@ -211,38 +211,50 @@ class Asking:
     """
 
     FADE = 0.9
-    SHORTEST, LONGEST = 4, 64  # steps of a rest
+    MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
+    SHORTEST, LONGEST = 4, 256  # steps of a rest
 
     def __init__(self) -> None:
+        self.hides = False  # does anything hide the host's work? Where nothing does, asking takes what it takes
         self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, asked) -> seconds that nothing hid
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
         self.rest, self.nap = 0, self.SHORTEST
+        self.resting = self.asked = False
 
     def pays(self) -> bool:
         """Ask this time?"""
-        if self.rest > 0:
-            self.rest -= 1
-            return False
-        return True
+        self.resting = self.rest > 0
+        self.rest -= self.resting
+        return not self.resting
 
     def learn(self, batch: int, asked: bool, host: float, gain: float, speed: float) -> None:
         """What a step cost the host beside the device's work, and the tokens it brought, less what they cost there.
 
         `speed` is in tokens per second.
         """
-        key = (batch.bit_length(), asked)
+        key, after = (batch.bit_length(), asked), self.asked and not asked
+        self.asked = asked
+        if after:  # nothing was started ahead of this one either: asking has made it slow
+            key = (batch.bit_length(), True)
+            host += self.host.get(key, 0.0)
         known = self.host.get(key, host)
         self.host[key] = known + (1 - self.FADE) * (min(host, 3 * known) - known)
         if not asked:
             return
         self.trials += 1
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
-        if gain > speed * self.price(batch):
+        needed = speed * self.price(batch) + self.MARGIN * batch
+        if gain > needed:
             self.nap = self.SHORTEST
         enough = 12 if self.nap == self.SHORTEST else 3  # steps that tell; each tells as much as it has sequences
-        if self.trials * batch >= enough and self.gain < speed * self.price(batch):
-            self.rest, self.nap, self.trials = self.nap, min(2 * self.nap, self.LONGEST), 0
+        if self.trials * batch >= enough and self.gain < needed:
+            self.leave()
+
+    def leave(self) -> None:
+        """Let it be for a while, and the next time for longer."""
+        if self.hides:
+            self.rest, self.nap, self.trials = self.nap, min(4 * self.nap, self.LONGEST), 0
 
     def price(self, batch: int) -> float:
         """Seconds that asking takes, beyond what a step takes the host anyway."""

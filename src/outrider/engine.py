@@ -196,8 +196,8 @@ class Clock:
         """A device has told what phases really took; what lies between them since its last word is the host's."""
         if device:
             now, since = time.perf_counter(), max(self.told, self.begin - _PAUSE)
-            self.seconds |= device
-            self.seconds["host"], self.starts["host"] = max(now - since - sum(device.values()), 0.0), since - self.zero
+            self.seconds |= device | {"host": max(now - since - sum(device.values()), 0.0)}
+            self.starts = dict.fromkeys(self.seconds, since - self.zero) | self.starts
             self.told = now
 
     @contextmanager

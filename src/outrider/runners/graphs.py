@@ -215,7 +215,8 @@ class Graphs:
 
     def logits(self, rows: Rows, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""
-        pending = self._start("draft", rows.packing, rows.speakers, part, (), reply=False)
+        phase = "draft" if part.head else "read"  # a drafter that catches up with a prompt is not drafting yet
+        pending = self._start(phase, rows.packing, rows.speakers, part, (), reply=False)
         return pending.output.logits[: len(rows.packing.want)]
 
     def chains(self, part: Part, again: int, source: str) -> Any:
