@@ -22,6 +22,7 @@ from torch import Tensor
 
 QUERIES = 16  # rows times the heads that share a key head, in one block
 SPAN = 128  # keys of one sum
+SCRATCH_NUMBERS = 1 << 26  # and no more memory than this for unmerged sums, whatever the context
 PROGRAMS = 1024  # blocks of threads that one call is spread over; those without work are gone at once
 WARPS = 8
 SCRATCH_ROWS = 256  # passes with more rows than this keep every sum in registers
@@ -48,7 +49,8 @@ class Scratch:
     """Unmerged sums, and how many of a block have arrived. Passes that run at the same time need one each."""
 
     def __init__(self, rows: int, heads: int, dim: int, length: int, device: torch.device) -> None:
-        spans, rows = triton.cdiv(length, SPAN), min(rows, SCRATCH_ROWS)
+        spans = triton.cdiv(length, SPAN)
+        rows = max(min(rows, SCRATCH_ROWS, SCRATCH_NUMBERS // (heads * spans * dim)), 1)
         self.rows, self.spans = rows, spans
         self.sums = torch.empty((rows, heads, spans, dim), dtype=torch.float32, device=device)
         self.marks = torch.empty((rows, heads, spans, 2), dtype=torch.float32, device=device)  # highest score, weight

@@ -97,7 +97,7 @@ class Recording:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
-        with _no_collection(), torch.cuda.stream(stream):
+        with _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
             work()  # kernels are compiled and libraries wake up outside the capture
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
