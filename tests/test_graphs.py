@@ -15,7 +15,8 @@ from outrider.engine import Engine
 from outrider.models import ops
 from outrider.models.toy import RandomWeights, toy_config
 from outrider.models.transformer import Transformer
-from outrider.runners.graphs import Desk, Graphs
+from outrider.runners.desk import Desk
+from outrider.runners.graphs import Graphs
 from outrider.scheduler import Scheduler
 from outrider.types import SamplingParams, Sequence
 

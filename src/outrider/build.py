@@ -75,7 +75,8 @@ class _Graphs:
         device = device_of(model)
         if device.type != "cuda":
             return None
-        from .runners.graphs import Desk, Graphs  # needs triton, which is not installed everywhere
+        from .runners.desk import Desk
+        from .runners.graphs import Graphs  # needs triton, which is not installed everywhere
 
         if device not in self.desks:
             self.desks[device] = Desk(self.cache, device, self.batch, home=device == self.home)

@@ -21,8 +21,9 @@ from ..cuda.choice import Laws
 from ..models import Part
 from ..sampling import adjusts
 from ..types import Draft, Rows, Sequence, Tree
+from .desk import DEPTHS, I32, I64, PATCH
 from .device import Field, Form, filled
-from .graphs import DEPTHS, I32, I64, LAW, PATCH, PATIENCE, Graphs, fill_laws, filters, rung
+from .graphs import LAW, PATIENCE, Graphs, fill_laws, filters, rung
 
 Ints = npt.NDArray[np.int64]
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # more rows hardly cost a small model anything

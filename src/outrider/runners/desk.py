@@ -1,0 +1,92 @@
+"""What all passes of an engine share on one device: the table of slots, tokens that nobody has read, clocks.
+
+The promise: the device's table is the cache's as of the last launch, and what waits to be read outlasts a recording.
+It knows slots and moments; it knows neither models nor rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cache import Cache
+from ..cuda import attention
+from ..models import Model
+from .device import Form, Recording, filled, mark, pool
+
+MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
+PATCH = 512  # places of the table that one pass can bring up to date on its way
+DEPTHS = (16, 64)  # of a draft
+I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
+
+
+class Desk:
+    """What all passes of an engine share on one device: the table, tokens that nobody has read, clocks."""
+
+    def __init__(self, cache: Cache, device: torch.device, batch: int, home: bool = True) -> None:
+        self.cache, self.device, self.home = cache, device, home  # home: drafts are verified on this device
+        lines, length = cache.table.shape
+        self.table = torch.zeros(lines + 1, length, dtype=I32, device=device)  # the last line is padding's
+        self.table[:lines] = cache.table.to(device)
+        self.changes: dict[int, int] = {}
+        cache.changes.append(self.changes)
+        self.choices_at = batch * DEPTHS[-1]  # in `unread`: drafts first, then the last pass's choices
+        self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
+        self.pool = pool(device)
+        self.phases: list[tuple[str, Any, Any]] = []  # what was started since the last `taken`: name, begin, end
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._scratch: dict[tuple[int, int], attention.Scratch] = {}
+
+    @property
+    def padding(self) -> int:
+        """The slot that nobody owns."""
+        return self.cache.slots
+
+    def scratch(self, model: Model) -> attention.Scratch:
+        shape = (model.config.heads, model.config.head_dim)
+        if shape not in self._scratch:
+            rows, length = attention.SCRATCH_ROWS, self.cache.length
+            self._scratch[shape] = attention.Scratch(rows, *shape, length, self.device)
+        return self._scratch[shape]
+
+    def patch(self, arrays: dict[str, Any]) -> None:
+        """What has changed in the table goes into a form; a whole prompt's worth goes ahead of it."""
+        if len(self.changes) > PATCH:
+            places = torch.tensor(list(self.changes)).to(self.device)
+            self.table.view(-1)[places] = torch.tensor(list(self.changes.values()), dtype=I32).to(self.device)
+            self.changes.clear()
+        filled(arrays["place"], list(self.changes), -1)
+        filled(arrays["slot"], list(self.changes.values()), 0)
+        self.changes.clear()
+
+    def record(self, work: Callable[[], Any]) -> Recording:
+        """Capture work. It runs once for that, on padding; what waits to be read must outlast it."""
+        unread = self.unread.clone()
+        recording = Recording(work, self.device, self.pool)
+        self.unread.copy_(unread)
+        return recording
+
+    def replay(self, phase: str, recording: Recording, form: Form) -> Any:
+        """Send the form and run; nobody waits."""
+        begin, end = mark(self.device), mark(self.device)
+        begin.record(self.stream)
+        form.send()
+        result = recording.replay()
+        end.record(self.stream)
+        self.phases.append((phase, begin, end))
+        return result
+
+    def taken(self) -> list[tuple[str, Any, Any]]:
+        """The phases since the last call."""
+        phases, self.phases = self.phases, []
+        return phases
+
+
+def seconds(phases: list[tuple[str, Any, Any]]) -> dict[str, float]:
+    """What these phases took on the device; they must be over."""
+    spent: dict[str, float] = {}
+    for phase, begin, end in phases:
+        spent[phase] = spent.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+    return spent
