@@ -1,20 +1,27 @@
-"""Is a free drafter worth the host's time? `Asking` learns it: it asks, rests, and wakes."""
+"""Is a draft worth the host's time? `Asking` learns it: it asks, rests, and wakes."""
 
 from __future__ import annotations
 
 from outrider.costs import Asking
 
 SPEED = 250.0  # tokens per second
-PLAIN, DEAR = 0.0001, 0.0011  # seconds of the host in a step, when nobody is asked and when somebody is
+OPEN, HIDDEN = 0.001, 0.0  # seconds of the host in a step: beside the device's work, and behind it
 
 
-def live(asking: Asking, steps: int, gain: float, dear: float = DEAR, batch: int = 1) -> str:
-    """So many steps in which asking brings `gain` tokens: a letter each, `a` for asked."""
+def awake() -> Asking:
+    asking = Asking()
     asking.hides = True
+    return asking
+
+
+def live(asking: Asking, steps: int, gain: float, host: float = OPEN, batch: int = 1) -> str:
+    """So many steps in which asking brings `gain` tokens: a letter each, `a` for asked."""
     said = ""
     for _ in range(steps):
         asked = asking.pays()
-        asking.learn(batch, asked, dear if asked else PLAIN, gain if asked else 0.0, SPEED)
+        asking.spent(batch, "a" not in said[-1:] and not asked, host if asked or said[-1:] == "a" else HIDDEN)
+        if asked:
+            asking.brought(batch, gain, SPEED)
         said += "a" if asked else "."
     return said
 
@@ -24,23 +31,29 @@ def rests(said: str) -> list[int]:
 
 
 def test_it_asks_while_it_pays() -> None:
-    assert "." not in live(Asking(), 500, gain=0.5)  # half a token for a quarter's worth of time
-    cheap = live(Asking(), 500, gain=0.1, dear=PLAIN)  # little, for nothing
-    assert cheap.count("a") > 450
+    assert "." not in live(awake(), 500, gain=0.5)  # half a token for a quarter's worth of time
+    assert live(awake(), 500, gain=0.1, host=HIDDEN).count("a") == 500  # little, for nothing
 
 
 def test_it_rests_where_asking_costs_more_than_it_brings_and_for_longer_and_longer() -> None:
-    said = live(Asking(), 500, gain=0.0)
+    said = live(awake(), 500, gain=0.0)
     assert said.startswith("a" * 12 + ".")  # a fair trial first
     assert rests(said)[:3] == [4, 16, 64]
-    assert max(rests(live(Asking(), 2000, gain=0.0))) == Asking.LONGEST
+    assert max(rests(live(awake(), 2000, gain=0.0))) == Asking.LONGEST
     assert said[100:].count("a") < 0.1 * len(said[100:])
-    little = live(Asking(), 500, gain=0.1)  # something, but less than the quarter of a token that it takes
-    assert little.count(".") > 0.2 * len(little)
+    little = live(awake(), 500, gain=0.1)  # something, but less than the quarter of a token that it takes
+    assert little.count(".") > 0.8 * len(little)
+
+
+def test_where_nothing_is_hidden_nothing_is_won_by_resting() -> None:
+    asking = Asking()
+    assert "." not in live(asking, 300, gain=0.0)
+    asking.leave()
+    assert asking.pays()
 
 
 def test_a_draft_that_comes_true_shortens_the_next_rest() -> None:
-    asking = Asking()
+    asking = awake()
     live(asking, 200, gain=0.0)
     assert asking.nap == Asking.LONGEST
     said = live(asking, 600, gain=2.0)
@@ -49,7 +62,7 @@ def test_a_draft_that_comes_true_shortens_the_next_rest() -> None:
 
 
 def test_newcomers_wake_it() -> None:
-    asking = Asking()
+    asking = awake()
     live(asking, 100, gain=0.0)
     assert asking.rest > 0
     asking.wake()
@@ -57,26 +70,20 @@ def test_newcomers_wake_it() -> None:
     assert live(asking, 11, gain=0.0) == "a" * 11  # and get a fair trial of their own
 
 
-def test_the_price_is_what_asking_takes_beyond_a_plain_step_by_batch_size() -> None:
-    asking = Asking()
-    for batch, plain, dear in ((1, 0.0001, 0.0003), (8, 0.0005, 0.0045)):
-        for asked, host in ((False, plain), (True, dear)):
-            for _ in range(200):
-                asking.learn(batch, asked, host, 1.0, SPEED)
-        asking.asked = False  # as if there had been a pause
+def test_a_batch_tells_as_much_in_fewer_steps() -> None:
+    assert live(awake(), 50, gain=0.0, batch=16).startswith("a.")
+    assert live(awake(), 50, gain=0.0, batch=4).startswith("aaa.")
+
+
+def test_the_price_is_what_comes_to_light_by_batch_size() -> None:
+    asking = awake()
+    for batch, hidden, host in ((1, True, 0.0001), (1, False, 0.0003), (8, True, 0.0005), (8, False, 0.0045)):
+        for _ in range(200):
+            asking.spent(batch, hidden, host)
     assert abs(asking.price(1) - 0.0002) < 1e-9
     assert abs(asking.price(8) - 0.0040) < 1e-9
     assert asking.price(8) == asking.price(15)  # sizes go by powers of two
     assert asking.price(64) == 0.0  # nothing is known there, so it is tried
-    asking.learn(1, False, 10.0, 0.0, SPEED)
-    assert asking.price(1) < 0.0002  # a plain step that took long makes asking cheaper,
-    assert asking.host[1, False] < 0.0002  # but one pause of somebody else's moves little
-
-
-def test_the_step_after_is_part_of_the_price() -> None:
-    """Nothing was started ahead of it, because a draft might have come: that is asking's fault."""
-    asking = Asking()
-    for _ in range(300):
-        for asked, host in ((True, 0.0008), (False, 0.0005), (False, 0.0), (False, 0.0)):
-            asking.learn(4, asked, host, 1.0, SPEED)
-    assert 0.0009 < asking.price(4) < 0.0014
+    assert asking.needed(8, SPEED) == SPEED * asking.price(8) + 8 * Asking.MARGIN
+    asking.spent(1, False, 10.0)
+    assert asking.price(1) < 0.0003  # one pause of somebody else's moves little

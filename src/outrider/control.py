@@ -121,7 +121,7 @@ class Adaptive:
         self.paid = False  # is the drafter's price worth thinking about in this step?
         self.asking = Asking()
         self.unasked = 0  # steps since anybody was asked for a draft
-        self.steady = False
+        self.steady = self.ahead = False
         self.quiet = 0  # steps since anybody was probed
         self.probed: set[int] = set()  # sequences, in this step
         self.idle: dict[int, int] = defaultdict(int)
@@ -133,6 +133,7 @@ class Adaptive:
         self.quiet += 1
         self.probed, self.paid, self.why = set(), False, self._nothing
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
+        self.ahead = self.steady  # if so, this step's pass has been started already
         asked = self._ask_for(turns, able) if able else {}
         self.unasked = 0 if asked else self.unasked + 1
         # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
@@ -150,7 +151,8 @@ class Adaptive:
             self.why = f"{self.name} is not asked while prompts fill the pass"
             return {}
         if self.draft_node is None:
-            return dict.fromkeys(able, self.FIRST)
+            self.probed = set(able[: self.PROBED])  # a few are enough to learn a price and a first chance from
+            return dict.fromkeys(self.probed, self.FIRST)
         call = self.draft_call if self.draft_most is None else self.draft_most
         if call <= self.CHEAP * self.costs(len(turns), len(turns)):
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
@@ -159,7 +161,8 @@ class Adaptive:
         able = sorted(able, key=lambda name: -sum(hopes[name]))
         now = Pass(turns, self.costs, self.lead, len(able) * self.k_max)
         deeper = now.speed * self.draft_node
-        many, k = self._best_shape(now, [hopes[name] for name in able], deeper)
+        needed = now.margin + self.asking.needed(len(turns), now.speed)
+        many, k = self._best_shape(now, [hopes[name] for name in able], deeper, needed)
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
@@ -171,13 +174,13 @@ class Adaptive:
         """Tokens per second of late."""
         return self.lead * batch / self.costs(batch, batch)
 
-    def _best_shape(self, now: Pass, hopes: list[list[float]], deeper: float) -> tuple[int, int]:
+    def _best_shape(self, now: Pass, hopes: list[list[float]], deeper: float, needed: float) -> tuple[int, int]:
         """How many sequences (the most promising come first) and how many nodes each bring most; (0, 0): plain.
 
         All of them together pay for the rows, and `deeper` tokens for every depth. Costs may be stairs, so that one
         more node loses and three more win: all depths are looked at.
         """
-        best, gain, expected = (0, 0), now.margin, [0.0] * self.k_max
+        best, gain, expected = (0, 0), needed, [0.0] * self.k_max
         for many, own in enumerate(hopes, start=1):
             expected = list(map(add, expected, accumulate(own)))
             if many & (many - 1) and many != len(hopes):
@@ -272,7 +275,7 @@ class Adaptive:
     # ------------------------------------------------------------ afterwards
 
     def observe(self, step: Step) -> None:
-        self.asking.hides = "host" in step.clock
+        self._learn_host(step)
         rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
         if any(turn.budget for turn in step.turns):
             self._learn_price(step)
@@ -280,19 +283,24 @@ class Adaptive:
             self.draft_most *= self.FORGET
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             self.costs.refine(rows, step.clock["verify"], len(decoded))
-            self._learn_asking(step, decoded)
+            self._learn_gain(step, decoded)
             self._learn_lead(decoded, sum(step.clock[phase] for phase in ("draft", "verify", "judge")))
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 self._learn(turn, tree, verdict.path, verdict.fates)
 
-    def _learn_asking(self, step: Step, decoded: list[Verdict]) -> None:
-        if not self.asking.hides or "read" in step.output.seconds:
+    def _learn_host(self, step: Step) -> None:
+        self.asking.hides = "host" in step.clock
+        if self.asking.hides and "read" not in step.output.seconds:
+            self.asking.spent(len(step.turns), self.ahead, step.clock["host"])
+
+    def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
+        if not self.asking.hides or not any(turn.budget for turn in step.turns) or "read" in step.output.seconds:
             return  # nothing to learn, or the drafter was reading a prompt
-        batch, asked = len(decoded), any(turn.budget for turn in step.turns)
+        batch = len(decoded)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + step.output.seconds.get("draft", 0.0)
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
-        self.asking.learn(batch, asked, step.clock["host"], gain, self._speed(batch))
+        self.asking.brought(batch, gain, self._speed(batch))
 
     def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
         """Against plain decoding of the same batch, so that it still means something when the batch has changed."""

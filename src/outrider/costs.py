@@ -216,11 +216,11 @@ class Asking:
 
     def __init__(self) -> None:
         self.hides = False  # does anything hide the host's work? Where nothing does, asking takes what it takes
-        self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, asked) -> seconds that nothing hid
+        self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, hidden) -> seconds that nothing hid
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
         self.rest, self.nap = 0, self.SHORTEST
-        self.resting = self.asked = False
+        self.resting = False
 
     def pays(self) -> bool:
         """Ask this time?"""
@@ -228,38 +228,36 @@ class Asking:
         self.rest -= self.resting
         return not self.resting
 
-    def learn(self, batch: int, asked: bool, host: float, gain: float, speed: float) -> None:
-        """What a step cost the host beside the device's work, and the tokens it brought, less what they cost there.
-
-        `speed` is in tokens per second.
-        """
-        key, after = (batch.bit_length(), asked), self.asked and not asked
-        self.asked = asked
-        if after:  # nothing was started ahead of this one either: asking has made it slow
-            key = (batch.bit_length(), True)
-            host += self.host.get(key, 0.0)
+    def spent(self, batch: int, hidden: bool, host: float) -> None:
+        """What a step cost the host beside the device's work; `hidden`: its pass had been started ahead."""
+        key = (batch.bit_length(), hidden)
         known = self.host.get(key, host)
         self.host[key] = known + (1 - self.FADE) * (min(host, 3 * known) - known)
-        if not asked:
-            return
+
+    def brought(self, batch: int, gain: float, speed: float) -> None:
+        """Tokens that asking brought in a step, less what they cost the device; `speed` is in tokens per second."""
         self.trials += 1
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
-        needed = speed * self.price(batch) + self.MARGIN * batch
+        needed = self.needed(batch, speed)
         if gain > needed:
             self.nap = self.SHORTEST
         enough = 12 if self.nap == self.SHORTEST else 3  # steps that tell; each tells as much as it has sequences
         if self.trials * batch >= enough and self.gain < needed:
             self.leave()
 
+    def needed(self, batch: int, speed: float) -> float:
+        """Tokens that asking must bring in a step."""
+        return speed * self.price(batch) + self.MARGIN * batch if self.hides else 0.0
+
+    def price(self, batch: int) -> float:
+        """Seconds of the host's work that come to light when the next pass cannot be started ahead."""
+        size = batch.bit_length()
+        return max(self.host.get((size, False), 0.0) - self.host.get((size, True), 0.0), 0.0)
+
     def leave(self) -> None:
         """Let it be for a while, and the next time for longer."""
         if self.hides:
             self.rest, self.nap, self.trials = self.nap, min(4 * self.nap, self.LONGEST), 0
-
-    def price(self, batch: int) -> float:
-        """Seconds that asking takes, beyond what a step takes the host anyway."""
-        size = batch.bit_length()
-        return max(self.host.get((size, True), 0.0) - self.host.get((size, False), 0.0), 0.0)
 
     def wake(self) -> None:
         """Somebody new came: whatever was learnt about silence may not hold for them."""

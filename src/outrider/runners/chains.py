@@ -23,9 +23,10 @@ from ..sampling import adjusts
 from ..types import Draft, Rows, Sequence, Tree
 from .desk import DEPTHS, I32, I64, PATCH
 from .device import Field, Form, filled
-from .graphs import LAW, PATIENCE, Graphs, fill_laws, filters, rung
+from .graphs import LAW, Graphs, fill_laws, filters, rung
 
 Ints = npt.NDArray[np.int64]
+RECORDING = 10  # recording a pass takes about as long as running so many
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # more rows hardly cost a small model anything
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
@@ -65,7 +66,8 @@ class Chains:
         recorded = self._recorded(Shape(batch, longest, any(filters(seq) for seq in seqs)))
         shape = recorded.shape
         recorded.fill(seqs, budget)
-        self.graphs.desk.replay("draft", recorded.recording, recorded.form)
+        share = max(budget) / recorded.shape.length  # a longer one may stand in for what is not recorded yet
+        self.graphs.desk.replay("draft", recorded.recording, recorded.form, min(share, 1.0))
         places = [[j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
         if self.graphs.desk.home:
             return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.desk.unread)
@@ -73,12 +75,13 @@ class Chains:
         return Draft.pack(self._tree([said[at] for at in some]) for some in places)
 
     def _recorded(self, shape: Shape) -> Recorded:
-        """The draft of this shape. Recording takes longer than a draft: a longer one will do for the first times."""
+        """The draft of this shape; or a longer one, until its idle passes have cost as much as recording would."""
         if shape not in self.recorded:
-            self.missed[shape] = self.missed.get(shape, 0) + 1
+            self.missed[shape] = missed = self.missed.get(shape, 0) + 1
             larger = [known for known in self.recorded if known.holds(shape)]
-            if larger and self.missed[shape] <= PATIENCE:
-                return self.recorded[min(larger, key=lambda known: (known.length, known.batch))]
+            nearest = min(larger, key=lambda known: (known.length, known.batch), default=None)
+            if nearest and missed * (nearest.length - shape.length) <= RECORDING * shape.length:
+                return self.recorded[nearest]
             self.recorded[shape] = Recorded(self, shape)
         return self.recorded[shape]
 

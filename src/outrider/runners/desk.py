@@ -19,6 +19,7 @@ from .device import Form, Recording, filled, mark, pool
 MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
 PATCH = 512  # places of the table that one pass can bring up to date on its way
 DEPTHS = (16, 64)  # of a draft
+Phase = tuple[str, Any, Any, float]  # name, begin, end, share
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 
@@ -35,7 +36,7 @@ class Desk:
         self.choices_at = batch * DEPTHS[-1]  # in `unread`: drafts first, then the last pass's choices
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
         self.pool = pool(device)
-        self.phases: list[tuple[str, Any, Any]] = []  # what was started since the last `taken`: name, begin, end
+        self.phases: list[Phase] = []  # what was started since the last `taken`
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
@@ -68,25 +69,28 @@ class Desk:
         self.unread.copy_(unread)
         return recording
 
-    def replay(self, phase: str, recording: Recording, form: Form) -> Any:
-        """Send the form and run; nobody waits."""
+    def replay(self, phase: str, recording: Recording, form: Form, share: float = 1.0) -> Any:
+        """Send the form and run; nobody waits. `share` is the part of it that somebody asked for."""
         begin, end = mark(self.device), mark(self.device)
         begin.record(self.stream)
         form.send()
         result = recording.replay()
         end.record(self.stream)
-        self.phases.append((phase, begin, end))
+        self.phases.append((phase, begin, end, share))
         return result
 
-    def taken(self) -> list[tuple[str, Any, Any]]:
+    def taken(self) -> list[Phase]:
         """The phases since the last call."""
         phases, self.phases = self.phases, []
         return phases
 
 
-def seconds(phases: list[tuple[str, Any, Any]]) -> dict[str, float]:
-    """What these phases took on the device; they must be over."""
+def seconds(phases: list[Phase]) -> dict[str, float]:
+    """What these phases took on the device, and as `spare` what nobody had asked for; they must be over."""
     spent: dict[str, float] = {}
-    for phase, begin, end in phases:
-        spent[phase] = spent.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+    for phase, begin, end, share in phases:
+        taken = begin.elapsed_time(end) / 1e3
+        spent[phase] = spent.get(phase, 0.0) + share * taken
+        if share < 1:
+            spent["spare"] = spent.get("spare", 0.0) + (1 - share) * taken
     return spent

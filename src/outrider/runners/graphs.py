@@ -30,6 +30,7 @@ from .device import Field, Form, filled, mark
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SOME = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
+CHEAP_ROWS = 64  # a pass reads its weights; from here on it takes time to compute too
 PATIENCE = 16  # times that a shape is asked for before it is recorded, if a larger one is there
 LAW: dict[str, torch.dtype] = {
     "seed": I64, "position": I64, "temperature": F64, "top_k": I64, "top_p": F64, "min_p": F64
@@ -57,7 +58,7 @@ class Shape:
         same = (self.part, self.taps, self.wanted == self.rows) == (other.part, other.taps, other.wanted == other.rows)
         return (
             same
-            and other.rows <= self.rows <= 2 * other.rows + 16
+            and other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else other.rows)
             and other.wanted <= self.wanted
             and other.depth <= self.depth
             and other.filtered <= self.filtered
