@@ -193,7 +193,7 @@ def test_much_is_won_where_texts_repeat_themselves(monkeypatch: pytest.MonkeyPat
     assert Run(monkeypatch, "suffix", batch, "echo").speed() > least * plain
 
 
-WORTH = [
+GOOD = [
     (1, 0.99, 3.5),
     (4, 0.99, 3.0),
     (16, 0.99, 2.0),
