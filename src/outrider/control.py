@@ -151,8 +151,9 @@ class Adaptive:
             self.why = f"{self.name} is not asked while prompts fill the pass"
             return {}
         if self.draft_node is None:
-            self.probed = set(able[: self.PROBED])  # a few are enough to learn a price and a first chance from
-            return dict.fromkeys(self.probed, self.FIRST)
+            few = able[: self.PROBED]  # enough to learn a price and a first chance from
+            self.probed = set(few) if self.asking.hides else set()  # where drafts have a price, a first one must tell
+            return dict.fromkeys(few, self.FIRST)
         call = self.draft_call if self.draft_most is None else self.draft_most
         if call <= self.CHEAP * self.costs(len(turns), len(turns)):
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
