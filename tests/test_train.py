@@ -344,18 +344,23 @@ def test_answers_go_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     llm = LLM(home / "tiny", drafter="off", dtype="float32", max_batch=4)
     asked = [Question(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
     order, header = Order(10, 12, seed=3, batch=4), {"target": "t"}
-    whole = generate(llm, asked, order, Store(tmp_path / "whole.jsonl", header))
+    store = Store(tmp_path / "whole.jsonl", header)
+    generate(llm, asked, order, store)
+    whole = store.read()
     assert [a.number for a in whole] == list(range(10))
     assert whole[0].temperature == 0.0
     assert any(a.temperature for a in whole)
     assert all(a.temperature >= 0.7 for a in whole[7:])  # the same prompts again
     steps = iter(range(14))
     cut = tmp_path / "cut.jsonl"
-    part = generate(llm, asked, order, Store(cut, header), stop=lambda: next(steps, None) is None)
-    assert 0 < len(part) < 10
+    generate(llm, asked, order, Store(cut, header), stop=lambda: next(steps, None) is None)
+    assert 0 < len(Store(cut, header).read()) < 10
     cut.write_text(cut.read_text() + '{"number":9,"ki')  # killed in mid-line
     heard: list[str] = []
-    assert generate(llm, asked, order, Store(cut, header), lambda what, done: heard.append(what)) == whole
+    store = Store(cut, header)
+    generate(llm, asked, order, store, lambda what, done: heard.append(what))
+    assert store.read() == whole
+    assert store.numbers() == set(range(10))
     assert "10/10" in heard[-1]
     assert "tok/s" in heard[-1]
     with pytest.raises(OutriderError, match="another run: its target differ"):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 FORMAT = 1
+_NUMBER = '{"number":'  # how every line begins
 _AHEAD = 2  # batches of sequences that wait in the engine, so that no line of it stays empty
 
 
@@ -45,6 +46,11 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.answer
+
+    @property
+    def length(self) -> int:
+        """How many tokens that are."""
+        return len(self.prompt) + len(self.answer)
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,12 @@ class Store:
             next(file)
             return sorted((Answer(**json.loads(line)) for line in file), key=lambda a: a.number)
 
+    def numbers(self) -> set[int]:
+        """Which answers are finished, without reading what they say: there may be millions of tokens."""
+        with open(self.path, encoding="utf-8") as file:
+            next(file)
+            return {int(line[len(_NUMBER) : line.index(",")]) for line in file}
+
     def append(self, answers: list[Answer]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(asdict(a), separators=(",", ":")) + "\n" for a in answers))
@@ -119,13 +131,12 @@ def generate(
     store: Store,
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Answer]:
-    """The answers that the store lacks; returns all of them. `stop` ends it between two steps; nothing is lost."""
-    known = {answer.number for answer in store.read()}
+) -> None:
+    """Add the answers that the store lacks. `stop` ends it between two steps; nothing is lost."""
+    known = store.numbers()
     wanted = missing(questions, order, known)
     if wanted:
         _Run(llm, order, store, len(known), len(wanted), progress).go(wanted, stop)
-    return store.read()
 
 
 def missing(questions: list[Question], order: Order, known: set[int]) -> list[tuple[int, Question, float]]:

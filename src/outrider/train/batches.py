@@ -61,12 +61,12 @@ class Batches:
         rng = random.Random(f"{self.seed}:{epoch}")
         order = list(range(len(self.items)))
         rng.shuffle(order)
-        longest = max(len(a.tokens) for a in self.items)
+        longest = max(a.length for a in self.items)
         window = max(1, _WINDOW * self.budget // longest)
         groups: list[list[int]] = []
         for at in range(0, len(order), window):
-            near = sorted(order[at : at + window], key=lambda i: len(self.items[i].tokens))
-            groups += pack([len(self.items[i].tokens) for i in near], near, self.budget)
+            near = sorted(order[at : at + window], key=lambda i: self.items[i].length)
+            groups += pack([self.items[i].length for i in near], near, self.budget)
         rng.shuffle(groups)
         return groups
 
@@ -86,16 +86,16 @@ def pack(lengths: list[int], names: list[int], budget: int) -> list[list[int]]:
 
 def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
     """One batch; anchors are drawn without replacement as far as there are enough places."""
-    width = padded(max(len(a.tokens) for a in items))
+    width = padded(max(a.length for a in items))
     tokens = torch.zeros(len(items), width, dtype=torch.long)
     for row, a in enumerate(items):
-        tokens[row, : len(a.tokens)] = torch.tensor(a.tokens)
-    places = [range(len(a.prompt) - 1, len(a.tokens) - 2) for a in items]
+        tokens[row, : a.length] = torch.tensor(a.tokens)
+    places = [range(len(a.prompt) - 1, a.length - 2) for a in items]
     drawn = [sorted(rng.sample(p, anchors) if len(p) >= anchors else rng.choices(p, k=anchors)) for p in places]
-    lengths, starts = [len(a.tokens) for a in items], [len(a.prompt) for a in items]
+    lengths, starts = [a.length for a in items], [len(a.prompt) for a in items]
     spots = torch.tensor(drawn, dtype=torch.long).view(len(items), anchors)
-    rows = torch.tensor([b * (width - 1) + p for b, place in enumerate(places) for p in place])
-    depth = torch.tensor([p - place.start for place in places for p in place])
+    rows = torch.cat([torch.arange(p.start, p.stop) + b * (width - 1) for b, p in enumerate(places)])
+    depth = torch.cat([torch.arange(len(p)) for p in places])
     kinds = tuple(a.kind for a in items)
     return Batch(
         tokens, torch.tensor(lengths), torch.tensor(starts), spots, rows, depth, kinds=kinds, count=sum(lengths)

@@ -82,7 +82,7 @@ def evaluate(hits: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> dict[
 
 def held_out(answers: list[Answer], budget: int, longest: int) -> list[Batch]:
     """The held-out answers in batches, always the same ones."""
-    items = sorted((cut(a, min(longest, budget)) for a in answers if a.held), key=lambda a: len(a.tokens))
+    items = sorted((cut(a, min(longest, budget)) for a in answers if a.held), key=lambda a: a.length)
     items = [a for a in items if usable(a)]
-    groups = pack([len(a.tokens) for a in items], list(range(len(items))), budget)
+    groups = pack([a.length for a in items], list(range(len(items))), budget)
     return [collate([items[i] for i in group], 0, random.Random(0)) for group in groups]

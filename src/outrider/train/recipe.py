@@ -36,7 +36,18 @@ Progress = Callable[[str, float], None]
 KINDS = ("eagle3", "block", "model")
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MOST_SLOTS = 1_000_000  # K/V places while answers are generated
-_FREE = ("out", "answers_file", "resume", "device", "prompts", "exclude", "save_every", "evaluate_every", "html")
+_FREE = (
+    "out",
+    "answers_file",
+    "resume",
+    "device",
+    "prompts",
+    "exclude",
+    "save_every",
+    "evaluate_every",
+    "html",
+    "batch",
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,8 @@ def _agree(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """A folder belongs to one training: another one is not mixed into it, and one under way is not forgotten."""
     note = recipe.folder / "recipe.json"
     facts = recipe.facts() | {"target_hash": target_hash(checkpoint.config, checkpoint.weights)}
-    facts.pop("command")
+    for name in ("command", "target"):  # they tell where things lie, not what they are
+        facts.pop(name)
     if (recipe.folder / "checkpoint.pt").exists() and not recipe.resume:
         raise OutriderError(
             f"{recipe.out} already holds a training. Go on with it by --resume, or choose another --out, or delete "
@@ -179,7 +191,7 @@ def collect(
         recipe.answers_file or recipe.folder / "answers.jsonl",
         facts | {"max_tokens": recipe.max_tokens, "seed": recipe.seed, "sampled": order.sampled},
     )
-    lacking = missing(questions, order, {a.number for a in store.read()})
+    lacking = missing(questions, order, store.numbers())
     if lacking:
         from ..llm import LLM
 
@@ -187,6 +199,7 @@ def collect(
         length = min(checkpoint.config.context_length, longest + recipe.max_tokens)
         slots = min(batch * length, _MOST_SLOTS)
         sizes: Json = {"max_length": length, "max_batch": batch, "cache_tokens": slots}
+        sizes["max_rows"] = max(512, 2 * batch)  # a pass has room for every answer, and for new prompts
         llm = LLM(checkpoint, drafter="off", dtype=recipe.dtype, device=str(device), **sizes)
         generate(llm, questions, order, store, progress, stop)
         del llm  # its caches are most of the memory
@@ -205,7 +218,7 @@ def _loop(recipe: Recipe, made: Made, checkpoint: Checkpoint, answers: list[Answ
     batches = Batches(trained, recipe.batch_tokens, longest, recipe.seed, anchors)
     if not batches.items:
         raise OutriderError("No answer has two tokens, so there is nothing to learn; raise --max-tokens.")
-    tokens = recipe.tokens or _EPOCHS * sum(len(a.tokens) for a in batches.items)
+    tokens = recipe.tokens or _EPOCHS * sum(a.length for a in batches.items)
     steps = recipe.steps or max(1, -(-tokens // recipe.batch_tokens))
     plan = Plan(
         steps, recipe.lr, save_every=recipe.save_every, evaluate_every=recipe.evaluate_every, compile=recipe.compile
