@@ -138,9 +138,13 @@ def _refusal(config: HeadConfig, name: str, why: str) -> str:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the target computes in; beside an int8 one, floats."""
+    """What the target computes in; beside an int8 one, the shortest floats that are exact by row here."""
+    from ..models.linear import packs
+
     dtype: torch.dtype = getattr(target, "compute", target.dtype)
-    return dtype if dtype.is_floating_point else torch.float32
+    if dtype.is_floating_point:
+        return dtype
+    return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32
 
 
 def _device(target: Any) -> torch.device:

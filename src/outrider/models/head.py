@@ -114,10 +114,8 @@ class Head:
 
     def spread(self, scores: Tensor) -> Tensor:
         """Scores over the head's vocabulary [..., D] as logits over the target's [..., V]."""
-        if self.ids.device != scores.device:
-            self.ids = self.ids.to(scores.device)
         logits = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
-        logits[..., self.ids] = scores
+        logits[..., self.ids.to(scores.device)] = scores
         return logits
 
     # ------------------------------------------------------------ inside
