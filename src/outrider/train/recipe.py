@@ -49,6 +49,11 @@ _FREE = (
     "batch",
 )
 
+_TYPED = (
+    "device", "dtype", "answers", "max_tokens", "steps", "tokens", "batch_tokens", "lr", "seed", "layers",
+    "intermediate", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -104,25 +109,31 @@ class Recipe:
         """Tokens of one draft."""
         return self.block if self.kind == "block" else self.unroll
 
+    @property
+    def target_name(self) -> str | None:
+        """A model's name, or the last part of its path."""
+        return Path(self.target).name if self.target and Path(self.target).exists() else self.target
+
     def facts(self) -> Json:
         """What decides the result, for people and for `resume`: files by name, not by place."""
         found = {name: value for name, value in asdict(self).items() if name not in _FREE}
         files = {"prompts": [p.name for p in self.prompts], "exclude": [p.name for p in self.exclude]}
-        plain: Json = json.loads(json.dumps(found | files, default=str))
+        plain: Json = json.loads(json.dumps(found | files | {"target": self.target_name}))
         return plain | {"command": self.command()}
 
     def command(self) -> str:
         """As it would be typed, with the names of files only."""
         words = ["outrider", "train", "--kind", self.kind, "--out", self.out.name]
-        words += (
-            ["--target", Path(self.target).name if Path(self.target).exists() else self.target] if self.target else []
-        )
-        for name in ("prompts", "exclude"):
-            words += [word for path in getattr(self, name) for word in (f"--{name}", path.name)]
+        words += ["--target", self.target_name] if self.target_name else []
+        for name, values in {"prompts": self.prompts, "exclude": self.exclude, "tap": self.taps}.items():
+            words += [word for value in values for word in (f"--{name}", Path(str(value)).name)]
+        words += ["--hard"] if not self.soft else []
         for name, field in Recipe.__dataclass_fields__.items():
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value != field.default:
-                words += [f"--{name.replace('_', '-')}", str(value)]
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is True and name not in ("soft", "resume"):
+                words.append(option)
+            elif name in _TYPED and value != field.default:
+                words += [option, str(value)]
         return shlex.join(words)
 
 
