@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider import drafters
 from outrider.build import build_engine
 from outrider.cache import Cache, Packing
-from outrider.config import Config, config_from
+from outrider.config import Config, config_from, from_speculative_config
 from outrider.drafters import Workspace, lookup, make
 from outrider.drafters._head import HeadPacking
 from outrider.drafters.head import TrainedHead
@@ -463,3 +463,8 @@ def test_impossible_shapes_are_refused() -> None:
 def test_the_registry_knows_it() -> None:
     assert "head" in drafters.names()
     assert lookup("head") is TrainedHead
+
+
+def test_vllms_words_lead_here() -> None:
+    given = {"method": "eagle3", "model": "some/folder", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1}
+    assert from_speculative_config(given) == {"drafter": "head", "head": "some/folder", "k": 4}
