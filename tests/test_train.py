@@ -28,7 +28,7 @@ from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
 from outrider.train.answers import Answer, Order, Store, generate
 from outrider.train.batches import Batches, collate
-from outrider.train.distil import cut_config, hf_config
+from outrider.train.distil import Distilled, cut_config, cut_from, hf_config
 from outrider.train.evaluate import Acceptance
 from outrider.train.features import TargetNet, default_taps
 from outrider.train.loop import Plan, Stopped
@@ -268,6 +268,36 @@ def _slow_hits(net: HeadNet, embed: Tensor, features: Tensor, a: Answer, root: i
         else:
             out = slow.row(net.mask_embedding, net.mask_hidden, p + 1)
     return found
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block", "model"])
+def test_a_step_in_mixed_precision_is_about_the_same_step(kind: str) -> None:
+    """As on a GPU: the target in bfloat16, the student in float32 under autocast."""
+    config, (batch, _) = toy_config(), a_batch()
+    half = TargetNet.load(config, RandomWeights(config, 1), torch.bfloat16)
+    student: Any
+    if kind == "model":
+        source = RandomWeights(config, 1)
+        student = Distilled(cut_from(config, source, 1, False, "cpu"), TargetNet.load(config, source, torch.float32), 4)
+    else:
+        student = toy_student(kind)
+    exact = student.loss(batch)
+    student.target = half
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = student.loss(batch)
+        hits = student.hits(batch)
+    torch.testing.assert_close(loss, exact, rtol=0.1, atol=0)
+    assert hits.shape == (2, batch.tokens.shape[1] - 1, 4)
+    loss.backward()
+    assert all(p.grad.dtype is torch.float32 for p in student.net.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_step_compiles_to_one_graph(kind: str) -> None:
+    student, (batch, _) = toy_student(kind), a_batch()
+    compiled = torch.compile(student.loss, backend="eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(batch), student.loss(batch))
+    torch._dynamo.reset()
 
 
 def test_divergence_is_kl_times_mass() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -171,7 +172,7 @@ class Loop:
             state = torch.load(self.file, map_location="cpu", weights_only=True)
             self.student.net.load_state_dict(state["net"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, KeyError, ValueError, EOFError, OSError) as error:
+        except (pickle.UnpicklingError, RuntimeError, LookupError, ValueError, EOFError, OSError) as error:
             raise OutriderError(
                 f"{self.file} does not belong to this training ({error}). Delete it to start again, or give the "
                 "options it was made with."

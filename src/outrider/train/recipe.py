@@ -6,6 +6,7 @@ a `config.json` is a finished drafter. What is needed to go on lies in its `trai
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import shlex
@@ -213,7 +214,8 @@ def collect(
         sizes["max_rows"] = max(512, 2 * batch)  # a pass has room for every answer, and for new prompts
         llm = LLM(checkpoint, drafter="off", dtype=recipe.dtype, device=str(device), **sizes)
         generate(llm, questions, order, store, progress, stop)
-        del llm  # its caches are most of the memory
+        del llm  # its caches are most of the memory, and it knows itself: only the collector frees them
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if stop():
