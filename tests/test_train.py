@@ -524,7 +524,7 @@ def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytes
     calls = iter(range(6))
 
     @contextmanager
-    def stops() -> Iterator[Callable[[], bool]]:
+    def stops(seconds: float) -> Iterator[Callable[[], bool]]:
         yield lambda: next(calls, None) is None
 
     with monkeypatch.context() as patched:
@@ -533,6 +533,9 @@ def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytes
         done = invoke(home, tmp_path / "out", "--steps", 12)
     assert done.exit_code == 130
     assert "outrider train --steps 12 --resume" in done.stderr
+    late = invoke(home, tmp_path / "out", "--steps", 12, "--resume", "--stop-after", 1e-9)
+    assert late.exit_code == 130
+    assert "Stopped" in late.stderr
     assert invoke(home, tmp_path / "out", "--steps", 12, "--resume").exit_code == 0
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _SPEAK = 20.0  # seconds between two lines where there is no terminal to draw a bar on
 Files = Annotated[list[Path], typer.Option(help="Prompts: JSONL or a JSON list; may be repeated.")]
-Whole = Annotated[int, typer.Option(min=0, help="0: the usual.")]
 
 
 @app.command()
@@ -64,30 +63,31 @@ def train(
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 200,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the step (GPU).")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the training in --out.")] = False,
+    stop_after: Annotated[float, typer.Option(min=0.0, help="Seconds after which to stop as Ctrl-C does.")] = 0.0,
     html: Annotated[Path | None, typer.Option(help="Write the curves to this file.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Make a drafter for a model from its own answers: generate, train, evaluate, write a folder."""
     given = dict(locals())
-    for name in ("as_json", "debug"):
+    for name in ("as_json", "debug", "stop_after"):
         given.pop(name)
     given |= {"prompts": tuple(prompts), "exclude": tuple(exclude or ()), "taps": tuple(given.pop("tap") or ())}
     given["soft"] = not given.pop("hard")
     with _sentences(debug):
         from .train.recipe import Recipe
 
-        _run(Recipe(**given), as_json)
+        _run(Recipe(**given), stop_after, as_json)
 
 
-def _run(recipe: Recipe, as_json: bool) -> None:
+def _run(recipe: Recipe, seconds: float, as_json: bool) -> None:
     from .train.loop import Stopped
     from .train.recipe import train as make
 
     if recipe.html is not None and not recipe.html.expanduser().absolute().parent.is_dir():
         raise OutriderError(f"{recipe.html} cannot be written: its folder does not exist.")
     try:
-        with _asked_to_stop() as stop, _progress() as bar:
+        with _asked_to_stop(seconds) as stop, _progress() as bar:
             result = make(recipe, _spoken(bar), stop)
     except Stopped as reason:
         errors.print(f"\n{escape(str(reason))} Nothing is lost; go on with:", soft_wrap=True)
@@ -104,9 +104,9 @@ def _again() -> str:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C once is a wish, twice an order."""
-    asked = [False]
+def _asked_to_stop(seconds: float) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C once is a wish, twice an order. So many seconds (0: no end) are a wish, too."""
+    asked, begin = [False], time.monotonic()
 
     def heard(number: int, frame: Any) -> None:
         if asked[0]:
@@ -117,10 +117,10 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
     try:
         before = signal.signal(signal.SIGINT, heard)
     except ValueError:  # not the main thread: whoever runs us handles signals
-        yield lambda: False
+        yield lambda: 0 < seconds < time.monotonic() - begin
         return
     try:
-        yield lambda: asked[0]
+        yield lambda: asked[0] or 0 < seconds < time.monotonic() - begin
     finally:
         signal.signal(signal.SIGINT, before)
 
