@@ -32,7 +32,8 @@ ALLOWED = {
     "profile": "types cache costs machine paths",
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
-    "drafters.*": f"{FLOW} cache machine sampling drafters drafters.* models models.checkpoint models.load",
+    "drafters.*": f"{FLOW} cache machine sampling drafters drafters.* models models.checkpoint models.head "
+    "models.head_file models.linear models.load models.toy",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
     "native": "paths errors",
@@ -56,6 +57,9 @@ ALLOWED = {
     "show_measure": "doctor money speeds tune",
     "cli_measure": "bench cli config doctor drafters environment errors llm money options profiles prompts report "
     "show_measure speeds tune",
+    "train": "",
+    "train.*": f"{FLOW} environment llm machine plots prompts report models.* train.*",
+    "cli_train": "cli errors train.*",
     "config": "errors drafters verify",
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
@@ -66,7 +70,7 @@ ALLOWED = {
     "show": f"{FLOW} text trace lossless",
     "options": FLOW,
     "answer": "types llm show",
-    "cli": f"{FLOW} answer llm trace lossless prompts show options models.checkpoint cli_measure",
+    "cli": f"{FLOW} answer llm trace lossless prompts show options models.checkpoint cli_measure cli_train",
     "__main__": "cli",
 }
 

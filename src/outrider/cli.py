@@ -327,4 +327,4 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_measure  # noqa: E402, F401 - bench, doctor, cost and tune register themselves
+from . import cli_measure, cli_train  # noqa: E402, F401 - bench, doctor, cost, tune and train register themselves

@@ -62,7 +62,7 @@ class Config:
 
 
 # Where others' names lead: vLLM's speculative configuration and Hugging Face's generate arguments.
-_VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
+_VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram", "eagle3": "head"}
 
 
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The speculative method '{method}' is not known here; use: {', '.join(_VLLM_METHODS)}.")
     arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
     if model is not None:
-        arguments["draft_model"] = model
+        arguments["head" if method == "eagle3" else "draft_model"] = model
     if "num_speculative_tokens" in given:
         arguments["k"] = given.pop("num_speculative_tokens")
     if "rejection_sample_method" in given:

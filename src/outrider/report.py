@@ -69,6 +69,11 @@ def html(result: Json) -> str:
         _costs(result),
         _provenance(result),
     ]
+    return page(title, parts)
+
+
+def page(title: str, parts: list[str]) -> str:
+    """Parts that are HTML already, as one self-contained page; empty ones are left out."""
     head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
     head += f"<style>{_STYLE}{_colours()}</style>"
     body = "\n".join(part for part in parts if part)
@@ -120,7 +125,7 @@ def _speedups(result: Json) -> str:
     note = (
         "Dots are medians over rounds, summed over prompts; bars are 95% bootstrap intervals; the dashed line is plain."
     )
-    return _figure(axes.title, whiskers(axes, groups, series), note, _table(columns, rows))
+    return figure(axes.title, whiskers(axes, groups, series), note, table(columns, rows))
 
 
 def _positions(result: Json) -> str:
@@ -136,7 +141,7 @@ def _positions(result: Json) -> str:
     axes = Axes("Acceptance by position", "position in the draft", "α, once reached", percent=True)
     listed = [{"drafter": s.name, "position": int(p.x), "alpha": p.y} for s in series for p in s.points]
     note = "How often the target agrees with a drafted token that it looks at."
-    return _figure(axes.title, lines(axes, series), note, _table(("drafter", "position", "alpha"), listed))
+    return figure(axes.title, lines(axes, series), note, table(("drafter", "position", "alpha"), listed))
 
 
 def _fates(result: Json) -> str:
@@ -151,7 +156,7 @@ def _fates(result: Json) -> str:
     bars = [(f"{r['category']}, {r['drafter']}", {kind: r[kind] for kind in _FATES}) for r in listed]
     axes = Axes("What became of the drafts", "", "")
     columns = ("drafter", "category", "drafted", *_FATES)
-    return _figure(axes.title, stacks(axes, bars, _FATES), "Shares of all drafted tokens.", _table(columns, listed))
+    return figure(axes.title, stacks(axes, bars, _FATES), "Shares of all drafted tokens.", table(columns, listed))
 
 
 def _sweep(result: Json) -> str:
@@ -166,7 +171,7 @@ def _sweep(result: Json) -> str:
     note = f"Fastest at K = {knee['best_k']}; K = {knee['enough_k']} loses at most 2% against it." if knee else ""
     note += "".join(f" With K auto it is {r['speedup']:.2f}." for r in swept if r["k"] == "auto")
     columns = ("drafter", "k", "speedup", "ci_low", "ci_high", "tau", "alpha")
-    return _figure(axes.title, lines(axes, series), note, _table(columns, swept))
+    return figure(axes.title, lines(axes, series), note, table(columns, swept))
 
 
 def _costs(result: Json) -> str:
@@ -177,11 +182,11 @@ def _costs(result: Json) -> str:
     note = (
         "A draft of K tokens is verified by a pass over K + 1 rows: the flatter this line, the more speculation brings."
     )
-    return _figure(
+    return figure(
         axes.title,
         lines(axes, [Series("target", points, NEUTRAL)]),
         note,
-        _table(("rows", "ms", "times one row"), listed),
+        table(("rows", "ms", "times one row"), listed),
     )
 
 
@@ -189,7 +194,11 @@ def _provenance(result: Json) -> str:
     facts = {
         name: result[name] for name in ("command", "baseline", "tokens", "rounds", "temperature", "seed", "seconds")
     }
-    facts |= result["environment"]
+    return facts_table(facts | result["environment"])
+
+
+def facts_table(facts: Json) -> str:
+    """Names and values, one under the other."""
     cells = "".join(
         f'<tr><th scope="row" class="word">{escape(str(name))}</th>'
         f'<td class="word"><code>{escape(_plain(value))}</code></td></tr>'
@@ -201,12 +210,14 @@ def _provenance(result: Json) -> str:
 # ---------------------------------------------------------------- pieces
 
 
-def _figure(title: str, svg: str, note: str, table: str) -> str:
-    numbers = f'<details><summary>The numbers</summary><div class="wide">{table}</div></details>'
+def figure(title: str, svg: str, note: str, numbers: str) -> str:
+    """A plot with what it means, and its numbers as a table that opens."""
+    numbers = f'<details><summary>The numbers</summary><div class="wide">{numbers}</div></details>'
     return f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(note)}</figcaption>{numbers}</figure>"
 
 
-def _table(columns: tuple[str, ...], rows: list[Json]) -> str:
+def table(columns: tuple[str, ...], rows: list[Json]) -> str:
+    """Rows by column names."""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(_cell(row[c]))}</td>" for c in columns) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

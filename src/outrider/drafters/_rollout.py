@@ -134,17 +134,23 @@ class Rollout:
         """One more token at the end of a chain. logits [V]."""
         seq, last = growth.seq, len(growth.tokens) - 1
         if seq.rule == "match":
-            token, confidence = ranked(logits, seq, growth.tokens, 1)[0]
+            token, confidence = self._ranked(logits, seq, growth.tokens, 1)[0]
         else:
-            q = law(logits, seq, growth.tokens)
+            q = self._law(logits, seq, growth.tokens)
             token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
             confidence = float(q[token])
             growth.q.append(q)
         growth.add(token, last, confidence)
 
     def _branch(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[int]:
-        children = ranked(logits, growth.seq, growth.path(node), width)
+        children = self._ranked(logits, growth.seq, growth.path(node), width)
         return [growth.add(token, node, confidence) for token, confidence in children]
+
+    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+        return ranked(logits, seq, emitted, width)
+
+    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return law(logits, seq, emitted)
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""

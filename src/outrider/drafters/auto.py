@@ -38,9 +38,9 @@ class Trust:
 
 @register("auto")
 class Auto(Cascade):
-    """Options: auto, a list of drafter names (default suffix and ngram, and model where a draft model is given)."""
+    """Options: auto, a list of drafter names (default suffix and ngram; head and model where they are given)."""
 
-    takes = ("auto", "draft_model", "assistant_model")
+    takes = ("auto", "head", "draft_model", "assistant_model")
     option_name = "auto"
 
     def __init__(self, space: Workspace) -> None:
@@ -53,8 +53,9 @@ class Auto(Cascade):
 
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
-        given = space.option("draft_model", "assistant_model", default=None)
-        return ("suffix", "ngram") if given is None else ("suffix", "ngram", "model")
+        model = space.option("draft_model", "assistant_model", default=None)
+        given = {"head": space.option("head", default=None), "model": model}
+        return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.proposed, self.unread = {seq.id: {} for seq in seqs}, None

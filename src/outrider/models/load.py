@@ -12,7 +12,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from . import Model, quant
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .gguf_file import GGUFWeights
+from .head_file import target_hash
 from .int8 import Int8Transformer
 from .toy import RandomWeights
 from .transformer import Transformer
@@ -41,9 +44,18 @@ def load_model(
     progress: quant.Progress | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model in memory, for positions up to `length`."""
-    if torch.device(device).type == "cuda":
-        return _on_gpu(checkpoint, dtype, length, torch.device(device))
+    """The model in memory, for positions up to `length`. `identity()` tells whose heads go with it."""
+    model: Any = _load(checkpoint, dtype, length, progress, torch.device(device))
+    model.identity = partial(target_hash, checkpoint.config, checkpoint.weights)  # read only when somebody asks
+    loaded: Model = model
+    return loaded
+
+
+def _load(
+    checkpoint: Checkpoint, dtype: str, length: int, progress: quant.Progress | None, device: torch.device
+) -> Model:
+    if device.type == "cuda":
+        return _on_gpu(checkpoint, dtype, length, device)
     dtype = fastest(checkpoint) if dtype == AUTO else dtype
     if dtype == INT8:
         return Int8Transformer.open(checkpoint, length, progress=progress)

@@ -60,6 +60,15 @@ class Tokenizer:
         template, add = data.get("tokenizer.chat_template"), gguf_tokenizer.adds_bos(data)
         return Tokenizer(gguf_tokenizer.build(data), bos, eos, gguf_eos_ids(data), add, template)
 
+    def save(self, folder: Path) -> None:
+        """Files from which `from_folder`, and transformers, make the same tokenizer."""
+        with self._lock:
+            self._core.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos}
+        settings |= self._special_texts() | {"chat_template": self.chat_template}
+        text = json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
     @property
     def vocab_size(self) -> int:
         """How many tokens have a text; a model's embedding may have more rows."""

@@ -1,7 +1,8 @@
 """Seeded tiny models, real in everything but size: for tests, docs and `check_drafter`.
 
 `toy(seed)` is a Llama with random weights in float64, small enough for thousands of passes a second; `blurred` is a
-weaker copy of it, which agrees with it often but not always, as a draft model does.
+weaker copy of it, which agrees with it often but not always, as a draft model does. `random_head` is an untrained head
+for any target.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig
+from .head_file import HeadConfig, shapes
 from .transformer import Transformer
 
 VOCABULARY = 48
@@ -84,3 +86,36 @@ def toy(seed: int = 1, blur: float = 0.0, dtype: torch.dtype = torch.float64, la
     """A tiny target; with blur, a drafter for the toy of the same seed."""
     config = toy_config(layers)
     return Transformer(config, RandomWeights(config, seed, blur), dtype)
+
+
+def random_head(
+    config: ModelConfig, kind: str = "eagle3", seed: int = 1, layers: int = 1, vocabulary: int = 0, hash: str = ""
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """An untrained head for a target of this shape, its vocabulary spread evenly over the target's."""
+    vocabulary = vocabulary or min(config.vocab_size * 3 // 4, 4096)
+    shape = HeadConfig(
+        kind=kind,
+        hidden_size=config.hidden_size,
+        intermediate_size=2 * config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=vocabulary,
+        taps=tuple(sorted({0, config.layers // 2, config.layers - 1})),
+        layers=layers,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        context_length=config.context_length,
+        target_hash=hash,
+    )
+    ids = torch.arange(vocabulary) * config.vocab_size // vocabulary  # [D]
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[ids] = True
+    tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(vocabulary), "t2d": known}
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in shapes(shape).items():
+        if name not in tensors:
+            noise = torch.randn(size, generator=generator)
+            tensors[name] = noise * 1.5 / size[1] ** 0.5 if len(size) > 1 else 1 + 0.1 * noise
+    return shape, tensors

@@ -1,0 +1,250 @@
+"""Drafting with a trained head: feed the committed rows that its plane lacks, then guess.
+
+Head row p has the token at p + 1 and the feature of position p, lives in the slot of position p, and says what comes at
+p + 2. With n committed tokens, rows 0 … n-2 are true; guesses begin with what row n-2 says:
+
+    positions   0 ................ n-2 │ n-1        │ spare
+    rows        [ held ][   fed now   ] │ 1st guess │ later guesses
+                  true rows             │ scratch: fed again when the target has spoken
+
+A prefix that another sequence has fed is used as it is (its last row may have another token: the price is a little
+acceptance). Features that nobody has seen are zeros. It knows a head and a plane; the text is safe from all of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache, Packing, Plane
+from ..sampling import law, ranked
+from ..types import Draft, Sequence, Step
+from ._rollout import CHUNK, Growth, Rollout
+
+if TYPE_CHECKING:
+    from ..models.head import Head
+
+
+@dataclass
+class Features:
+    """The target's hidden states at committed positions, until the head has been fed with them."""
+
+    taps: tuple[int, ...]
+    pieces: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)  # sequence -> (position, [m, taps * H])
+
+    def observe(self, step: Step) -> None:
+        """Copy what the step has shown of positions that are committed now."""
+        packing, at = step.rows.packing, 0
+        positions = step.rows.positions.tolist() if packing is None else packing.positions
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
+            path = [] if verdict is None else verdict.path
+            if turn.seq.speculate and not turn.seq.done:
+                rows: Any = [*range(at, at + turn.feed), *(at + turn.feed + node for node in path)]
+                if rows[-1] - at == len(rows) - 1:
+                    rows = slice(at, at + len(rows))  # a chain: no need to look for them one by one
+                shown = torch.cat([step.output.hidden[tap][rows] for tap in self.taps], 1)  # [m, taps * H]
+                self.pieces.setdefault(turn.seq.id, []).append((positions[at], shown))
+            at += turn.feed + len(tree.tokens)
+
+    def known(self, name: int, position: int) -> bool:
+        return any(at <= position < at + piece.shape[0] for at, piece in reversed(self.pieces.get(name, ())))
+
+    def between(self, name: int, start: int, stop: int, like: Tensor) -> Tensor:
+        """Hidden states of positions start … stop-1 [m, taps * H]; zeros where nothing was seen."""
+        pieces = self.pieces.get(name, [])
+        if len(pieces) == 1 and pieces[0][0] <= start and stop <= pieces[0][0] + pieces[0][1].shape[0]:
+            return pieces[0][1][start - pieces[0][0] : stop - pieces[0][0]]
+        found = like.new_zeros(stop - start, like.shape[1])
+        for at, piece in pieces:
+            low, high = max(at, start), min(at + piece.shape[0], stop)
+            if low < high:
+                found[low - start : high - start] = piece[low - at : high - at]
+        return found
+
+    def forget(self, name: int, before: int) -> None:
+        """The head has been fed with these; the one of the last row may be asked for once more."""
+        self.pieces[name] = [(at, piece) for at, piece in self.pieces.get(name, ()) if at + piece.shape[0] > before]
+
+    def drop(self, name: int) -> None:
+        self.pieces.pop(name, None)
+
+
+class HeadPacking(Packing):
+    """Rows of a head: each has the token after its position."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache)
+        self.masked: list[bool] = []
+
+    def true(self, seq: Sequence, start: int, stop: int, want: bool) -> None:
+        """Rows start … stop-1 of what is committed."""
+        slots = self.cache.rows[seq.id].slots
+        for p in range(start, stop):
+            self._add(seq, seq.tokens[p + 1], p, slots[p], p + 1, [])
+        self.masked += [False] * (stop - start)
+        if want:
+            self.want.append(len(self.tokens) - 1)
+
+    def guessed(self, seq: Sequence, token: int, places: list[int], masked: bool = False) -> None:
+        """A row after the last true one, in the last of these places; it sees those before it."""
+        row, n = self.cache.rows[seq.id], len(seq.tokens)
+        tail = [row.slots[n - 1] if place == 0 else row.spare[place - 1] for place in places]
+        self._add(seq, token, n - 2 + len(places), tail[-1], n - 1, tail)
+        self.masked.append(masked)
+        self.want.append(len(self.tokens) - 1)
+
+
+class HeadRollout(Rollout):
+    """A head over its plane, drafting chains or trees as its kind does."""
+
+    def __init__(self, head: Head, cache: Cache, plane: Plane, features: Features) -> None:
+        model: Any = head  # Rollout only keeps it: what runs it is overridden here
+        super().__init__(model, cache, plane, source="head")
+        self.head, self.features = head, features
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
+        width = head.config.hidden_size * len(head.config.taps)
+        self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
+        self.fed: dict[int, int] = {}  # slot -> the token that its true row was last fed with
+
+    # ------------------------------------------------------------ block: all in one pass
+
+    def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        if self.head.config.kind == "eagle3":
+            return super().chains(seqs, budget)
+        budget = [min(k, self.head.config.block) for k in budget]
+        grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
+        for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
+            for row in rows:
+                self._extend(growth, row)
+        return Draft.pack(g.tree(self.source) for g in grown)
+
+    def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
+        if self.head.config.kind == "eagle3":
+            return super().trees(seqs, budget, width, depth)
+        depths = [min(k, depth, self.head.config.block) for k in budget]
+        blocks = self._blocks(seqs, depths)
+        return Draft.pack(
+            self._best_first(Growth(seq, k), rows, width).tree(self.source)
+            for seq, k, rows in zip(seqs, budget, blocks, strict=True)
+        )
+
+    def _blocks(self, seqs: list[Sequence], lengths: list[int]) -> list[Tensor]:
+        """Scores of each sequence's next positions, [lengths[i], D] each."""
+        scores, _ = self._forward_true(seqs, [k - 1 for k in lengths])
+        return list(scores.split(lengths))
+
+    def _best_first(self, growth: Growth, rows: Tensor, width: int) -> Growth:
+        """The likeliest paths through the positions' rankings (DDTree). rows [depth, D]."""
+        levels: list[list[tuple[int, float]]] = []
+        said: list[int] = []  # positions are ranked as if the best had been said before them
+        for row in rows:
+            levels.append(self._ranked(row, growth.seq, said, width))
+            said.append(levels[-1][0][0])
+        heap = [(-math.log(levels[0][0][1]), 0, -1, 0)]  # cost, order, parent, rank: cheapest first
+        depth = {-1: 0}
+        while heap and len(growth.tokens) < growth.budget:
+            cost, _, parent, rank = heapq.heappop(heap)
+            level = levels[depth[parent]]
+            node = growth.add(level[rank][0], parent, level[rank][1])
+            depth[node], base = depth[parent] + 1, cost + math.log(level[rank][1])
+            if rank + 1 < len(level):
+                heapq.heappush(heap, (base - math.log(level[rank + 1][1]), 2 * node, parent, rank + 1))
+            if depth[node] < len(levels):
+                heapq.heappush(heap, (cost - math.log(levels[depth[node]][0][1]), 2 * node + 1, node, 0))
+        return growth
+
+    # ------------------------------------------------------------ choosing, without the words a head does not know
+
+    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+        """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
+        if seq.params.plain:
+            confidence, place = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
+            choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
+        else:
+            choices = ranked(self.head.spread(logits), seq, emitted, width)
+        return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
+
+    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return law(self.head.spread(logits), seq, emitted)
+
+    # ------------------------------------------------------------ running
+
+    def _feed(self, seqs: list[Sequence]) -> Tensor:
+        """Bring the plane up to date with every sequence; scores of what comes next. [B, D]"""
+        scores, outputs = self._forward_true(seqs, [0] * len(seqs))
+        self.outputs = {seq.id: {-1: output} for seq, output in zip(seqs, outputs, strict=True)}
+        return scores
+
+    def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
+        """Feed these nodes, each going on from its parent's output; scores after each. [sum of nodes, D]"""
+        packed, features = HeadPacking(self.cache), []
+        for growth, nodes in batch:
+            for node in nodes:
+                growth.places[node] = len(growth.places)
+                packed.guessed(growth.seq, growth.tokens[node], _places(growth, node))
+                features.append(self.outputs[growth.seq.id][growth.parents[node]])
+        scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
+        rows = iter(outputs)
+        for growth, nodes in batch:
+            self.outputs[growth.seq.id] |= {node: next(rows) for node in nodes}
+        return scores.cpu()
+
+    def _forward_true(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
+        """Feed what is committed, and masks behind it: the wanted rows' scores [R, D] and outputs [R, H]."""
+        packed, features = HeadPacking(self.cache), []
+        for seq, more in zip(seqs, masks, strict=True):
+            start, stop = self._catch_up(seq), len(seq.tokens) - 1
+            packed.true(seq, start, stop, want=True)
+            features.append(self.features.between(seq.id, start, stop, self.blank))
+            for j in range(more):
+                packed.guessed(seq, 0, list(range(j + 1)), masked=True)
+            if more:
+                features.append(self.blank.new_zeros(more, self.blank.shape[1]))
+        masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
+        scores, outputs = self.head.scores(packed.rows(), self.plane, self.head.fuse([torch.cat(features)]), masked)
+        for seq in seqs:
+            self._fed(seq, len(seq.tokens) - 1)
+        return scores.cpu(), outputs[packed.want]
+
+    def _catch_up(self, seq: Sequence) -> int:
+        """Feed all but the last chunk of the true rows that the plane lacks; returns where the rest begins."""
+        start, stop = self.cache.sync(seq, self.plane), len(seq.tokens) - 1
+        slots = self.cache.rows[seq.id].slots
+        while start < stop and not self.features.known(seq.id, start):
+            if self.fed.get(slots[start]) != seq.tokens[start + 1]:
+                break
+            start += 1  # somebody who shares the slot has fed it, and knew its feature
+        start = min(start, stop - 1)
+        while stop - start > CHUNK:
+            packed = HeadPacking(self.cache)
+            packed.true(seq, start, start + CHUNK, want=False)
+            shown = self.features.between(seq.id, start, start + CHUNK, self.blank)
+            self.head.scores(packed.rows(), self.plane, self.head.fuse([shown]))
+            self._fed(seq, start + CHUNK)
+            start += CHUNK
+        return start
+
+    def _fed(self, seq: Sequence, rows: int) -> None:
+        """The plane holds this many true rows now."""
+        before, slots = self.plane.held.get(seq.id, 0), self.cache.rows[seq.id].slots
+        for p in range(before, rows):
+            self.fed[slots[p]] = seq.tokens[p + 1]
+        self.plane.held[seq.id] = rows
+        self.features.forget(seq.id, rows - 1)
+
+    def _keep(self, seq: Sequence, nodes: Any) -> None:
+        """Nothing: what was guessed is fed again with true features."""
+
+
+def _places(growth: Growth, node: int) -> list[int]:
+    """Where a node's ancestors live, itself last."""
+    places: list[int] = []
+    while node >= 0:
+        places.append(growth.places[node])
+        node = growth.parents[node]
+    return places[::-1]

@@ -1,0 +1,114 @@
+"""A student of each kind from a recipe, and how it is written when it has learnt.
+
+Promise: `write` leaves a folder that `models.head` or `open_checkpoint` reads. It knows recipes, nets and formats, not
+how they are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..models.checkpoint import Checkpoint
+from ..models.head_file import HeadConfig, target_hash, write_head
+from .answers import Answer
+from .distil import Distilled, cut_from, write_model
+from .features import TargetNet, default_taps
+from .net import EAGLE3, HeadNet
+from .objectives import Blocks, Eagle, Student
+from .vocabulary import choose
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+_LAYERS = 4  # of a distilled model
+_SPECIALS = 64
+
+
+@dataclass(frozen=True)
+class Made:
+    """A student, what is said about it, and how it becomes a folder."""
+
+    student: Student
+    facts: dict[str, Any]
+    write: Callable[[str], None]  # takes the card
+
+
+def make_head(
+    recipe: Recipe, checkpoint: Checkpoint, target: TargetNet, answers: list[Answer], device: torch.device
+) -> Made:
+    """EAGLE-3 or a block drafter."""
+    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint))
+    config = head_config(recipe, checkpoint, len(vocabulary.ids))
+    net = HeadNet.from_target(target, config, vocabulary.ids, recipe.seed).to(device)
+    kind = Eagle if config.kind == EAGLE3 else Blocks
+    shares = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
+    facts = {"vocabulary": {"size": len(vocabulary.ids)} | shares, "taps": list(config.taps), "layers": config.layers}
+
+    def write(card: str) -> None:
+        write_head(recipe.out, config, {name: _stored(t, recipe.store) for name, t in net.state_dict().items()}, card)
+
+    return Made(kind(net, target, recipe.k, recipe.soft), facts, write)
+
+
+def make_model(
+    recipe: Recipe, checkpoint: Checkpoint, target: TargetNet, answers: list[Answer], device: torch.device
+) -> Made:
+    """A small standalone model."""
+    layers = recipe.layers or min(_LAYERS, checkpoint.config.layers)
+    net = cut_from(checkpoint.config, checkpoint.weights, layers, recipe.train_embedding, device)
+
+    def write(card: str) -> None:
+        write_model(recipe.out, net, checkpoint.tokenizer, card, dtype_of(recipe.store))
+
+    return Made(Distilled(net, target, recipe.k, recipe.soft), {"layers": layers}, write)
+
+
+def head_config(recipe: Recipe, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
+    c = checkpoint.config
+    taps = tuple(sorted(recipe.taps)) or default_taps(c.layers)
+    if not all(0 <= tap < c.layers for tap in taps):
+        raise ConfigError(f"--taps names a layer that the target does not have: it has 0 to {c.layers - 1}.")
+    return HeadConfig(
+        kind=recipe.kind,
+        hidden_size=c.hidden_size,
+        intermediate_size=recipe.intermediate or c.intermediate_size,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        vocab_size=c.vocab_size,
+        draft_vocab_size=draft_vocab,
+        taps=taps,
+        layers=recipe.layers or 1,
+        block=recipe.k,
+        norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        context_length=c.context_length,
+        target_hash=target_hash(c, checkpoint.weights),
+        target_name=checkpoint.name,
+    )
+
+
+def _specials(checkpoint: Checkpoint) -> list[int]:
+    """Ids that end or structure a text: a drafter that cannot say them never finishes one."""
+    tokenizer = checkpoint.tokenizer
+    special = [i for i in tokenizer.vocabulary.values() if tokenizer.is_special(i)]
+    few = special if len(special) <= _SPECIALS else []  # some vocabularies reserve hundreds that nobody says
+    return few + list(checkpoint.config.eos_ids)
+
+
+def _stored(tensor: Tensor, name: str) -> Tensor:
+    """Matrices in the type they are kept in; norms and tables of ids as they are."""
+    return tensor.to(dtype_of(name)) if tensor.is_floating_point() and tensor.dim() > 1 else tensor
+
+
+def dtype_of(name: str) -> torch.dtype:
+    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in known:
+        raise ConfigError(f"There is no --store '{name}'. Choose one of: {', '.join(known)}.")
+    return known[name]
