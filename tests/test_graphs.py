@@ -184,3 +184,13 @@ def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> Non
     desk.record(lambda: desk.unread.fill_(7))
     if GPU:  # without one nothing is tried out
         assert torch.equal(desk.unread.cpu(), torch.arange(len(desk.unread)))
+
+
+def test_weights_in_eight_bits_keep_the_promise() -> None:
+    config = toy_config(1, context=128)
+    eight = Transformer(config, RandomWeights(config, 1), torch.float32, DEVICE, eight_bits=True)
+    assert eight.dtype is torch.int8
+    assert eight.layers[0].qkv.weight.dtype is torch.int8
+    params, prompts = [GREEDY, WARM], PROMPTS[:2]
+    plain = say(engine(eight, "off", 0), params, prompts)
+    assert say(engine(eight, "model", 3, draft_model=model(blur=0.15)), params, prompts) == plain
