@@ -8,15 +8,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.cache import Cache
+from outrider.cache import Cache, Packing
 from outrider.control import Fixed
 from outrider.drafters import Workspace, make
 from outrider.engine import Engine
-from outrider.models import ops
+from outrider.models import WHOLE, ops
 from outrider.models.toy import RandomWeights, toy_config
 from outrider.models.transformer import Transformer
-from outrider.runners.desk import Desk
-from outrider.runners.graphs import Graphs
+from outrider.runners.chains import BATCHES
+from outrider.runners.desk import DEPTHS, Desk
+from outrider.runners.graphs import Graphs, rung
 from outrider.scheduler import Scheduler
 from outrider.types import SamplingParams, Sequence
 
@@ -194,3 +195,18 @@ def test_weights_in_eight_bits_keep_the_promise() -> None:
     params, prompts = [GREEDY, WARM], PROMPTS[:2]
     plain = say(engine(eight, "off", 0), params, prompts)
     assert say(engine(eight, "model", 3, draft_model=model(blur=0.15)), params, prompts) == plain
+
+
+def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transformer) -> None:
+    """64 sequences with long drafts while a prompt is read: more wanted rows than any usual pass has."""
+    runner = engine(target, "off", 0).target
+    packing = Packing(runner.desk.cache)  # type: ignore[attr-defined]
+    packing.tokens, packing.want = [0] * 1500, list(range(1200))
+    shape = runner._shape(packing, (), (), WHOLE, ())  # type: ignore[attr-defined]
+    assert shape.rows > shape.wanted >= 1200
+
+
+def test_unread_drafts_of_a_padded_batch_have_their_own_place() -> None:
+    for batch in (1, 3, 5, 33, 65, 100, 129):
+        desk = Desk(Cache(8, 2, 8), DEVICE, batch)
+        assert max(rung(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= desk.choices_at

@@ -64,7 +64,7 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config machine profile profiles text trace models.checkpoint models.load",
+    "llm": f"{FLOW} build config machine models profile profiles text trace models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",

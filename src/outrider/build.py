@@ -11,7 +11,7 @@ from .config import Config
 from .control import Adaptive, Controller, Costs, Fixed
 from .drafters import Drafter, Workspace, make
 from .engine import Engine, Listener
-from .models import Model
+from .models import Model, device_of
 from .profile import CostFile, target_costs
 from .runners.eager import Eager
 from .scheduler import Scheduler
@@ -53,10 +53,6 @@ def make_controller(
     counts = _sequences(model, config.max_batch)
     known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
     return Adaptive(Costs(known), name=drafter.name)
-
-
-def device_of(model: Model) -> torch.device:
-    return getattr(model, "device", None) or torch.device("cpu")
 
 
 def _sequences(model: Model, most: int) -> tuple[int, ...]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .build import build_engine, device_of, make_controller
+from .build import build_engine, make_controller
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
 from .machine import choose_device, device_name, prepare
+from .models import device_of
 from .profile import CostFile
 from .profiles import load_profile
 from .text import Piece, Reader

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..models import Model
+from ..models import Model, device_of
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
 from ._head import Features, HeadRollout
@@ -52,7 +52,7 @@ class TrainedHead(Drafter):
         from ..models.toy import random_head
 
         config, tensors = random_head(target.config)  # knows nothing: a fair trial of everything but its guesses
-        return {"head": Head(config, tensors, embedding_of(target), _dtype(target), _device(target))}
+        return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
@@ -106,7 +106,7 @@ def _load(space: Workspace) -> Head:
             )
         dtype = _dtype(space.target) if wish == "auto" else _DTYPES[wish]
         target, length = space.target, space.cache.length
-        return Head(config, tensors, embedding_of(target), dtype, _device(target), length)
+        return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
     _insist(wanted.config, space.target, "that was given")
@@ -145,7 +145,3 @@ def _dtype(target: Any) -> torch.dtype:
     if dtype.is_floating_point:
         return dtype
     return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32
-
-
-def _device(target: Any) -> torch.device:
-    return getattr(target, "device", None) or torch.device("cpu")

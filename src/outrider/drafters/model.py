@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine import choose_device
-from ..models import Model
+from ..models import Model, device_of
 from ..types import Draft, Sequence, Step
 from . import Drafter, Workspace, register
 from ._rollout import Rollout
@@ -28,7 +28,7 @@ class SmallModel(Drafter):
         super().__init__(space)
         self.model = _load(space)
         shape = self.model.plane_shape
-        plane = space.cache.add_plane(*shape, device=getattr(self.model, "device", None))
+        plane = space.cache.add_plane(*shape, device=device_of(self.model))
         self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=space.passes(self.model, plane))
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
@@ -65,7 +65,7 @@ def _load(space: Workspace) -> Model:
     wish = str(space.option("draft_dtype", default=same)).removeprefix("torch.")
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
-    device = choose_device(str(space.option("draft_device", default=getattr(space.target, "device", "cpu"))))
+    device = choose_device(str(space.option("draft_device", default=device_of(space.target))))
     return load_model(checkpoint, wish, space.cache.length, device=device)
 
 

@@ -42,6 +42,11 @@ class PlaneShape(NamedTuple):
     dtype: torch.dtype
 
 
+def device_of(model: Model) -> torch.device:
+    """Where a model lives; one that does not say lives on the CPU."""
+    return getattr(model, "device", None) or torch.device("cpu")
+
+
 class Model(Protocol):
     """A causal language model over rows."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -235,3 +235,45 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     pieces = enumerate(zip(metadata.get("tokenizer.ggml.tokens") or [], kinds, strict=False))
     return _ids(named) | frozenset(i for i, (piece, kind) in pieces if kind == 3 and piece in _END_PIECES)
+
+
+class Sizes(Protocol):
+    """What every decoder of the Llama family has, whole models and heads alike."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+
+
+def to_hf(c: Sizes) -> dict[str, Any]:
+    """Sizes under Hugging Face's names, as `from_hf` reads them."""
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": c.context_length,
+    }

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ModelError
-from .config import ModelConfig
+from .config import ModelConfig, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle"}  # ours -> speculators'
 FORMAT = 1
@@ -201,20 +201,7 @@ def _from_json(data: dict[str, Any], ours: dict[str, Any]) -> HeadConfig:
 
 
 def _to_json(c: HeadConfig) -> dict[str, Any]:
-    layer = {
-        "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.context_length,
-        "num_hidden_layers": c.layers,
-    }
+    layer = {"model_type": "llama"} | to_hf(c)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": c.block,

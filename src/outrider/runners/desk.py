@@ -33,7 +33,8 @@ class Desk:
         self.table[:lines] = cache.table.to(device)
         self.changes: dict[int, int] = {}
         cache.changes.append(self.changes)
-        self.choices_at = batch * DEPTHS[-1]  # in `unread`: drafts first, then the last pass's choices
+        # In `unread`: drafts first (of a batch padded to the next size), then the last pass's choices.
+        self.choices_at = 2 * batch * DEPTHS[-1]
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
         self.pool = pool(device)
         self.phases: list[Phase] = []  # what was started since the last `taken`

@@ -191,7 +191,7 @@ class Graphs:
     ) -> Shape:
         t, r = len(p.tokens), len(p.want)
         size = rung(t)
-        wanted = size if r == t else next(n for n in SOME if n >= r) if r else 0
+        wanted = size if r == t else next((n for n in SOME if n >= r), rung(r)) if r else 0
         if r < t and wanted >= size:  # not all of them, so there must be more rows than that
             size = rung(wanted + 1)
         deepest = max((len(block[8]) for block in blocks), default=0)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ModelError
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, to_hf
 from ..models.rope import RopeScaling
 from ..models.transformer import WeightSource
 from .batches import Batch
@@ -141,22 +141,11 @@ def hf_config(c: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "architectures": [f"{names[c.architecture]}ForCausalLM"],
         "model_type": c.architecture,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "max_position_embeddings": c.context_length,
         "tie_word_embeddings": c.tied,
         "attention_bias": c.o_bias,
         "bos_token_id": c.bos_id,
         "eos_token_id": sorted(c.eos_ids),
-    }
+    } | to_hf(c)
     if c.rotary_dim != c.head_dim:
         found["partial_rotary_factor"] = c.rotary_dim / c.head_dim
     if c.no_rope_layers:
