@@ -363,6 +363,8 @@ class Planned(Rows):
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
     low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:  # nearly always: one is how the other began
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

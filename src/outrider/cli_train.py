@@ -44,6 +44,7 @@ def train(
     answers_file: Annotated[Path | None, typer.Option(help="Where answers are kept; trainings may share it.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="The longest answer.")] = 512,
     batch: Annotated[int, typer.Option(min=0, help="Answers at a time; 0: 8 on a CPU, 256 on a GPU.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that generate answers; more for small targets.")] = 1,
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: by --tokens.")] = 0,
     tokens: Annotated[int, typer.Option(min=0, help="Training tokens; 0: three times over the answers.")] = 0,
     batch_tokens: Annotated[int, typer.Option(min=32, help="Tokens of one step.")] = 8192,
