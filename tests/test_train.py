@@ -509,6 +509,17 @@ def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
     return sum(s.emitted for s in stats) / sum(s.steps for s in stats), [r.token_ids for r in results]
 
 
+def test_a_training_can_begin_with_another_head(home: Path, tmp_path: Path) -> None:
+    first = train(recipe(home, tmp_path / "first", steps=40))
+    again = recipe(home, tmp_path / "again", steps=2, start_from=tmp_path / "first", answers=-1)
+    second = train(again)
+    assert second["answers"] == first["answers"]
+    assert second["evaluations"][0]["kinds"] == first["evaluations"][-1]["kinds"]  # it starts where that one ended
+    assert "--start-from first" in second["recipe"]["command"]
+    with pytest.raises(OutriderError, match="another shape: its intermediate_size differ"):
+        train(replace(again, out=tmp_path / "other", intermediate=16))
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_one_command_makes_a_head(home: Path, tmp_path: Path, kind: str) -> None:
     out, page = tmp_path / "head", tmp_path / "page.html"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
-from ..models.head_file import HeadConfig, target_hash, write_head
+from ..models.head_file import HeadConfig, read_head, target_hash, target_ids, write_head
 from .answers import Answer
 from .distil import Distilled, cut_from, write_model
 from .features import TargetNet, default_taps
@@ -43,9 +43,13 @@ def make_head(
     recipe: Recipe, checkpoint: Checkpoint, target: TargetNet, answers: list[Answer], device: torch.device
 ) -> Made:
     """EAGLE-3 or a block drafter."""
-    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint))
+    before = None if recipe.start_from is None else read_head(recipe.start_from)
+    known = None if before is None else target_ids(before[1]["d2t"])
+    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint), known)
     config = head_config(recipe, checkpoint, len(vocabulary.ids))
     net = HeadNet.from_target(target, config, vocabulary.ids, recipe.seed).to(device)
+    if before is not None:
+        _go_on_from(net, *before)
     kind = Eagle if config.kind == EAGLE3 else Blocks
     shares = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
     facts = {"vocabulary": {"size": len(vocabulary.ids)} | shares, "taps": list(config.taps), "layers": config.layers}
@@ -54,6 +58,14 @@ def make_head(
         write_head(recipe.out, config, {name: _stored(t, recipe.store) for name, t in net.state_dict().items()}, card)
 
     return Made(kind(net, target, recipe.k, recipe.soft), facts, write)
+
+
+def _go_on_from(net: HeadNet, config: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    """Begin with the weights of another head of the same target."""
+    if config != net.config:
+        names = [name for name, value in vars(config).items() if getattr(net.config, name) != value]
+        raise ConfigError(f"--start-from names a head of another shape: its {' and '.join(names)} differ.")
+    net.load_state_dict(tensors)
 
 
 def make_model(

@@ -116,10 +116,10 @@ class Blocks(HeadStudent):
         places, inside = self._places(batch, e.shape[1])  # [B, A, K-1]
         where = torch.zeros(e.shape[0] * e.shape[1], dtype=torch.long, device=e.device)
         where[batch.rows] = torch.arange(len(batch.rows), device=e.device)  # a row's place in the teacher
-        for j in range(self.k - 1):
-            label = teacher.of(where[places[:, :, j].flatten()])  # of B*A rows
-            found.append((divergence(label, self.net.logits(masked[:, :, j].flatten(0, 1))), inside[:, :, j].flatten()))
-        return found
+        label = teacher.of(where[places.flatten()])
+        parts = divergence(label, self.net.logits(masked.flatten(0, 2)))  # [B*A*(K-1)]
+        by_position = parts.unflatten(0, places.shape).flatten(0, 1).unbind(1)
+        return found + list(zip(by_position, inside.flatten(0, 1).unbind(1), strict=True))
 
     def _places(self, batch: Batch, width: int) -> tuple[Tensor, Tensor]:
         """The true rows that mask rows stand for, as places in [B, n-1], and 1 where they are in the answer."""

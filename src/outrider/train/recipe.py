@@ -36,6 +36,7 @@ from .report import html
 Json = dict[str, Any]
 Progress = Callable[[str, float], None]
 KINDS = ("eagle3", "block", "model")
+ON_DISK = -1  # instead of a number of answers: those that are there
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MOST_SLOTS = 1_000_000  # K/V places while answers are generated
 _FREE = (
@@ -69,7 +70,7 @@ class Recipe:
     exclude: tuple[Path, ...] = ()  # files whose prompts are not trained on
     device: str = "auto"
     dtype: str = "auto"  # in which the target answers
-    answers: int = 0  # 0: one for each prompt
+    answers: int = 0  # 0: one for each prompt; ON_DISK: no more than there are
     answers_file: Path | None = None  # where they are kept; None: in the output's training folder
     max_tokens: int = 512
     batch: int = 0  # answers at a time
@@ -86,6 +87,7 @@ class Recipe:
     unroll: int = 6
     block: int = 8
     anchors: int = 32
+    start_from: Path | None = None  # another head of the same shape
     soft: bool = True
     train_embedding: bool = False  # kind=model
     store: str = "bfloat16"  # in which the drafter is written
@@ -120,8 +122,9 @@ class Recipe:
 
     def facts(self) -> Json:
         """What decides the result, for people and for `resume`: files by name, not by place."""
-        found = {name: value for name, value in asdict(self).items() if name not in _FREE}
-        files = {"prompts": [p.name for p in self.prompts], "exclude": [p.name for p in self.exclude]}
+        found = {name: value for name, value in asdict(self).items() if name not in (*_FREE, "start_from")}
+        files: Json = {"prompts": [p.name for p in self.prompts], "exclude": [p.name for p in self.exclude]}
+        files["start_from"] = self.start_from.name if self.start_from else None
         plain: Json = json.loads(json.dumps(found | files | {"target": self.target_name}))
         return plain | {"command": self.command()}
 
@@ -131,6 +134,7 @@ class Recipe:
         words += ["--target", self.target_name] if self.target_name else []
         for name, values in {"prompts": self.prompts, "exclude": self.exclude, "tap": self.taps}.items():
             words += [word for value in values for word in (f"--{name}", Path(str(value)).name)]
+        words += ["--start-from", self.start_from.name] if self.start_from else []
         words += ["--hard"] if not self.soft else []
         for name, field in Recipe.__dataclass_fields__.items():
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
@@ -208,6 +212,8 @@ def collect(
     )
     absorb_parts(store)
     known = store.numbers()
+    if recipe.answers == ON_DISK:
+        return store.read()
     lacking = missing(questions, order, known)
     if lacking:
         job = Answering(recipe.target, recipe.dtype, str(device), order, recipe.workers)
