@@ -137,8 +137,7 @@ class Chain(First):
 
     def _work(self) -> None:
         d, heads, b = self.form.device, self.heads, self.shape.wanted
-        lanes, every = heads.lanes[:b], torch.arange(b, device=heads.desk.device)  # [B, PLACES], [B]
-        slots, tail = lanes.T.contiguous(), lanes.int()
+        slots, tail, every = heads.columns[:, :b], heads.tails[:b], heads.every[:b]  # [PLACES, B], [B, PLACES], [B]
         scores, outputs = self._first()
         outputs, tokens = outputs[d["want"]], self._choose(scores, 0)  # [B, H], [B]
         for j in range(1, self.shape.length):

@@ -84,7 +84,6 @@ class Growing(First):
     def _grow(self, level: Level, fed: Tensor, s: int) -> Level:
         """Feed these nodes of the last level [B, w]; their children are the next one."""
         d, heads, (b, w) = self.form.device, self.heads, fed.shape
-        device = heads.desk.device
         parents = fed if s == 1 else fed // w  # [B, w] rank of each one's parent among those that were fed before
         features = level.outputs.gather(1, parents[..., None].expand(b, w, level.outputs.shape[2]))  # [B, w, H]
         own = heads.lanes[:b, (s - 1) * w : s * w]  # [B, w] slots
@@ -92,7 +91,7 @@ class Growing(First):
         tails = torch.cat([seen, own[..., None].int()], 2)  # [B, w, s]
         deep = next(depth for depth in DEPTHS if depth >= s)
         padded = torch.nn.functional.pad(tails, (0, deep - s)).view(b * w, deep)
-        tokens, every = level.tokens.gather(1, fed).view(-1), torch.arange(b * w, device=device)  # [B * w]
+        tokens, every = level.tokens.gather(1, fed).view(-1), heads.every[: b * w]  # [B * w]
         where = (d["later_positions"][s], own.reshape(-1), every, d["later_info"][s], padded)
         scores, outputs = heads.run(tokens, *where, features.reshape(b * w, -1))
         children, chances = self._ranked(scores, s)  # [B * w, w]

@@ -61,7 +61,9 @@ class Heads:
         self.at = self.desk.claim()  # of its tokens among the unread
         first, device = graphs.plane.add_scratch(self.desk.lanes * PLACES), self.desk.device
         self.lanes = first + torch.arange(self.desk.lanes * PLACES, device=device).view(-1, PLACES)  # [lanes, PLACES]
+        self.tails, self.columns = self.lanes.int(), self.lanes.T.contiguous()  # [lanes, PLACES], [PLACES, lanes]
         self.slots: list[list[int]] = self.lanes.tolist()  # the same on the host
+        self.every = torch.arange(self.desk.lanes * PLACES, device=device)  # the numbers of any rows, if all are wanted
         self.ids: Tensor = self.head.ids.to(self.desk.device)  # [D]
         self.recorded: dict[HeadShape, First] = {}
         self.missed: dict[HeadShape, int] = {}
