@@ -38,12 +38,32 @@ class RecordedChains(Protocol):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft: ...
 
 
+class RecordedHeads(Protocol):
+    """The same with a trained head. starts[i] is the first true row of each sequence that its plane lacks."""
+
+    def suits(self, seqs: list[Sequence]) -> bool: ...
+
+    def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool: ...
+
+    def chains(self, seqs: list[Sequence], starts: list[int], budget: list[int]) -> Draft: ...
+
+    def rankings(
+        self, seqs: list[Sequence], starts: list[int], lengths: list[int], width: int
+    ) -> list[list[list[tuple[int, float]]]]: ...
+
+    def trees(
+        self, seqs: list[Sequence], starts: list[int], width: int, depth: int
+    ) -> Iterable[tuple[list[int], list[int], list[float]]]: ...
+
+
 class Passes(Protocol):
     """How a model runs on a device that is not driven operation by operation."""
 
     def logits(self, rows: Rows, part: Part) -> Tensor: ...
 
     def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
+
+    def heads(self, shown: Plane, source: str) -> RecordedHeads: ...
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from ..errors import ConfigError
 from ..models import Model, device_of
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
-from ._head import Features, HeadRollout
+from ._head import Features, HeadRollout, Kept
 
 if TYPE_CHECKING:
     from ..models.head import Head
     from ..models.head_file import HeadConfig
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_MOST_KEPT = 256  # sequences whose end nobody has told us
 
 
 @register("head")
@@ -38,9 +37,18 @@ class TrainedHead(Drafter):
         head = _load(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
-        self.taps = config.taps
-        self.features = Features(self.taps)
-        self.rollout = HeadRollout(head, space.cache, plane, self.features)
+        runner: Any = head  # it runs as a model does, over rows and a plane
+        passes = space.passes(runner, plane)
+        self.features: Features | Kept
+        drafts = None
+        if passes is None:
+            self.taps = config.taps
+            self.features = Features(self.taps)
+        else:  # the target's passes leave their streams where they are found later: there is nothing to look at
+            space.plane.keep_streams(config.taps, config.hidden_size, head.compute)
+            self.features = Kept(config.taps, space.cache, space.plane)
+            drafts = passes.heads(space.plane, "head")
+        self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
         self.tree = bool(space.option("tree", default=False))
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
@@ -56,18 +64,17 @@ class TrainedHead(Drafter):
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
-        trees = [Tree([], [])] * len(seqs)
+        trees, unread = [Tree([], [])] * len(seqs), None
         if ready:
             draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
+            unread = draft.unread
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
-        return Draft.pack(trees)
+        return Draft.pack(trees, unread)
 
     def observe(self, step: Step) -> None:
         self.features.observe(step)
-        if len(self.features.pieces) > _MOST_KEPT:
-            for name in self.features.pieces.keys() - self.space.cache.rows.keys():
-                self.features.drop(name)
+        self.features.tidy(self.space.cache.rows.keys())
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)

@@ -111,6 +111,14 @@ def rope_store(
     return q
 
 
+def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
+    """x += delta in place, on a GPU; the result goes into each row's slot of `kept` too, and nothing is left to add.
+
+    x [T, H] float32; delta unsummed `Parts` or None; kept [S, H]; slots [T].
+    """
+    _gpu("small").keep_stream(x, delta, kept, slots)
+
+
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int = 0
 ) -> Tensor:
