@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, Packing, Plane
+from ..models import ops
 from ..sampling import law, ranked
 from ..types import Draft, Sequence, Step
 from ._rollout import CHUNK, Growth, Rollout
@@ -109,6 +110,7 @@ class HeadRollout(Rollout):
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
         width = head.config.hidden_size * len(head.config.taps)
         self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
+        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
         self.fed: dict[int, int] = {}  # slot -> the token that its true row was last fed with
 
     # ------------------------------------------------------------ block: all in one pass
@@ -119,8 +121,12 @@ class HeadRollout(Rollout):
         budget = [min(k, self.head.config.block) for k in budget]
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            for row in rows:
-                self._extend(growth, row)
+            if growth.seq.rule == "match" and growth.seq.params.plain:
+                for token, confidence in self._likeliest(rows):
+                    growth.add(token, len(growth.tokens) - 1, confidence)
+            else:
+                for row in rows:
+                    self._extend(growth, row)
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
@@ -162,12 +168,19 @@ class HeadRollout(Rollout):
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
+        if seq.params.plain and width == 1:
+            return self._likeliest(logits[None])
         if seq.params.plain:
             confidence, place = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
             choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
         else:
             choices = ranked(self.head.spread(logits), seq, emitted, width)
         return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
+
+    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
+        """The best word of each row of scores [R, D], with its confidence."""
+        places, shares = ops.top_shares(rows)
+        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.head.spread(logits), seq, emitted)
@@ -206,7 +219,7 @@ class HeadRollout(Rollout):
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.scores(packed.rows(), self.plane, self.head.fuse([torch.cat(features)]), masked)
+        scores, outputs = self.head.read(packed.rows(), self.plane, torch.cat(features), masked)
         for seq in seqs:
             self._fed(seq, len(seq.tokens) - 1)
         return scores.cpu(), outputs[packed.want]
@@ -224,7 +237,7 @@ class HeadRollout(Rollout):
             packed = HeadPacking(self.cache)
             packed.true(seq, start, start + CHUNK, want=False)
             shown = self.features.between(seq.id, start, start + CHUNK, self.blank)
-            self.head.scores(packed.rows(), self.plane, self.head.fuse([shown]))
+            self.head.read(packed.rows(), self.plane, shown)
             self._fed(seq, start + CHUNK)
             start += CHUNK
         return start

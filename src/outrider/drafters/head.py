@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..models.head import Head
     from ..models.head_file import HeadConfig
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _MOST_KEPT = 256  # sequences whose end nobody has told us
 
 
@@ -105,6 +105,8 @@ def _load(space: Workspace) -> Head:
                 f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}."
             )
         dtype = _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+        if dtype is torch.int8 and device_of(space.target).type != "cpu":
+            raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
         target, length = space.target, space.cache.length
         return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
     if not isinstance(wanted, Head):
@@ -138,10 +140,6 @@ def _refusal(config: HeadConfig, name: str, why: str) -> str:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the target computes in; beside an int8 one, the shortest floats that are exact by row here."""
-    from ..models.linear import packs
-
+    """What the target computes in: eight bits beside eight bits on a CPU, where bytes are what a pass costs."""
     dtype: torch.dtype = getattr(target, "compute", target.dtype)
-    if dtype.is_floating_point:
-        return dtype
-    return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32
+    return dtype
