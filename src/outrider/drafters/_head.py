@@ -110,6 +110,8 @@ class HeadRollout(Rollout):
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
         width = head.config.hidden_size * len(head.config.taps)
         self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
+        self.floor = 0.0  # survival below which a chain ends
+        self.runs = 0  # passes since somebody last set this to 0
         self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
         self.fed: dict[int, int] = {}  # slot -> the token that its true row was last fed with
 
@@ -166,6 +168,10 @@ class HeadRollout(Rollout):
 
     # ------------------------------------------------------------ choosing, without the words a head does not know
 
+    def _goes_on(self, growth: Growth) -> bool:
+        """Only where tokens are matched: a law that is drawn from must not depend on what was drawn."""
+        return growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
         if seq.params.plain and width == 1:
@@ -201,6 +207,7 @@ class HeadRollout(Rollout):
                 growth.places[node] = len(growth.places)
                 packed.guessed(growth.seq, growth.tokens[node], _places(growth, node))
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
+        self.runs += 1
         scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
         rows = iter(outputs)
         for growth, nodes in batch:
@@ -218,6 +225,7 @@ class HeadRollout(Rollout):
                 packed.guessed(seq, 0, list(range(j + 1)), masked=True)
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
+        self.runs += 1
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
         scores, outputs = self.head.read(packed.rows(), self.plane, torch.cat(features), masked)
         for seq in seqs:

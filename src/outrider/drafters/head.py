@@ -18,6 +18,7 @@ from ..models import Model, device_of
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
 from ._head import Features, HeadRollout
+from ._pace import Pace
 
 if TYPE_CHECKING:
     from ..models.head import Head
@@ -29,9 +30,10 @@ _MOST_KEPT = 256  # sequences whose end nobody has told us
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, or a loaded Head), draft_dtype, tree, tree_width, tree_depth."""
+    """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
+    tree_width, tree_depth."""
 
-    takes = ("head", "draft_dtype", "tree", "tree_width", "tree_depth")
+    takes = ("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
@@ -45,6 +47,9 @@ class TrainedHead(Drafter):
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
+        given = space.option("stop_below", default=None)
+        self.pace = Pace(None if given is None else float(given))
+        self.paced = head.device.type == "cpu" and not self.tree
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
@@ -55,15 +60,19 @@ class TrainedHead(Drafter):
         return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.runs = 0
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
         trees = [Tree([], [])] * len(seqs)
         if ready:
             draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
+                self.pace.heard(tree)
         return Draft.pack(trees)
 
     def observe(self, step: Step) -> None:
+        self.pace.observe(step, self.rollout.runs)
+        self.rollout.runs = 0
         self.features.observe(step)
         if len(self.features.pieces) > _MOST_KEPT:
             for name in self.features.pieces.keys() - self.space.cache.rows.keys():
@@ -80,6 +89,7 @@ class TrainedHead(Drafter):
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
+        self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
         return self.rollout.chains(seqs, budget)
 
 

@@ -146,8 +146,10 @@ class Head:
         return self._tensors[name].to(self.device, self.stream)
 
     def _product(self, *names: str) -> Any:
-        weight = torch.cat([self._tensors[name].to(self.device, self.compute) for name in names])
-        return EightBits(weight, gates="gate_proj" in names[0]) if self.eight_bits else linear(weight)
+        if self.eight_bits:
+            parts = [self._tensors[name].to(self.device) for name in names]
+            return EightBits(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
+        return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
 
     def _layer(self, at: str) -> _Layer:
         attention = [f"{at}.self_attn.{n}_proj.weight" for n in "qkv"]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LISTS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
 
+_PIECE = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
+
 
 class EightBits:
     """y = x Wᵀ with rounded weights and rows, as `linear` makes products. x [T, in] -> [T, out] float32."""
@@ -35,7 +37,7 @@ class EightBits:
 
     def __init__(self, weight: Tensor, gates: bool = False) -> None:
         self.outputs, self.gates = weight.shape[0], gates
-        self.packed = quant.quantise(weight.float(), None, weight.new_zeros(weight.shape[1]), 0, gates)
+        self.packed = _rounded(quant._interleaved(weight) if gates else weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]
@@ -58,6 +60,14 @@ class EightBits:
     @cached_property
     def _torch(self) -> _Product:
         return _Product.of(self.packed, self.gates)
+
+
+def _rounded(weight: Tensor) -> quant.Quantised:
+    """weight [N, K] in pieces: a head is read while somebody waits, and what fits the cache is rounded faster."""
+    nothing = torch.zeros(weight.shape[1])
+    pieces = [quant.quantise(piece.float(), None, nothing, 0) for piece in weight.split(_PIECE)]
+    bytes_, scales = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
+    return quant.Quantised(bytes_, scales, None, pieces[0].outliers, weight.shape[0], weight.shape[1])
 
 
 class NativeHead(Addresses):
