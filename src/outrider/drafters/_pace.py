@@ -10,6 +10,7 @@ from __future__ import annotations
 from ..types import Step, Tree
 from . import Market
 
+UNKNOWN = 0.3  # the floor before anything is known: a first chain that is too long would look like a dear drafter
 ROWS = 4  # what one more row costs is measured over so many: the first ones may be free
 
 
@@ -25,8 +26,10 @@ class Pace:
         """The survival that the last token must have for the next one to be worth its pass."""
         if self.given is not None:
             return self.given
-        if market is None or self.seconds is None:
+        if market is None:
             return 0.0
+        if self.seconds is None:
+            return UNKNOWN
         cost = market.speed * self.seconds + market.price(ROWS) / ROWS
         return min(cost / max(self.confidence, 0.05), 1.0)
 

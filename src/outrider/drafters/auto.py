@@ -12,6 +12,7 @@ long, because it was wrong, it is tried again after a while, and after longer an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Market, Workspace, register
 from .cascade import FREE, Cascade
 
+LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # where what a draft claims in all begins to mean something else
 CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
+FORGET = 0.99  # how much of a costly drafter's price is believed a step later, when it was not asked
 PATIENCE, LONGEST = 24, 384  # steps before a costly drafter that was not worth asking is tried again
 
 
@@ -60,6 +63,10 @@ class Habit:
         known = seconds if self.seconds is None else self.seconds
         self.seconds = known + 0.1 * (min(seconds, 3 * known) - known)  # a hiccup is not a price
 
+    def rested(self) -> None:
+        """It was not asked: a price from a busy moment should not keep it silent for ever."""
+        self.seconds = None if self.seconds is None else FORGET * self.seconds
+
 
 @dataclass
 class Wait:
@@ -89,6 +96,7 @@ class Auto(Cascade):
         self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
         self.paced, self.frugal = False, bool(self.costly)
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
+        self.levels: dict[tuple[str, int], Trust] = defaultdict(Trust)  # everybody's, by how much was claimed
         self.habits: dict[str, Habit] = defaultdict(Habit)
         self.waits: dict[tuple[int, str], Wait] = defaultdict(Wait)
         self.proposed: dict[int, dict[str, Tree]] = {}
@@ -116,13 +124,17 @@ class Auto(Cascade):
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes
             for name in self.asked:
                 self.habits[name].took(step.clock["draft"] / len(self.asked))
+        for name in self.habits.keys() - set(self.asked):
+            self.habits[name].rested()
         self.asked = []
         for turn, read, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 for name, tree in self.proposed.pop(turn.seq.id, {}).items():
                     tree = read if tree.tokens[0] < 0 else tree  # unread when it was proposed
                     hits = agreement(tree, verdict.tokens)
-                    self.trust[turn.seq.id, name].add(sum(settled(tree, verdict.tokens, hits)), hits)
+                    known = sum(settled(tree, verdict.tokens, hits))
+                    self.trust[turn.seq.id, name].add(known, hits)
+                    self.levels[name, level(tree)].add(known, hits)
                     if hits:
                         self.waits.pop((turn.seq.id, name), None)
         super().observe(step)
@@ -147,8 +159,11 @@ class Auto(Cascade):
     def _gain(self, name: str, seq: Sequence, room: int, market: Market | None) -> float:
         """Tokens that a costly drafter is expected to bring beyond the best that is there, rows paid."""
         price: Callable[[int], float] = (lambda rows: 0.0) if market is None else market.price
-        best = self._best(seq)
-        here = value(claims(best), self.trust[seq.id, self._author(seq, best)].share, price) if best.tokens else 0.0
+        best, here = self._best(seq), 0.0
+        if best.tokens:  # a weak claim is often worth less than its share of what strong ones brought
+            author = self._author(seq, best)
+            share = min(self.trust[seq.id, author].share, self.levels[author, level(best)].share)
+            here = value(claims(best), share, price)
         return value(self.habits[name].claims[:room], self.trust[seq.id, name].share, price) - here
 
     def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
@@ -192,6 +207,11 @@ def claims(tree: Tree) -> list[float]:
     for parent in tree.parents:
         chances.append(CLAIM * (chances[parent] if parent >= 0 else 1.0))
     return chances
+
+
+def level(tree: Tree) -> int:
+    """How much a draft claims, roughly."""
+    return bisect_right(LEVELS, sum(claims(tree)))
 
 
 def agreement(tree: Tree, tokens: list[int]) -> int:
