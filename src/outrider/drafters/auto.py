@@ -51,13 +51,16 @@ class Habit:
 
     claims: list[float] = field(default_factory=lambda: [CLAIM**i for i in range(1, 5)])  # by depth, over all chains
     seconds: float | None = None  # of a call
+    drafts: int = 0  # heard, ever
 
     def heard(self, chances: list[float]) -> None:
         """These were the claims of its latest draft, likeliest first; what it did not draft counts as nothing."""
+        self.drafts += 1
+        quick = max(0.05, 1 / (self.drafts + 2))  # the first ones tell most
         self.claims += [0.0] * (len(chances) - len(self.claims))
         for depth, known in enumerate(self.claims):
             claim = chances[depth] if depth < len(chances) else 0.0
-            self.claims[depth] = known + 0.05 * (claim - known)
+            self.claims[depth] = known + quick * (claim - known)
 
     def took(self, seconds: float) -> None:
         known = seconds if self.seconds is None else self.seconds
