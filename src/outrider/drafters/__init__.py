@@ -66,6 +66,16 @@ class Passes(Protocol):
     def heads(self, shown: Plane, source: str) -> RecordedHeads: ...
 
 
+class Market(Protocol):
+    """What the step at hand costs, in tokens that would be made meanwhile; the controller tells."""
+
+    speed: float  # tokens per second of late
+
+    def price(self, more: int) -> float:
+        """What so many more rows of the target's pass cost."""
+        ...
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What a drafter may lean on: the target and its K/V, the shared slots, and the options it was given."""
@@ -76,6 +86,7 @@ class Workspace:
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None  # the target's, where there is text
     passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
+    market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""
@@ -87,6 +98,10 @@ class Drafter:
 
     name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
+    paced: bool = (
+        False  # leaves off by itself where going on does not pay: it may be asked for as much as there is room
+    )
+    frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
 
     def __init__(self, space: Workspace) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, Packing, Plane
+from ..models import ops
 from ..sampling import law, ranked
 from ..types import Draft, Sequence, Step
 from . import RecordedHeads
@@ -149,6 +150,9 @@ class HeadRollout(Rollout):
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
         width = head.config.hidden_size * len(head.config.taps)
         self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
+        self.floor = 0.0  # survival below which a chain ends
+        self.runs = 0  # passes since somebody last set this to 0
+        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
         self.fed: dict[int, int] = {}  # slot -> the token that its true row was last fed with
 
     # ------------------------------------------------------------ block: all in one pass
@@ -164,8 +168,12 @@ class HeadRollout(Rollout):
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            for row in rows:
-                self._extend(growth, row)
+            if growth.seq.rule == "match" and growth.seq.params.plain:
+                for token, confidence in self._likeliest(rows):
+                    growth.add(token, len(growth.tokens) - 1, confidence)
+            else:
+                for row in rows:
+                    self._extend(growth, row)
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
@@ -225,14 +233,25 @@ class HeadRollout(Rollout):
 
     # ------------------------------------------------------------ choosing, without the words a head does not know
 
+    def _goes_on(self, growth: Growth) -> bool:
+        """Only where tokens are matched: a law that is drawn from must not depend on what was drawn."""
+        return growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
+        if seq.params.plain and width == 1:
+            return self._likeliest(logits[None])
         if seq.params.plain:
             confidence, place = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
             choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
         else:
             choices = ranked(self.head.spread(logits), seq, emitted, width)
         return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
+
+    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
+        """The best word of each row of scores [R, D], with its confidence."""
+        places, shares = ops.top_shares(rows)
+        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.head.spread(logits), seq, emitted)
@@ -253,6 +272,7 @@ class HeadRollout(Rollout):
                 growth.places[node] = len(growth.places)
                 packed.guessed(growth.seq, growth.tokens[node], _places(growth, node))
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
+        self.runs += 1
         scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
         rows = iter(outputs)
         for growth, nodes in batch:
@@ -270,8 +290,9 @@ class HeadRollout(Rollout):
                 packed.guessed(seq, 0, list(range(j + 1)), masked=True)
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
+        self.runs += 1
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.scores(packed.rows(), self.plane, self.head.fuse([torch.cat(features)]), masked)
+        scores, outputs = self.head.read(packed.rows(), self.plane, torch.cat(features), masked)
         for seq in seqs:
             self._fed(seq, len(seq.tokens) - 1)
         return scores.cpu(), outputs[packed.want]
@@ -289,7 +310,7 @@ class HeadRollout(Rollout):
             packed = HeadPacking(self.cache)
             packed.true(seq, start, start + CHUNK, want=False)
             shown = self.features.between(seq.id, start, start + CHUNK, self.blank)
-            self.head.scores(packed.rows(), self.plane, self.head.fuse([shown]))
+            self.head.read(packed.rows(), self.plane, shown)
             self._fed(seq, start + CHUNK)
             start += CHUNK
         return start

@@ -83,7 +83,7 @@ class Rollout:
         while live:
             for growth, row in zip(live, logits, strict=True):
                 self._extend(growth, row)
-            live = [g for g in live if len(g.tokens) < g.budget]
+            live = [g for g in live if len(g.tokens) < g.budget and self._goes_on(g)]
             if live:
                 logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
         for growth in grown:
@@ -129,6 +129,10 @@ class Rollout:
             self._forward(packed, replace(self.part, head=False))
 
     # ------------------------------------------------------------ choosing
+
+    def _goes_on(self, growth: Growth) -> bool:
+        """Whether one more token at the end of this chain may be worth a pass."""
+        return True
 
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more token at the end of a chain. logits [V]."""

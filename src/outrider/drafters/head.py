@@ -18,19 +18,21 @@ from ..models import Model, device_of
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
 from ._head import Features, HeadRollout, Kept
+from ._pace import Pace
 
 if TYPE_CHECKING:
     from ..models.head import Head
     from ..models.head_file import HeadConfig
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, or a loaded Head), draft_dtype, tree, tree_width, tree_depth."""
+    """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
+    tree_width, tree_depth."""
 
-    takes = ("head", "draft_dtype", "tree", "tree_width", "tree_depth")
+    takes = ("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
@@ -53,6 +55,9 @@ class TrainedHead(Drafter):
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
+        given = space.option("stop_below", default=None)
+        self.pace = Pace(None if given is None else float(given))
+        self.paced = head.device.type == "cpu" and not self.tree
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
@@ -63,6 +68,7 @@ class TrainedHead(Drafter):
         return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.runs = 0
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
         trees, unread = [Tree([], [])] * len(seqs), None
         if ready:
@@ -70,9 +76,12 @@ class TrainedHead(Drafter):
             unread = draft.unread
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
+                self.pace.heard(tree)
         return Draft.pack(trees, unread)
 
     def observe(self, step: Step) -> None:
+        self.pace.observe(step, self.rollout.runs)
+        self.rollout.runs = 0
         self.features.observe(step)
         self.features.tidy(self.space.cache.rows.keys())
 
@@ -87,6 +96,7 @@ class TrainedHead(Drafter):
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
+        self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
         return self.rollout.chains(seqs, budget)
 
 
@@ -112,6 +122,8 @@ def _load(space: Workspace) -> Head:
                 f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}."
             )
         dtype = _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+        if dtype is torch.int8 and device_of(space.target).type != "cpu":
+            raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
         target, length = space.target, space.cache.length
         return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
     if not isinstance(wanted, Head):
@@ -145,10 +157,6 @@ def _refusal(config: HeadConfig, name: str, why: str) -> str:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the target computes in; beside an int8 one, the shortest floats that are exact by row here."""
-    from ..models.linear import packs
-
+    """What the target computes in: eight bits beside eight bits on a CPU, where bytes are what a pass costs."""
     dtype: torch.dtype = getattr(target, "compute", target.dtype)
-    if dtype.is_floating_point:
-        return dtype
-    return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32
+    return dtype
