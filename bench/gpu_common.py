@@ -24,6 +24,7 @@ import twin
 from outrider import LLM
 from outrider.bench import Question, questions
 from outrider.drafters.head import embedding_of
+from outrider.models import device_of
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.head import Head, HeadConfig, read_head
@@ -131,7 +132,7 @@ class Lab:
         if self.small is not None and config.hidden_size < large.hidden_size:
             config, tensors = twin.widen_head(config, tensors, self.small.config, large, self.device, self.options.seed)
         target: Any = self.llm.target
-        return Head(config, tensors, embedding_of(target), target.compute, self.device, self.length)
+        return Head(config, tensors, embedding_of(target), target.compute, device_of(target), self.length)
 
     # ------------------------------------------------------------ time
 

@@ -45,6 +45,21 @@ class Speed:
         return Speed(total, last - begin, after, last - marks[started][0], len(marks))
 
 
+def crowded(marks: Marks, places: int) -> tuple[int, float]:
+    """Tokens and seconds while every place is taken: from when so many requests have begun to when the last one has.
+
+    A batch whose members are not replaced measures its slowest member instead.
+    """
+    seen: set[int] = set()
+    begun: list[int] = []  # how many requests have, at each mark
+    for _, some in marks:
+        seen |= some.keys()
+        begun.append(len(seen))
+    first = next(i for i, n in enumerate(begun) if n >= places)
+    last = begun.index(len(seen))
+    return sum(sum(some.values()) for _, some in marks[first + 1 : last + 1]), marks[last][0] - marks[first][0]
+
+
 @dataclass(frozen=True)
 class Heard:
     """One step of an engine."""
@@ -95,6 +110,10 @@ class Run:
     speed: Speed
     stats: list[Stats] = field(default_factory=list)
     steps: list[Heard] = field(default_factory=list)
+
+    @property
+    def marks(self) -> Marks:
+        return [(step.end, step.emitted) for step in self.steps if step.emitted]
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Run:

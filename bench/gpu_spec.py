@@ -7,11 +7,12 @@ from statistics import median
 from typing import Any
 
 from gpu_common import Lab, pass_costs, shown, sweep_up
-from gpu_race import Contender, Run, contender, device_seconds, figures, race, run
+from gpu_race import Contender, Run, contender, crowded, device_seconds, figures, race, run
 from outrider import SamplingParams
 from outrider.bench import Question
 
 FREE = ("suffix", "ngram", "auto")
+WAVES = 3  # requests for each place of a batch
 
 
 def spec_section(lab: Lab) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def spec_section(lab: Lab) -> dict[str, Any]:
         contenders += [contender(lab, f"model K={k}", "model", k) for k in ks]
         contenders.append(contender(lab, "model auto", "model"))
     if lab.options.head:
-        contenders += [contender(lab, "head chain", "head"), contender(lab, "head tree", "head", tree=True)]
+        contenders += with_head(lab)
     rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
     plain = contenders[0]
     found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.asked), "contenders": {}}
@@ -33,6 +34,15 @@ def spec_section(lab: Lab) -> dict[str, Any]:
             found["contenders"][c.name] |= ideal(c, costs)
     show(lab, found)
     return found
+
+
+def with_head(lab: Lab) -> list[Contender]:
+    found = [contender(lab, "head chain", "head"), contender(lab, "head K=6", "head", 6)]
+    found.append(contender(lab, "head tree", "head", tree=True, tree_width=6, tree_depth=6))
+    for nodes, width, depth in ((24, 5, 6), (48, 8, 7)):
+        shape = {"tree": True, "tree_width": width, "tree_depth": depth}
+        found.append(contender(lab, f"head tree of {nodes}", "head", nodes, **shape))
+    return [*found, contender(lab, "auto, head", "auto", head=lab.head)]
 
 
 def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, dict[str, float | None]]:
@@ -113,7 +123,7 @@ def batch_section(lab: Lab) -> dict[str, Any]:
         found[str(size)] = one_size(lab, size)
         sweep_up()
     lab.table(
-        f"Throughput, tokens per second of the whole batch, {lab.options.tokens} tokens each",
+        f"Throughput while all places are taken, tokens per second, {lab.options.tokens} tokens each",
         ("sequences", "contender", "tok/s", "prompts included", "× plain", "τ", "other texts"),
         [
             (str(size), name, r["tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r.get("divergent_texts"))
@@ -126,27 +136,26 @@ def batch_section(lab: Lab) -> dict[str, Any]:
 
 
 def one_size(lab: Lab, size: int) -> dict[str, Any]:
-    asked = [q.ids for q in lab.crowd(size)]
+    asked = [q.ids for q in lab.crowd(WAVES * size)]  # whoever is done is replaced
     params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
-    places = sum(map(len, asked)) + size * (lab.options.tokens + 80)
+    places = size * (max(map(len, asked)) + lab.options.tokens + 80)
     names = ["off", *(["model"] if lab.draft is not None else []), "suffix", "auto"]
     engines = {name: lab.using(name, batch=size, tokens=places) for name in names}
-    for llm in engines.values():  # graphs are captured for full batches and for those whose members end one by one
-        for tokens in (24, lab.options.tokens):
-            run(llm, asked, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    for llm in engines.values():  # graphs are captured for full batches and for those whose members come and go
+        run(llm, asked, params)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(lab.options.batch_rounds):
         if lab.late and number:
             break
         for name in names if number % 2 == 0 else names[::-1]:
             runs[name].append(run(engines[name], asked, params))
-    return {("plain" if name == "off" else name): batch_figures(runs[name], runs["off"]) for name in names}
+    return {("plain" if name == "off" else name): batch_figures(runs[name], runs["off"], size) for name in names}
 
 
-def batch_figures(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+def batch_figures(runs: list[Run], plain: list[Run], size: int) -> dict[str, Any]:
     steps = sum(s.steps for r in runs for s in r.stats)
     found = {
-        "tok_s": rate(runs),
+        "tok_s": rate(runs, size),
         "request_tok_s": median(r.speed.tokens / r.speed.seconds for r in runs),
         "tau": sum(s.emitted for r in runs for s in r.stats) / steps if steps else None,
         "rounds": len(runs),
@@ -155,13 +164,12 @@ def batch_figures(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
     }
     if runs is not plain:
         theirs = median(r.speed.tokens / r.speed.seconds for r in plain)
-        mine, other = found["tok_s"], rate(plain)
-        found |= {"ratio": mine / other if mine and other else None, "request_ratio": found["request_tok_s"] / theirs}
+        mine, other = rate(runs, size), rate(plain, size)
+        found |= {"ratio": mine / other, "request_ratio": found["request_tok_s"] / theirs}
         found["divergent_texts"] = sum(a != b for a, b in zip(runs[0].ids, plain[0].ids, strict=True))
     return found
 
 
-def rate(runs: list[Run]) -> float | None:
-    """Tokens per second once everybody had a first token."""
-    taken = [r.speed.after / r.speed.decode for r in runs if r.speed.decode > 0]
-    return median(taken) if taken else None
+def rate(runs: list[Run], size: int) -> float:
+    """Tokens per second while every place of the batch is taken."""
+    return median(tokens / seconds for tokens, seconds in (crowded(r.marks, size) for r in runs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from outrider.drafters import Workspace, lookup, make
 from outrider.drafters._head import HeadPacking
 from outrider.drafters.head import TrainedHead
 from outrider.errors import ConfigError, ModelError
+from outrider.models import heads
 from outrider.models.head import Head, HeadConfig, read_head, target_hash, write_head
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
@@ -468,3 +470,30 @@ def test_the_registry_knows_it() -> None:
 def test_vllms_words_lead_here() -> None:
     given = {"method": "eagle3", "model": "some/folder", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1}
     assert from_speculative_config(given) == {"drafter": "head", "head": "some/folder", "k": 4}
+
+
+def test_a_head_is_found_by_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its folder is called; the user's own first; what cannot be read is not there."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    target, other = SimpleNamespace(identity=lambda: "abc"), SimpleNamespace(identity=lambda: "def")
+    assert heads.head_for(target) is None
+    assert heads.head_for(SimpleNamespace()) is None
+    config, tensors = random_head(toy_config(), hash="abc")
+    write_head(tmp_path / "heads" / "mine", config, tensors)
+    (tmp_path / "heads" / "broken").mkdir()
+    (tmp_path / "heads" / "broken" / "config.json").write_text("{")
+    assert heads.head_for(target) == tmp_path / "heads" / "mine"
+    assert heads.head_for(other) is None
+
+
+def test_the_heads_that_come_along_are_whole() -> None:
+    """Their weights fit their configurations, and a card tells how they were made."""
+    folders = sorted(path for path in heads.SHIPPED.iterdir() if path.is_dir())
+    assert folders
+    for folder in folders:
+        config, tensors = read_head(folder)
+        assert config.target_hash
+        assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values())
+        assert config.target_hash in (folder / "README.md").read_text(encoding="utf-8")
+    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    assert size < 31e6  # they travel with every installation

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Market, Workspace, register
 from .cascade import FREE, Cascade
+from .head import chosen
 
 LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # where what a draft claims in all begins to mean something else
 CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
@@ -89,7 +90,7 @@ class Wait:
 
 @register("auto")
 class Auto(Cascade):
-    """Options: auto, a list of drafter names (default suffix and ngram; head and model where they are given)."""
+    """Options: auto, a list of drafter names (default suffix, ngram, a head where there is one, a model if given)."""
 
     takes = ("auto", "head", "draft_model", "assistant_model")
     option_name = "auto"
@@ -109,7 +110,7 @@ class Auto(Cascade):
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
         model = space.option("draft_model", "assistant_model", default=None)
-        given = {"head": space.option("head", default=None), "model": model}
+        given = {"head": chosen(space), "model": model}
         return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:

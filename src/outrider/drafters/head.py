@@ -62,8 +62,11 @@ class TrainedHead(Drafter):
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
         from ..models.head import Head
+        from ..models.heads import head_for
         from ..models.toy import random_head
 
+        if (found := head_for(target)) is not None:
+            return {"head": str(found)}
         config, tensors = random_head(target.config)  # knows nothing: a fair trial of everything but its guesses
         return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
 
@@ -107,12 +110,25 @@ def embedding_of(target: Any) -> Tensor:
     return found
 
 
+def chosen(space: Workspace) -> Any:
+    """The head that was asked for, else the one that belongs to the target; None if there is none, or `head=none`."""
+    wanted = space.option("head", default=None)
+    if wanted is None:
+        from ..models.heads import head_for
+
+        return head_for(space.target)
+    return None if wanted == "none" else wanted
+
+
 def _load(space: Workspace) -> Head:
     from ..models.head import Head, read_head  # heavy, and only needed here
 
-    wanted = space.option("head", default=None)
+    wanted = chosen(space)
     if wanted is None:
-        raise ConfigError("The drafter 'head' needs a trained head: give its folder with --set head=PATH (or head=…).")
+        raise ConfigError(
+            "The drafter 'head' needs a trained head, and none comes along for this model: give its folder with "
+            "--set head=PATH (or head=…), or make one with `outrider train`."
+        )
     if isinstance(wanted, str | Path):
         config, tensors = read_head(wanted)
         _insist(config, space.target, str(wanted))
@@ -129,6 +145,8 @@ def _load(space: Workspace) -> Head:
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
     _insist(wanted.config, space.target, "that was given")
+    if wanted.device != device_of(space.target):
+        raise ConfigError(f"The head that was given is on {wanted.device}, its target on {device_of(space.target)}.")
     return wanted
 
 

@@ -145,7 +145,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder that `outrider train` has written.")
-    config = _read_config(folder)
+    config = read_config(folder)
     try:
         tensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
@@ -154,7 +154,8 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     return config, {name: tensors[name] for name in shapes(config)}
 
 
-def _read_config(folder: Path) -> HeadConfig:
+def read_config(folder: Path) -> HeadConfig:
+    """A head's shape, and whose it is, without its weights."""
     path = folder / CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -240,7 +241,7 @@ def target_hash(config: ModelConfig, weights: Named) -> str:
     digest = hashlib.sha256(repr(facts).encode())
     names = ["norm.weight", *(f"layers.{i}.input_layernorm.weight" for i in range(c.layers))]
     norms = torch.cat([weights.get(name, torch.float32).flatten() for name in names])  # [(layers + 1) H]
-    digest.update(norms.bfloat16().view(torch.int16).numpy().tobytes())
+    digest.update(norms.bfloat16().view(torch.int16).cpu().numpy().tobytes())
     if bool((norms == norms[0]).all()):
         rows = weights.get(f"layers.{middle}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
         digest.update(",".join(f"{value:.2e}" for value in rows.tolist()).encode())
