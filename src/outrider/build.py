@@ -13,6 +13,7 @@ from .drafters import Drafter, Workspace, make
 from .engine import Engine, Listener
 from .models import Model, device_of
 from .profile import CostFile, target_costs
+from .runners.begun import Begun
 from .runners.eager import Eager
 from .scheduler import Scheduler
 
@@ -33,8 +34,9 @@ def build_engine(
     cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, device)
     plane = cache.add_plane(*model.plane_shape)
     graphs = _Graphs(cache, config.max_batch, home=device)
-    runner = graphs(model, plane) or Eager(model, plane)
-    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs))
+    runner = graphs(model, plane) or Eager(model, plane, Begun(model, cache, plane))
+    begun = getattr(runner, "begun", None)  # captured passes always run whole
+    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, begun))
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if hasattr(runner, "warm"):
         runner.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it

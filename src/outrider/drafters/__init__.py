@@ -43,7 +43,23 @@ class Passes(Protocol):
 
     def logits(self, rows: Rows, part: Part) -> Tensor: ...
 
+    def states(self, rows: Rows, layers: int) -> Tensor:
+        """The residual stream of all rows after so many layers: [T, H]."""
+        ...
+
     def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
+
+
+class FirstLayers(Protocol):
+    """The target's own first layers, run ahead of the pass that verifies: it need not run them again."""
+
+    def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
+        """Over each sequence's last token, where all before it is held: states [B, H]."""
+        ...
+
+    def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
+        """Over one more drafted token of each, after those before it: states [B, H]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,7 @@ class Workspace:
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None  # the target's, where there is text
     passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
+    begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""

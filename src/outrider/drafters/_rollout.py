@@ -197,6 +197,7 @@ class Rollout:
 
     def _forward(self, packed: Packing, part: Part) -> Tensor:
         """Logits of the wanted rows [R, V], where choices are made on the host."""
+        self.plane.written += 1
         if self.passes is not None:
             return self.passes.logits(packed.rows(), part).cpu()
         return self.model.forward(packed.rows(), self.plane, part).logits

@@ -38,9 +38,9 @@ class Trust:
 
 @register("auto")
 class Auto(Cascade):
-    """Options: auto, a list of drafter names (default suffix and ngram; head and model where they are given)."""
+    """Options: auto, a list of drafter names (default suffix and ngram; head, exit and model where they are given)."""
 
-    takes = ("auto", "head", "draft_model", "assistant_model")
+    takes = ("auto", "head", "adapter", "draft_model", "assistant_model")
     option_name = "auto"
 
     def __init__(self, space: Workspace) -> None:
@@ -54,7 +54,8 @@ class Auto(Cascade):
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
         model = space.option("draft_model", "assistant_model", default=None)
-        given = {"head": space.option("head", default=None), "model": model}
+        given = {"head": space.option("head", default=None), "exit": space.option("adapter", default=None)}
+        given["model"] = model
         return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:

@@ -98,22 +98,26 @@ def _load(space: Workspace) -> Head:
         raise ConfigError("The drafter 'head' needs a trained head: give its folder with --set head=PATH (or head=…).")
     if isinstance(wanted, str | Path):
         config, tensors = read_head(wanted)
-        _insist(config, space.target, str(wanted))
-        wish = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
-        if wish not in (*_DTYPES, "auto"):
-            raise ConfigError(
-                f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}."
-            )
-        dtype = _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+        insist_on_target(config, space.target, str(wanted))
+        if config.kind == "exit":
+            raise ConfigError(f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}.")
         target, length = space.target, space.cache.length
-        return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
+        return Head(config, tensors, embedding_of(target), precision(space), device_of(target), length)
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
-    _insist(wanted.config, space.target, "that was given")
+    insist_on_target(wanted.config, space.target, "that was given")
     return wanted
 
 
-def _insist(config: HeadConfig, target: Model, name: str) -> None:
+def precision(space: Workspace) -> torch.dtype:
+    """In which a trained drafter computes: draft_dtype, or what suits the target."""
+    wish = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
+    if wish not in (*_DTYPES, "auto"):
+        raise ConfigError(f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}.")
+    return _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+
+
+def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
     """A head of another target would only guess wrong: say so instead."""
     for what, ours, theirs in (
         ("a hidden size of", config.hidden_size, target.config.hidden_size),
