@@ -32,7 +32,7 @@ ALLOWED = {
     "profile": "types cache costs machine paths",
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
-    "drafters.*": f"{FLOW} cache machine sampling drafters drafters.* models models.checkpoint models.head "
+    "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint models.head "
     "models.exit models.head_file models.linear models.load models.toy",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
@@ -47,11 +47,11 @@ ALLOWED = {
     "estimate": "",
     "plots": "",
     "money": "errors",
-    "profiles": "errors",
+    "profiles": "errors paths",
     "speeds": "estimate types",
     "bench": "drafters environment llm profile prompts speeds types",
     "skipsearch": "cache estimate models types",
-    "tune": "bench control drafters errors llm skipsearch speeds",
+    "tune": "bench control drafters errors llm profiles skipsearch speeds",
     "doctor": "bench config control environment estimate llm paths speeds",
     "report": "plots show speeds types",
     "show_measure": "doctor money speeds tune",

@@ -177,7 +177,7 @@ def tune(
         from . import show_measure
         from .bench import Plan, questions
         from .profiles import read_profile, save_profile
-        from .tune import Tuner, candidates, skip_from
+        from .tune import Tuner, candidates, keep_skip, skip_from
 
         _insist_on_folder(out)
         start = skip_from(read_profile(out)) if resume else None
@@ -190,11 +190,14 @@ def tune(
             raise OutriderError("Interrupted before anything was measured: no profile was written.")
         profile = _profile(llm, outcome)
         save_profile(out, profile)
+        where = keep_skip(llm, outcome)
         if as_json:
             typer.echo(json.dumps(profile, ensure_ascii=False))
         else:
             show_measure.tune(Console(), outcome)
             errors.print(f"Written to {out}; use it with --profile {out} or LLM(profile=…).", soft_wrap=True)
+            if where is not None:
+                errors.print(f"The skip set is noted in {where}; --drafter layerskip finds it there.", soft_wrap=True)
         if outcome.interrupted:
             raise typer.Exit(130)
 

@@ -128,6 +128,8 @@ def tune(console: Console, outcome: Outcome, most: int = 12) -> None:
         sets = f"attention {sorted(best.skip.attention)} and MLPs {sorted(best.skip.mlp)}"
         promise = f"agrees {best.agreement:.0%} of the time and promises {best.speedup:.2f} × at K = {best.k}"
         said = f"Layer skipping: {outcome.tried} sets scored; the best leaves out {sets}, {promise}."
+        if best.speedup <= 1:
+            said += " No set pays here: drafting with it is expected to lose, and K auto will leave it alone."
         console.print(escape(said), highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(winner(outcome))}[/bold]", soft_wrap=True)
 
