@@ -85,6 +85,7 @@ class Drafter:
     name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
+    stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
 
     def __init__(self, space: Workspace) -> None:
         self.space = space

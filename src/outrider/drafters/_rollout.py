@@ -59,6 +59,7 @@ class Rollout:
     """A model over a plane, drafting chains or trees."""
 
     again = 2  # committed tokens that a recorded draft feeds once more
+    stop_below = 0.0  # a node less likely than this is not gone on from
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Rollout:
         while live:
             for growth, row in zip(live, logits, strict=True):
                 self._extend(growth, row)
-            live = [g for g in live if len(g.tokens) < g.budget]
+            live = [g for g in live if len(g.tokens) < g.budget and not self._doubts(g)]
             if live:
                 logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
         for growth in grown:
@@ -152,9 +153,14 @@ class Rollout:
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(logits, seq, emitted)
 
+    def _doubts(self, growth: Growth) -> bool:
+        """Whether a chain had better end here. Under the rules that draw, its length does not look at what was drawn."""
+        return growth.seq.rule == "match" and growth.survival[-1] < self.stop_below
+
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""
         room = min(width, len(self.cache.spare(growth.seq)) - len(growth.places))
+        nodes = [n for n in nodes if growth.survival[n] >= self.stop_below]
         return sorted(heapq.nlargest(max(room, 0), nodes, key=lambda n: growth.survival[n]))
 
     def _best(self, growth: Growth) -> Tree:

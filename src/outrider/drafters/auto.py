@@ -82,6 +82,7 @@ class Auto(Cascade):
         super().end(seq)
 
     def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
+        drafter.stop_below = self.stop_below
         try:
             draft = drafter.draft(seqs, budget)
         except Exception:  # one that fails must not silence the others

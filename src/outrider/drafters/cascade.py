@@ -43,6 +43,7 @@ class Cascade(Drafter):
             open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
             if not open_:
                 break
+            drafter.stop_below = self.stop_below
             try:
                 answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
             except Exception:  # one that fails must not silence the others

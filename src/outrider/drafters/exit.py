@@ -122,6 +122,7 @@ class EarlyExit(Drafter):
         ready = [i for i, seq in enumerate(seqs) if budget[i] and held.get(seq.id, 0) == len(seq.tokens) - 1]
         trees = [Tree([], [])] * len(seqs)
         if ready:
+            self.rollout.stop_below = self.stop_below
             draft = self.rollout.chains([seqs[i] for i in ready], [budget[i] for i in ready])
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree

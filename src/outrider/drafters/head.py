@@ -78,6 +78,7 @@ class TrainedHead(Drafter):
         return last >= 0 and self.space.plane.held.get(seq.id, 0) > last and self.features.known(seq.id, last)
 
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)

@@ -73,6 +73,7 @@ class LayerSkip(Drafter):
             self.refinement.end(seq)
 
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)

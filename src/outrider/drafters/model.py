@@ -39,6 +39,7 @@ class SmallModel(Drafter):
         return {"draft_model": target}  # the target as its own drafter: always right, never worth it, a fair trial
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
