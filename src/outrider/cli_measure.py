@@ -89,6 +89,7 @@ def doctor(
     device: Device = None,
     limit: Limit = 7,
     tokens: Tokens = 64,
+    set_: Set = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -100,7 +101,7 @@ def doctor(
         from .bench import Plan, questions
         from .doctor import KS, advise, examine
 
-        llm = _target(model, dtype, device)
+        llm = _target(model, dtype, device, set_)
         with _progress() as progress:
             facts = examine(llm, questions(llm, _pick(None, None, limit)), Plan(tokens, rounds=1), progress)
         findings = advise(facts)

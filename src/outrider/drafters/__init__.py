@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ..errors import ConfigError
 from ..types import Draft, Rows, SamplingParams, Sequence, Step
@@ -79,6 +79,13 @@ class Workspace:
         return next((self.options[name] for name in names if self.options.get(name) is not None), default)
 
 
+class Memory(NamedTuple):
+    """Bytes that a drafter adds to the target's."""
+
+    weights: int = 0
+    kv: int = 0
+
+
 class Drafter:
     """Five verbs; only `draft` is mandatory."""
 
@@ -94,6 +101,11 @@ class Drafter:
     def overlaps(self) -> bool:
         """Whether `overlap` does anything: only then is it worth running the target in a thread."""
         return type(self).overlap is not Drafter.overlap
+
+    @property
+    def memory(self) -> Memory:
+        """What it adds to the target's memory, where that is worth counting."""
+        return Memory()
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
-from . import Drafter, Workspace, make, register
+from . import Drafter, Memory, Workspace, make, register
 
 
 @register("cascade")
@@ -36,6 +36,11 @@ class Cascade(Drafter):
     @property
     def overlaps(self) -> bool:
         return any(drafter.overlaps for drafter in self.drafters)
+
+    @property
+    def memory(self) -> Memory:
+        every = [drafter.memory for drafter in self.drafters]
+        return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         trees, unread = [Tree([], [])] * len(seqs), None

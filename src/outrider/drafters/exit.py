@@ -20,9 +20,10 @@ from torch import Tensor
 from ..cache import Packing
 from ..errors import ConfigError
 from ..models import Model, Part
+from ..models.weigh import weigh
 from ..sampling import law, ranked
 from ..types import Draft, Sequence, Tree
-from . import Drafter, FirstLayers, Passes, Workspace, register
+from . import Drafter, FirstLayers, Memory, Passes, Workspace, register
 from ._rollout import Growth, Rollout
 from .head import insist_on_target, precision
 
@@ -111,6 +112,10 @@ class EarlyExit(Drafter):
         begun = space.begun if space.option("exit_reuse", default=True) else None
         first = begun or Alone(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(weigh(self.exit, beside=self.space.target))  # K/V is the target's own
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:

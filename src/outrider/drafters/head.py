@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
-from . import Drafter, Workspace, register
+from . import Drafter, Memory, Workspace, register
 from ._head import Features, HeadRollout
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class TrainedHead(Drafter):
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(weigh(self.rollout.head, beside=self.space.target), self.rollout.plane.bytes)
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..machine import choose_device
 from ..models import Model, device_of
+from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step
-from . import Drafter, Workspace, register
+from . import Drafter, Memory, Workspace, register
 from ._rollout import Rollout
 
 DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
@@ -33,6 +34,10 @@ class SmallModel(Drafter):
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(weigh(self.model, beside=self.space.target), self.rollout.plane.bytes)
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
