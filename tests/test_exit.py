@@ -28,7 +28,6 @@ from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.train.exits import ExitNet
 from outrider.train.features import TargetNet
 from outrider.types import Output, Sequence
-
 from test_train import home, invoke, speaks  # noqa: F401  (`home` is a fixture)
 
 TARGET = toy(layers=4)

@@ -21,9 +21,8 @@ from outrider.testing import check_drafter
 from outrider.types import Sequence
 
 
-
 class Uneven(RandomWeights):
-    """Layers 1, 2 and 3 say next to nothing: a set that leaves them out agrees, one that leaves out layer 4 does not."""
+    """Layers 1, 2 and 3 say next to nothing: a set without them agrees with the model, one without layer 4 does not."""
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         weight = super().get(name, dtype)

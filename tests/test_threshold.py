@@ -14,9 +14,19 @@ from outrider.control import Adaptive, Costs, Fixed
 from outrider.costs import Threshold
 from outrider.models.toy import toy
 from outrider.testing import SCENARIOS, decode, reference
-from outrider.types import Draft, Sequence, Turn, chain
+from outrider.types import Draft, Sequence, Tree, Turn, chain
 
 TARGET = toy()
+
+
+class Ear:
+    """Hears what was drafted."""
+
+    def __init__(self) -> None:
+        self.trees: list[Tree] = []
+
+    def observe(self, step: Any) -> None:
+        self.trees += step.draft.trees
 
 
 class Careful(Fixed):
@@ -124,13 +134,12 @@ def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
     for stop_below in (0.0, 0.6, 1.1):
         one = build_engine(TARGET, config)
         one.controller = Careful(5, stop_below)
-        said, trees = [], []
-        one.listeners = (type("Ear", (), {"observe": lambda self, step: trees.extend(step.draft.trees)})(),)
-        said = decode(one, SCENARIOS[1], params)
-        assert said == reference(TARGET, SCENARIOS[1], params)
-        for tree in trees:
+        ear = Ear()
+        one.listeners = (ear,)
+        assert decode(one, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
+        for tree in ear.trees:
             assert tree.survival is None or all(s >= stop_below for s in tree.survival[:-1])
-        lengths[stop_below] = max(len(tree.tokens) for tree in trees)
+        lengths[stop_below] = max(len(tree.tokens) for tree in ear.trees)
     assert lengths[0.0] == 5
     assert lengths[1.1] == 1  # the first token is always drafted, nothing goes on from it
 
@@ -139,11 +148,11 @@ def test_trees_do_not_grow_where_there_is_doubt() -> None:
     options = {"draft_model": toy(blur=0.3), "tree": True, "tree_width": 2, "tree_depth": 4}
     one = build_engine(TARGET, Config(drafter="model", k=8, options=options))
     one.controller = Careful(8, 1.1)
-    trees: list[Any] = []
-    one.listeners = (type("Ear", (), {"observe": lambda self, step: trees.extend(step.draft.trees)})(),)
+    ear = Ear()
+    one.listeners = (ear,)
     params = SamplingParams(max_tokens=20)
     assert decode(one, SCENARIOS[0], params) == reference(TARGET, SCENARIOS[0], params)
-    assert all(set(tree.parents) <= {-1} for tree in trees)
+    assert all(set(tree.parents) <= {-1} for tree in ear.trees)
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])

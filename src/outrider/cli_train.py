@@ -36,7 +36,9 @@ def train(
     prompts: Files,
     out: Annotated[Path, typer.Option(help="The drafter's folder.")],
     target: Annotated[str | None, typer.Option(help="Whose drafter; default: SmolLM2-135M.")] = None,
-    kind: Annotated[str, typer.Option(help="eagle3, block, exit (after a few layers), or model (a small one of its own).")] = "eagle3",
+    kind: Annotated[
+        str, typer.Option(help="eagle3, block, exit (after a few layers), or model (a small one of its own).")
+    ] = "eagle3",
     exclude: Annotated[list[Path] | None, typer.Option(help="Files whose prompts are not trained on.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

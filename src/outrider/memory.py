@@ -1,6 +1,6 @@
 """What each drafter adds to the memory that the target takes anyway: weights, and places for K/V.
 
-Drafters are made beside a cache of a few slots, asked, and let go: nothing is run, and the engine at work is left alone.
+Drafters are made beside a cache of a few slots, asked, and let go: nothing is run, and the engine stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def target_memory(llm: LLM) -> Addition:
 
 
 def additions(llm: LLM) -> list[Addition]:
-    """Every drafter that runs with the options that were given; the others lack something, and say so when asked for."""
+    """Every drafter that runs with the options that were given; the others lack something."""
     found = []
     for name in names():
         cache = Cache(_SLOTS, 1, llm.engine.cache.length, llm.engine.cache.device)

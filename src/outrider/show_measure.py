@@ -94,7 +94,9 @@ def memory(console: Console, additions: list[Addition]) -> None:
     free = ", ".join(each.name for each in drafters if not each.weights + each.kv)
     for each in drafters:
         if each.weights + each.kv:
-            console.print(f"  {each.name}: {megabytes(each.weights)} of weights, {megabytes(each.kv)} for K/V", highlight=False)
+            console.print(
+                f"  {each.name}: {megabytes(each.weights)} of weights, {megabytes(each.kv)} for K/V", highlight=False
+            )
     if free:
         console.print(f"  {free}: nothing", highlight=False, soft_wrap=True)
 

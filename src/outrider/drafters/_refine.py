@@ -129,7 +129,7 @@ class Refinement:
         return sum(choose(row, then, []) == token for row, then, token in zip(logits, before, said, strict=True))
 
     def _rows(self, seq: Sequence, positions: range, slots: list[int]) -> Rows:
-        """One row for each position: it reads exact K/V of what came before and writes its own to a place of its own."""
+        """One row for each position: it reads exact K/V of what came before, and writes to a place of its own."""
         line = self.space.cache.rows[seq.id].line
         where, own = torch.tensor(list(positions)), torch.tensor(slots, dtype=torch.int32)  # [W]
         return Rows(

@@ -154,7 +154,7 @@ class Rollout:
         return law(logits, seq, emitted)
 
     def _doubts(self, growth: Growth) -> bool:
-        """Whether a chain had better end here. Under the rules that draw, its length does not look at what was drawn."""
+        """Whether a chain had better end here. Under the rules that draw, its length ignores what was drawn."""
         return growth.seq.rule == "match" and growth.survival[-1] < self.stop_below
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:

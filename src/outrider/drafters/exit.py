@@ -102,7 +102,7 @@ class ExitRollout(Rollout):
 
 @register("exit")
 class EarlyExit(Drafter):
-    """Options: adapter (a folder), exit_layer (how many layers run), exit_reuse (false: verify from the first layer)."""
+    """Options: adapter (a folder), exit_layer (how many layers run), exit_reuse (false: verify from the start)."""
 
     takes = ("adapter", "exit_layer", "exit_reuse", "draft_dtype")
 
@@ -155,7 +155,7 @@ def _load(space: Workspace) -> Exit:
         layers = mine
     if layers is None:
         raise ConfigError(
-            "The drafter 'exit' needs a trained adapter (--set adapter=FOLDER; `outrider train --kind exit` makes one), "
+            "The drafter 'exit' needs a trained adapter (--set adapter=FOLDER; `outrider train --kind exit` makes one) "
             "or, for a checkpoint that was trained to exit early, how many layers to run (--set exit_layer=E)."
         )
     most = space.target.config.layers

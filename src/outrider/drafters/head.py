@@ -106,7 +106,9 @@ def _load(space: Workspace) -> Head:
         config, tensors = read_head(wanted)
         insist_on_target(config, space.target, str(wanted))
         if config.kind == "exit":
-            raise ConfigError(f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}.")
+            raise ConfigError(
+                f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}."
+            )
         target, length = space.target, space.cache.length
         return Head(config, tensors, embedding_of(target), precision(space), device_of(target), length)
     if not isinstance(wanted, Head):

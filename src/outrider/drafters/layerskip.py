@@ -18,7 +18,6 @@ from . import Drafter, Workspace, register
 from ._refine import Refinement
 from ._rollout import Rollout
 
-
 SHARE = 0.02  # of the time, for refining the set
 
 

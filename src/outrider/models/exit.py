@@ -91,4 +91,3 @@ class Exit:
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         rows = Rows(none, none, none, none, none, table, None, every)
         return self.target.forward(rows, self._nowhere, Part(start=last), x).logits
-

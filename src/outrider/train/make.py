@@ -18,7 +18,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.head_file import HeadConfig, target_hash, write_head
 from .answers import Answer
 from .distil import Distilled, cut_from, write_model
-from .exits import Exits, ExitNet
+from .exits import ExitNet, Exits
 from .features import TargetNet, default_taps
 from .net import EAGLE3, HeadNet
 from .objectives import Blocks, Eagle, Student
