@@ -103,7 +103,7 @@ class Drafter:
         return type(self).overlap is not Drafter.overlap
 
     @property
-    def memory(self) -> Memory:
+    def added_memory(self) -> Memory:
         """What it adds to the target's memory, where that is worth counting."""
         return Memory()
 

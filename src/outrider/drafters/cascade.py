@@ -38,8 +38,8 @@ class Cascade(Drafter):
         return any(drafter.overlaps for drafter in self.drafters)
 
     @property
-    def memory(self) -> Memory:
-        every = [drafter.memory for drafter in self.drafters]
+    def added_memory(self) -> Memory:
+        every = [drafter.added_memory for drafter in self.drafters]
         return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:

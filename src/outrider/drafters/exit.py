@@ -114,7 +114,7 @@ class EarlyExit(Drafter):
         self.rollout = ExitRollout(self.exit, space, first)
 
     @property
-    def memory(self) -> Memory:
+    def added_memory(self) -> Memory:
         return Memory(weigh(self.exit, beside=self.space.target))  # K/V is the target's own
 
     @classmethod

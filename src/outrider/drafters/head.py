@@ -48,7 +48,7 @@ class TrainedHead(Drafter):
         self.depth = int(space.option("tree_depth", default=config.block))
 
     @property
-    def memory(self) -> Memory:
+    def added_memory(self) -> Memory:
         return Memory(weigh(self.rollout.head, beside=self.space.target), self.rollout.plane.bytes)
 
     @classmethod

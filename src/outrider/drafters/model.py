@@ -36,7 +36,7 @@ class SmallModel(Drafter):
         self.depth = int(space.option("tree_depth", default=5))
 
     @property
-    def memory(self) -> Memory:
+    def added_memory(self) -> Memory:
         return Memory(weigh(self.model, beside=self.space.target), self.rollout.plane.bytes)
 
     @classmethod
