@@ -6,7 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, chain
 from outrider.build import build_engine
 from outrider.config import Config, config_from, from_hugging_face
-from outrider.drafters import Workspace
+from outrider.drafters import Workspace, make
 from outrider.engine import Engine
 from outrider.models import WHOLE, Part, quant
 from outrider.models.exit import Exit
@@ -130,52 +130,82 @@ def test_the_text_stays(options: dict[str, Any]) -> None:
     assert check_drafter("exit", options, tokens=24)
 
 
-@pytest.mark.parametrize("order", ["exit,layerskip", "layerskip,exit", "suffix,exit,layerskip"])
-def test_others_may_write_scratch_into_the_same_places(order: str) -> None:
-    options = {"cascade": order, "exit_layer": 2, "skip_layers": [1]}
-    assert check_drafter("cascade", options, target=toy(layers=4), tokens=24)
+class Both(Drafter):
+    """Drafts by an exit, and lets a drafter with scratch K/V write over the same places."""
+
+    name = "both"
+    first = True  # the exit first: then what it began is worth nothing
+
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
+        self.exit, self.skipper = make("exit", space), make("layerskip", space)
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        order = (self.exit, self.skipper) if self.first else (self.skipper, self.exit)
+        drafts = {drafter: drafter.draft(seqs, budget) for drafter in order}
+        return drafts[self.exit]
+
+
+class Reversed(Both):
+    name, first = "reversed", False
+
+
+@pytest.mark.parametrize("drafter", [Both, Reversed])
+def test_others_may_write_scratch_into_the_same_places(drafter: type[Both]) -> None:
+    options, params = {"exit_layer": 2, "skip_mlp": [0]}, SamplingParams(max_tokens=40)
+    for scenario in SCENARIOS:
+        one = build_engine(TARGET, Config(drafter=drafter, k=5, options=options, **scenario.config))
+        assert decode(one, scenario, params) == reference(TARGET, scenario, params)
+        assert isinstance(one.target, Eager)
+        assert one.target.begun is not None
+        assert bool(one.target.begun.saved) is not drafter.first
 
 
 class Fickle(Drafter):
-    """Begins chains, begins them again, lets others write there, and then proposes something else."""
+    """Proposes what the target will say; begins chains of it with mistakes, twice, and lets others write there."""
 
     name = "fickle"
+    texts: ClassVar[list[list[int]]] = []  # the target's, by request
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.dice = random.Random(3)
 
+    def truth(self, seq: Sequence, k: int) -> list[int]:
+        at = len(seq.tokens) - seq.prompt_len
+        return self.texts[seq.id][at : at + k]
+
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        ready = [seq for seq in seqs if self.space.plane.held.get(seq.id, 0) == len(seq.tokens) - 1]
+        for _ in range(self.dice.randrange(3)):
+            self.begin_some([seq for seq in ready if self.dice.random() < 0.8], min(budget))
+        return Draft.pack(chain(self.truth(seq, k)) for seq, k in zip(seqs, budget, strict=True))
+
+    def begin_some(self, seqs: list[Sequence], k: int) -> None:
         begun, plane, dice = self.space.begun, self.space.plane, self.dice
-        ready = [seq for seq in seqs if plane.held.get(seq.id, 0) == len(seq.tokens) - 1]
-        drafts: dict[int, list[int]] = {seq.id: [] for seq in seqs}
-        for _ in range(dice.randrange(3)):
-            some = [seq for seq in ready if dice.random() < 0.7]
-            if not some or begun is None:
-                continue
-            begun.roots(some, dice.choice((1, 2)))
-            drafts |= {seq.id: [] for seq in some}
-            for _ in range(dice.randrange(min(budget) + 1)):
-                tokens = [dice.randrange(VOCABULARY) for _ in some]
-                begun.nodes(some, tokens)
-                for seq, token in zip(some, tokens, strict=True):
-                    drafts[seq.id].append(token)
-                if dice.random() < 0.2:  # scratch, as a drafter with some of the layers leaves it
-                    slot = self.space.cache.rows[some[0].id].spare[0]
-                    plane.k[0][slot] = 9.0
-                    plane.written += 1
-        for said in drafts.values():
-            if said and dice.random() < 0.5:
-                said[dice.randrange(len(said))] = dice.randrange(VOCABULARY)
-        return Draft.pack(chain(drafts[seq.id][: dice.randrange(6)]) for seq in seqs)
+        assert begun is not None
+        if not seqs:
+            return
+        begun.roots(seqs, dice.choice((1, 2)))
+        for depth in range(dice.randrange(k + 1)):
+            wrong, truths = dice.random() < 0.3, [self.truth(seq, k) for seq in seqs]
+            right = [said[depth] if depth < len(said) else 0 for said in truths]
+            begun.nodes(seqs, [dice.randrange(VOCABULARY) if wrong else token for token in right])
+            if dice.random() < 0.1:  # scratch, as a drafter with some of the layers leaves it
+                plane.k[0][self.space.cache.rows[seqs[0].id].spare[0]] = 9.0
+                plane.written += 1
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
 def test_nothing_that_was_begun_in_vain_shows(scenario: Any) -> None:
     target, params = toy(layers=3), SamplingParams(temperature=0.8, max_tokens=40)
+    Fickle.texts = reference(target, scenario, params)
     one = build_engine(target, Config(drafter=Fickle, k=5, **scenario.config))
-    assert decode(one, scenario, params) == reference(target, scenario, params)
+    assert decode(one, scenario, params) == Fickle.texts
     assert not one.last_failure
+    assert isinstance(one.target, Eager)
+    assert one.target.begun is not None
+    assert one.target.begun.saved > 0
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
