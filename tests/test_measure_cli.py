@@ -207,7 +207,7 @@ def test_doctor_runs(folder: Path) -> None:
     for words in ("What a pass over n rows costs", "K = 4:", "code", "maths", "█", "Memory of the target", "nothing"):
         assert words in done.stdout
     out = last(ask(folder, "doctor", *QUICK, "--json", "--set", "exit_layer=1"))
-    assert [each for each in out["memory"] if each["name"] == "exit"][0]["kv"] == 0
+    assert next(each for each in out["memory"] if each["name"] == "exit")["kv"] == 0
     assert out.keys() >= {"costs", "break_even", "kinds", "overall", "findings", "exact", "environment"}
     assert all(finding["level"] in (GOOD, HINT, WRONG) for finding in out["findings"])
 
