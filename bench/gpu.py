@@ -3,6 +3,7 @@
     python bench/gpu.py --model 7b --sections floor,plain,spec --small SmolLM2.gguf --out 7b.json
     python bench/gpu.py --model 7b --sections batch,hf
     python bench/gpu.py --model 7b --sections verify --verify-tokens 40000
+    python bench/gpu.py --model 7b --sections head --head HEAD --tokens 96 --rounds 1
     python bench/gpu.py --model 7b --sections timeline --timeline timeline.svg
 
 `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its function, `twin.py`), or a folder or .gguf file.
@@ -33,6 +34,7 @@ from rich.console import Console
 import twin
 from gpu_common import Lab, folder_or_name, sweep_up
 from gpu_floor import floor_section, plain_section
+from gpu_head import head_section
 from gpu_hf import hf_section
 from gpu_spec import batch_section, spec_section
 from gpu_timeline import timeline_section
@@ -47,6 +49,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "batch": batch_section,
     "hf": hf_section,
     "verify": verify_section,
+    "head": head_section,
     "timeline": timeline_section,
 }
 
@@ -58,6 +61,7 @@ def arguments() -> argparse.Namespace:
     add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 30b, a folder or a .gguf file")
     add("--small", help="SmolLM2: a .gguf file or a folder (default: where Outrider keeps it)")
     add("--draft-model", help="default: SmolLM2 for 7b and 30b, none for others")
+    add("--head", type=Path, help="a trained head's folder; for 7b and 30b one of SmolLM2, which is widened with it")
     add("--device", default="cuda")
     add("--dtype", default="bfloat16")
     add("--length", type=int, default=2048, help="longest prompt and answer together")

@@ -11,6 +11,7 @@ import inspect
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from rich.table import Table
 import twin
 from outrider import LLM
 from outrider.bench import Question, questions
+from outrider.drafters.head import embedding_of
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
+from outrider.models.head import Head, HeadConfig, read_head
 from outrider.profile import target_costs
 from outrider.prompts import Prompt, bundled, from_file
 
@@ -103,11 +106,13 @@ class Lab:
             found.append(Question(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
         return found
 
-    def using(self, drafter: str, k: int | str = "auto", batch: int = 1, tokens: int = 0) -> LLM:
+    def using(self, drafter: str, k: int | str = "auto", batch: int = 1, tokens: int = 0, **more: Any) -> LLM:
         """The same target with another drafter; `tokens` are the K/V places that the batch needs."""
-        more: dict[str, Any] = {"suffix_shared_tokens": 0} if drafter in REMEMBERING else {}
+        more |= {"suffix_shared_tokens": 0} if drafter in REMEMBERING else {}
         if drafter == "model":
             more["draft_model"] = self.draft
+        if drafter == "head":
+            more.setdefault("head", self.head)
         if tokens:
             more["cache_tokens"] = tokens
         llm = self.llm.using(drafter=drafter, k=0 if drafter == "off" else k, max_batch=batch, **more)
@@ -115,6 +120,18 @@ class Lab:
         if drafter == "model" and hasattr(loaded, "forward"):
             self.draft = loaded  # the next engine need not read it again
         return llm
+
+    @cached_property
+    def head(self) -> Head:
+        """The trained head of `--head`, in memory; for a twin it is one of SmolLM2 that was widened with it."""
+        return self.make_head(*read_head(self.options.head))
+
+    def make_head(self, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> Head:
+        large = self.checkpoint.config
+        if self.small is not None and config.hidden_size < large.hidden_size:
+            config, tensors = twin.widen_head(config, tensors, self.small.config, large, self.device, self.options.seed)
+        target: Any = self.llm.target
+        return Head(config, tensors, embedding_of(target), target.compute, self.device, self.length)
 
     # ------------------------------------------------------------ time
 

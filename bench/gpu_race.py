@@ -173,9 +173,11 @@ class Contender:
         return [q for q in self.asked if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
 
 
-def contender(lab: Lab, name: str, drafter: str, k: int | str = "auto", ignore_eos: bool | None = None) -> Contender:
+def contender(
+    lab: Lab, name: str, drafter: str, k: int | str = "auto", ignore_eos: bool | None = None, **options: Any
+) -> Contender:
     """One of Outrider's drafters, for one request at a time."""
-    llm = lab.using(drafter, k)
+    llm = lab.using(drafter, k, **options)
     ignoring = lab.options.ignore_eos if ignore_eos is None else ignore_eos
 
     def ask(ids: list[int], tokens: int) -> Run:

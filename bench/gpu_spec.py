@@ -21,13 +21,15 @@ def spec_section(lab: Lab) -> dict[str, Any]:
         ks = [int(k) for k in lab.options.k.split(",") if k]
         contenders += [contender(lab, f"model K={k}", "model", k) for k in ks]
         contenders.append(contender(lab, "model auto", "model"))
+    if lab.options.head:
+        contenders += [contender(lab, "head chain", "head"), contender(lab, "head tree", "head", tree=True)]
     rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
     plain = contenders[0]
     found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.asked), "contenders": {}}
     costs = pass_costs(lab.llm)
     for c in contenders:
         found["contenders"][c.name] = figures(c, plain) | {"by_kind": by_kind(c, plain, asked)}
-        if c.name.startswith("model"):
+        if c.name.startswith(("model", "head")):
             found["contenders"][c.name] |= ideal(c, costs)
     show(lab, found)
     return found

@@ -11,6 +11,9 @@ large model's would; the function, and so the text and every drafter's acceptanc
     real  [   real     |     random    ]        rows: what is written, columns: what is read; the same for products
     extra [   zero     |     random    ]        that read the stream (q, k, v, gate, up, head) and write it (o, down)
 
+A trained head of the small model becomes one of the large in the same way (`widen_head`): the same drafts, at the price
+that a head of the large model has.
+
 Nothing is stored: each tensor is made when it is asked for, on the device where it will live, always the same.
 """
 
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.config import ModelConfig
+from outrider.models.head_file import HeadConfig, shapes
 from outrider.models.toy import hash_of
 from outrider.models.transformer import WeightSource
 from outrider.models.weights import Weights, expected
@@ -142,6 +146,57 @@ def seven(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int
 def thirty(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int = 1) -> Checkpoint:
     """SmolLM2-135M as 27B: hidden 9216, intermediate 27648, 72 heads, 24 key/value heads."""
     return scaled(checkpoint, 16, neurons=18, heads=8, device=device, seed=seed)
+
+
+def widen_head(
+    config: HeadConfig,
+    tensors: dict[str, Tensor],
+    small: ModelConfig,
+    large: ModelConfig,
+    device: str | torch.device = "cuda",
+    seed: int = 1,
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The head of a small target for its twin: every size grows as the target's does, and every draft stays.
+
+    The twin's streams are the small target's with zeros behind them, and so are the head's own.
+    """
+    wide = replace(
+        config,
+        hidden_size=large.hidden_size,
+        intermediate_size=config.intermediate_size * large.intermediate_size // small.intermediate_size,
+        heads=config.heads * large.heads // small.heads,
+        kv_heads=config.kv_heads * large.kv_heads // small.kv_heads,
+        norm_eps=config.norm_eps * small.hidden_size / large.hidden_size,
+        target_hash="",
+    )
+    made, gain = {}, (small.hidden_size / large.hidden_size) ** 0.5
+    for name, shape in shapes(wide).items():
+        real = tensors[name].to(device)
+        if name in ("d2t", "t2d"):
+            made[name] = real
+        elif real.dim() == 1:
+            made[name] = torch.zeros(shape, device=device)  # float32: a gain must not be rounded once more
+            made[name][: real.shape[0]] = real * (gain if name.endswith("norm.weight") else 1.0)
+        else:
+            beside = {"fc.weight": len(config.taps)}.get(name, 2 if _reads_two(name) else 1)
+            dice = torch.Generator(device).manual_seed(seed * 1_000_003 + hash_of(name))
+            noise = torch.randn(shape, generator=dice, dtype=real.dtype, device=device)
+            made[name] = _inside(real, noise.mul_(float(real.float().square().mean().sqrt())), beside)
+    return wide, made
+
+
+def _reads_two(name: str) -> bool:
+    """Whether a product reads the token beside the feature."""
+    return name.startswith("midlayer.self_attn.") and not name.endswith("o_proj.weight")
+
+
+def _inside(real: Tensor, noise: Tensor, beside: int) -> Tensor:
+    """A weight [r, c] in a larger one [R, C] whose inputs are so many streams side by side, each with zeros behind."""
+    rows, (outs, ins) = real.shape[0], noise.shape
+    parts, real = noise.view(outs, beside, ins // beside), real.view(rows, beside, -1)
+    parts[rows:, :, : real.shape[2]] = 0  # what is extra must not hear what is real
+    parts[:rows, :, : real.shape[2]] = real
+    return noise
 
 
 def parameters(config: ModelConfig) -> int:

@@ -33,7 +33,7 @@ ALLOWED = {
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
-    "models.exit models.head models.head_file models.linear models.load models.toy models.weigh",
+    "models.exit models.head models.head_file models.linear models.load models.ops models.toy models.weigh",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
     "native": "paths errors",

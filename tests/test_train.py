@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+import outrider.train.teacher as teacher_module
 from outrider import LLM, OutriderError, SamplingParams, cli_train
 from outrider.cache import Cache, Packing
 from outrider.cli import app
@@ -26,17 +27,19 @@ from outrider.models.head import Head, read_head
 from outrider.models.rope import RopeScaling
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
-from outrider.train.answers import Answer, Order, Store, generate
+from outrider.train.answers import Answer, Order, Store, generate, missing, spoken
 from outrider.train.batches import Batches, collate
+from outrider.train.crowd import absorb_parts, together
 from outrider.train.distil import Distilled, cut_config, cut_from, hf_config
 from outrider.train.evaluate import Acceptance
 from outrider.train.features import TargetNet, default_taps
 from outrider.train.loop import Plan, Stopped
 from outrider.train.net import HeadNet
-from outrider.train.objectives import Blocks, Eagle, divergence, restricted
+from outrider.train.objectives import Blocks, Eagle
 from outrider.train.questions import Question, read_file, read_questions
-from outrider.train.recipe import Recipe, train
+from outrider.train.recipe import Answering, Recipe, train
 from outrider.train.report import thinned
+from outrider.train.teacher import divergence, listen, repeat
 from outrider.train.vocabulary import choose
 from outrider.types import Sequence
 
@@ -300,15 +303,36 @@ def test_a_step_compiles_to_one_graph(kind: str) -> None:
     torch._dynamo.reset()
 
 
-def test_divergence_is_kl_times_mass() -> None:
-    logits, ids = torch.randn(3, 10), torch.tensor([1, 4, 7])
-    p = restricted(logits, ids)
+@pytest.mark.parametrize("piece", [1, 2**27])
+def test_divergence_is_kl_times_mass(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(teacher_module, "_PIECE", piece)
+    logits, ids = torch.randn(3, 10).double(), torch.tensor([1, 4, 7])
+    teacher = listen(logits, ids)
+    p = torch.zeros(3, 3).double().scatter(1, teacher.places, teacher.chances)
     torch.testing.assert_close(p, logits.softmax(-1)[:, ids])
-    own = torch.randn(3, 3)
+    own = torch.randn(3, 3).double().requires_grad_()
     mass = p.sum(-1)
     kl = ((p / mass[:, None]) * ((p / mass[:, None]).log() - own.log_softmax(-1))).sum(-1)
-    torch.testing.assert_close(divergence(p, own), mass * kl)
-    torch.testing.assert_close(divergence(p, p.log()), torch.zeros(3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(divergence(teacher, own), mass * kl)
+    torch.testing.assert_close(divergence(teacher, p.log()), torch.zeros(3).double(), atol=1e-6, rtol=0)
+    weights = torch.randn(3).double()
+    (expected,) = torch.autograd.grad((mass * kl * weights).sum(), own)
+    (found,) = torch.autograd.grad((divergence(teacher, own) * weights).sum(), own)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_teacher_tells_its_likeliest_tokens_only() -> None:
+    logits, ids = torch.randn(5, 40), torch.arange(0, 40, 2)
+    few = listen(logits, ids, told=3)
+    best = logits[:, ids].topk(3)
+    assert torch.equal(few.places, best.indices)
+    torch.testing.assert_close(few.chances, logits.softmax(-1)[:, ids].gather(1, best.indices))
+    said = torch.tensor([4, 5, 39])
+    hard = repeat(said, ids)
+    assert hard.places[0].item() == 2
+    assert hard.chances.flatten().tolist() == [1.0, 0.0, 0.0]
+    assert repeat(said).places.flatten().tolist() == [4, 5, 39]
+    assert torch.equal(few.of(torch.tensor([1, 1])).places, few.places[[1, 1]])
 
 
 def test_acceptance_counts_chains_and_walks() -> None:
@@ -375,7 +399,8 @@ def test_answers_go_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     asked = [Question(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
     order, header = Order(10, 12, seed=3, batch=4), {"target": "t"}
     store = Store(tmp_path / "whole.jsonl", header)
-    generate(llm, asked, order, store)
+    every = missing(asked, order, set())
+    generate(llm, every, order, store)
     whole = store.read()
     assert [a.number for a in whole] == list(range(10))
     assert whole[0].temperature == 0.0
@@ -383,18 +408,41 @@ def test_answers_go_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     assert all(a.temperature >= 0.7 for a in whole[7:])  # the same prompts again
     steps = iter(range(14))
     cut = tmp_path / "cut.jsonl"
-    generate(llm, asked, order, Store(cut, header), stop=lambda: next(steps, None) is None)
+    generate(llm, every, order, Store(cut, header), stop=lambda: next(steps, None) is None)
     assert 0 < len(Store(cut, header).read()) < 10
     cut.write_text(cut.read_text() + '{"number":9,"ki')  # killed in mid-line
     heard: list[str] = []
     store = Store(cut, header)
-    generate(llm, asked, order, store, lambda what, done: heard.append(what))
+    known = store.numbers()
+    counted = spoken(lambda what, done: heard.append(what), len(known), 10)
+    generate(llm, missing(asked, order, known), order, store, counted)
     assert store.read() == whole
     assert store.numbers() == set(range(10))
     assert "10/10" in heard[-1]
     assert "tok/s" in heard[-1]
     with pytest.raises(OutriderError, match="another run: its target differ"):
         Store(cut, {"target": "u"})
+
+
+def test_a_crowd_gives_the_answers_of_one(home: Path, tmp_path: Path) -> None:
+    """Two processes, and what an interrupted one had left; then one that fails."""
+    asked = [Question(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
+    order, header = Order(9, 12, seed=3, batch=4), {"target": "t"}
+    every = missing(asked, order, set())
+    job = Answering(str(home / "tiny"), "float32", "cpu", order, 1)
+    alone, store = Store(tmp_path / "alone.jsonl", header), Store(tmp_path / "crowd.jsonl", header)
+    job(every, alone, lambda answers, tokens: None, lambda: False)
+    whole = alone.read()
+    Store(tmp_path / "crowd.jsonl.part5", header).append(whole[:2])
+    absorb_parts(store)
+    assert store.numbers() == {0, 1}
+    heard: list[tuple[int, int]] = []
+    together(job, every[2:], store, 2, lambda *counts: heard.append(counts), lambda: False)
+    assert store.read() == whole
+    assert heard[-1] == (7, sum(len(a.answer) for a in whole[2:]))
+    assert [path.name for path in tmp_path.glob("crowd*")] == ["crowd.jsonl"]
+    with pytest.raises(OutriderError, match="1 of 1 processes that generate answers ended early"):
+        together(replace(job, target=str(tmp_path / "nothing")), every, store, 1, lambda *counts: None, lambda: False)
 
 
 # ---------------------------------------------------------------- the loop
@@ -459,6 +507,17 @@ def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
     assert not llm.engine.last_failure
     stats = [r.stats for r in results]
     return sum(s.emitted for s in stats) / sum(s.steps for s in stats), [r.token_ids for r in results]
+
+
+def test_a_training_can_begin_with_another_head(home: Path, tmp_path: Path) -> None:
+    first = train(recipe(home, tmp_path / "first", steps=40))
+    again = recipe(home, tmp_path / "again", steps=2, start_from=tmp_path / "first", answers=-1)
+    second = train(again)
+    assert second["answers"] == first["answers"]
+    assert second["evaluations"][0]["kinds"] == first["evaluations"][-1]["kinds"]  # it starts where that one ended
+    assert "--start-from first" in second["recipe"]["command"]
+    with pytest.raises(OutriderError, match="another shape: its intermediate_size differ"):
+        train(replace(again, out=tmp_path / "other", intermediate=16))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])

@@ -16,7 +16,8 @@ from outrider.cache import Cache, Packing
 from outrider.config import Config
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.config import ModelConfig
-from outrider.models.toy import RandomWeights, toy_config
+from outrider.models.head import Head
+from outrider.models.toy import RandomWeights, random_head, toy_config
 from outrider.models.transformer import Transformer
 from outrider.models.weights import check
 from outrider.types import SamplingParams, Sequence
@@ -150,3 +151,37 @@ def test_the_sizes_that_are_measured_with() -> None:
 def test_what_cannot_be_widened_is_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"must serve|would shrink"):
         twin.widened(checkpoint(), **(LARGE | sizes))
+
+
+def drafts(target: Transformer, head: Head, asked: list[int], **options: Any) -> list[Any]:
+    """Every tree of an answer, with its chances."""
+    engine = build_engine(target, Config(max_length=96, drafter="head", k=5, options={"head": head} | options))
+    seq, found = Sequence(1, asked, SamplingParams(max_tokens=24)), []
+    engine.add(seq)
+    while engine.busy:
+        step = engine.step()
+        assert not step.failure
+        found += [(tree.tokens, tree.parents, tree.survival) for tree in step.draft.trees]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_widened_head_drafts_the_same(kind: str) -> None:
+    small = checkpoint("a large epsilon")
+    large = twin.widened(small, **LARGE)
+    config, tensors = random_head(small.config, kind, layers=1 if kind == "eagle3" else 2)
+    config = replace(config, norm_eps=0.2)
+    tensors = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    wide, widened = twin.widen_head(config, tensors, small.config, large.config, "cpu")
+    assert (wide.hidden_size, wide.heads, wide.kv_heads, wide.intermediate_size) == (72, 8, 4, 133)
+    assert (widened["fc.weight"].view(72, 3, 72)[32:, :, :32] == 0).all()
+    assert (widened["fc.weight"].view(72, 3, 72)[:, :, 32:] != 0).all()
+    asked = tokens(small.config, 9)
+    ours, theirs = model(small), model(large)
+    for options in ({}, {"tree": True}):
+        mine = drafts(ours, Head(config, tensors, ours.embedding, torch.float64), asked, **options)
+        wanted = drafts(theirs, Head(wide, widened, theirs.embedding, torch.float64), asked, **options)
+        assert [tree[:2] for tree in wanted] == [tree[:2] for tree in mine]
+        chances = [chance for tree in mine for chance in tree[2] or ()]
+        assert [chance for tree in wanted for chance in tree[2] or ()] == pytest.approx(chances, rel=1e-5)
+        assert len({token for tree in mine for token in tree[0]}) > 5  # there is something to compare

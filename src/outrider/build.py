@@ -9,7 +9,7 @@ import torch
 from .cache import Cache, Plane
 from .config import Config
 from .control import Adaptive, Controller, Costs, Fixed
-from .drafters import Drafter, Workspace, make
+from .drafters import Drafter, Market, Workspace, make
 from .engine import Engine, Listener
 from .models import Model, device_of
 from .profile import CostFile, target_costs
@@ -36,12 +36,18 @@ def build_engine(
     graphs = _Graphs(cache, config.max_batch, home=device)
     runner = graphs(model, plane) or Eager(model, plane, Begun(model, cache, plane))
     begun = getattr(runner, "begun", None)  # captured passes always run whole
-    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, begun))
+
+    def market() -> Market | None:
+        """The prices of whichever controller is at work: it is made after the drafter, and may be replaced."""
+        return getattr(engine.controller, "now", None)
+
+    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, market, begun))
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if hasattr(runner, "warm"):
         runner.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
-    return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    return engine
 
 
 def make_controller(
@@ -54,7 +60,7 @@ def make_controller(
         return Fixed(int(config.k))
     counts = _sequences(model, config.max_batch)
     known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
-    return Adaptive(Costs(known), name=drafter.name)
+    return Adaptive(Costs(known), name=drafter.name, paced=drafter.paced, frugal=drafter.frugal)
 
 
 def _sequences(model: Model, most: int) -> tuple[int, ...]:

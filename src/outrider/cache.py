@@ -50,6 +50,22 @@ class Plane:
         self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
         self.nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
         self.written = 0  # passes that wrote here: whoever relies on what it wrote can see that nobody came after
+        self.streams: dict[
+            int, torch.Tensor
+        ] = {}  # layer -> [S, H] what came out of it, where somebody wants that kept
+
+    def keep_streams(self, layers: Iterable[int], width: int, dtype: torch.dtype) -> None:
+        """From now on, passes on a GPU leave what comes out of these layers [H] in each row's slot, beside its K/V."""
+        for layer in layers:
+            if layer not in self.streams:
+                self.streams[layer] = self.k[0].new_zeros(self.k[0].shape[0], width, dtype=dtype)
+
+    def add_scratch(self, more: int) -> int:
+        """Slots at the end that no sequence will ever own; returns the first. What was written before is lost."""
+        first, heads, dim = self.k[0].shape
+        self.k = [k.new_empty(first + more, heads, dim) for k in self.k]  # [S, H, d]
+        self.v = [v.new_empty(first + more, heads, dim) for v in self.v]
+        return first
 
     @property
     def bytes(self) -> int:
@@ -364,6 +380,8 @@ class Planned(Rows):
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
     low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:  # nearly always: one is how the other began
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

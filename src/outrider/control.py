@@ -107,8 +107,14 @@ class Adaptive:
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
-    def __init__(self, costs: Costs, k_max: int = 16, name: str = "the drafter") -> None:
+    def __init__(
+        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False
+    ) -> None:
+        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone."""
         self.costs, self.k_max, self.name = costs, k_max, name
+        self.paced, self.frugal = paced, frugal
+        self.turns: list[Turn] = []  # of the step at hand
+        self._now: Pass | None = None
         self.why = "nothing is known yet"
         self._nothing = f"{name} has nothing to propose: plain decoding"
         self.overall = Experience()
@@ -132,7 +138,15 @@ class Adaptive:
 
     # ------------------------------------------------------------ before drafting
 
+    @property
+    def now(self) -> Pass:
+        """Prices of the step at hand, for whoever asks."""
+        if self._now is None:
+            self._now = Pass(self.turns, self.costs, self.lead, max(len(self.turns), 1) * self.k_max)
+        return self._now
+
     def budget(self, turns: list[Turn]) -> list[Turn]:
+        self.turns, self._now = turns, None
         self.quiet += 1
         self.probed, self.paid, self.why, self.stop_below = set(), False, self._nothing, 0.0
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
@@ -158,19 +172,23 @@ class Adaptive:
             self.probed = set(few) if self.asking.hides else set()  # where drafts have a price, a first one must tell
             return dict.fromkeys(few, self.FIRST)
         call = self.draft_call if self.draft_most is None else self.draft_most
-        if call <= self.CHEAP * self.costs(len(turns), len(turns)):
+        thrifty = self.frugal and not self.asking.hides
+        if thrifty or call <= self.CHEAP * self.costs(len(turns), len(turns)):
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
         able = sorted(able, key=lambda name: -sum(hopes[name]))
         now = Pass(turns, self.costs, self.lead, len(able) * self.k_max)
-        deeper = now.speed * self.draft_node
+        deeper = 0.0 if self.paced else now.speed * self.draft_node
         needed = now.margin + self.asking.needed(len(turns), now.speed)
+        needed += now.speed * self.draft_call if self.paced else 0.0  # what a call takes, however far it goes
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper, needed)
-        self.stop_below = self.threshold.below(now.break_even(max(many, 1), deeper))
+        if not self.paced:  # else it finds its own end
+            self.stop_below = self.threshold.below(now.break_even(max(many, 1), deeper))
+        k = self.k_max if self.paced else k
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
-            refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), deeper))
+            refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), now.speed * self.draft_node))
             self.why = f"{_batch(now)}{self.name} is not asked: {refusal}"
             self.asking.leave()
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
@@ -229,7 +247,7 @@ class Adaptive:
         claims = tree.survival
         if turn.seq.rule != "match":  # by its parent: a node's own survival would tell its value
             claims = claims[:-1]
-        hopes = list(accumulate(map(mine.survival, claims), min))
+        hopes = list(accumulate((mine.survival(claim, tree.source) for claim in claims), min))
         return hopes if turn.seq.rule == "match" else [1.0, *hopes][: len(tree.tokens)]
 
     def _keep_probes(self, now: Pass, turns: list[Turn], draft: Draft, kept: list[int]) -> None:
@@ -322,7 +340,7 @@ class Adaptive:
         if self.draft_node is None:  # the first time tells most
             self.draft_node, self.draft_call = each, seconds
         self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price
-        self.draft_call += 0.2 * (seconds - self.draft_call)
+        self.draft_call += 0.2 * (min(seconds, 3 * self.draft_call) - self.draft_call)
         if max(turn.budget for turn in step.turns) == self.k_max:
             known = seconds if self.draft_most is None else self.draft_most
             self.draft_most = known + 0.2 * (min(seconds, 3 * known) - known)

@@ -156,15 +156,15 @@ class Experience:
 
     def __init__(self, wider: Experience | None = None) -> None:
         self.wider = wider
-        self.claims: dict[int, Rate] = defaultdict(Rate)
+        self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by who claims, and how much
         self.depths: list[Rate] = []
         self.added = 0  # trees, ever
         self._known: dict[int, tuple[int, int, list[float]]] = {}  # what `chances` said, and after how many trees
 
-    def survival(self, claim: float) -> float:
+    def survival(self, claim: float, source: str = "") -> float:
         """The chance that a node is accepted whose drafter gives it this chance."""
-        prior = self.wider.survival(claim) if self.wider else claim
-        return self.claims[bisect_right(self.EDGES, claim)].given(prior)
+        prior = self.wider.survival(claim, source) if self.wider else claim
+        return self.claims[source, bisect_right(self.EDGES, claim)].given(prior)
 
     def chances(self, depths: int) -> list[float]:
         """The chance that the node at each depth is accepted once it is reached. Asked in every step, so remembered."""
@@ -194,7 +194,7 @@ class Experience:
         self.added += 1
         self._walk(len(path) + (REJECTED in fates), len(path))
         for claim, fate in zip(tree.survival or (), fates, strict=False):
-            self.claims[bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
+            self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
 
     def _walk(self, reached: int, accepted: int) -> None:
         self.depths += [Rate() for _ in range(reached - len(self.depths))]

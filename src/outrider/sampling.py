@@ -45,9 +45,12 @@ def uniform(key: int) -> float:
     return ((_mix(key + _STEP) >> 32) + 0.5) / 2**32
 
 
-def gumbel(key: int, tokens: Tensor) -> Tensor:
-    """Gumbel noise for each of these tokens. tokens [C] int64 -> [C] float64, the same for a token in any company."""
-    z = tokens * _signed(_STEP) + _signed(key)
+def gumbel(key: int | Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise for each of these tokens. tokens [C] int64 -> [C] float64, the same for a token in any company.
+
+    Many keys at once are [R, 1] int64, each with its 64 bits, and give [R, C].
+    """
+    z = tokens * _signed(_STEP) + (key if isinstance(key, Tensor) else _signed(key))
     z = (z ^ _shift(z, 30)) * _signed(_MIX[0])
     z = (z ^ _shift(z, 27)) * _signed(_MIX[1])
     bits = _shift(z ^ _shift(z, 31), 32)  # [C] 32 uniform bits

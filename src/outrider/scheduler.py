@@ -54,8 +54,9 @@ class Scheduler:
     def fit(self, turns: list[Turn]) -> list[Turn]:
         """Give every turn its slots; where there are too few, first drop drafts, then preempt whoever came last."""
         fitted: list[Turn] = []
+        preempted: set[int] = set()
         for turn in turns:
-            if turn.seq not in self.running:  # preempted a moment ago, for an elder
+            if turn.seq.id in preempted:  # a moment ago, for an elder
                 continue
             held = self.plane.held.get(turn.seq.id, 0)
             while not self.cache.reserve(turn.seq, held + turn.feed, turn.budget):
@@ -63,6 +64,7 @@ class Scheduler:
                     turn = turn.allow(0)
                     continue
                 victim = self._preempt()
+                preempted.add(victim.id)
                 fitted = [t for t in fitted if t.seq is not victim]
                 if victim is turn.seq:
                     break

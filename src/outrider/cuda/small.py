@@ -53,6 +53,33 @@ def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: 
     return out
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _keep_stream(
+    x, parts, bias, kept, slots, rows, width,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    value = tl.load(x + row * width + i, mask=ok, other=0.0)
+    if PARTS > 0:
+        value += _summed(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
+        tl.store(x + row * width + i, value, mask=ok)
+    slot = tl.load(slots + row).to(tl.int64)
+    tl.store(kept + slot * width + i, value.to(kept.dtype.element_ty), mask=ok)
+
+
+def keep_stream(x: Tensor, delta: Parts | None, kept: Tensor, slots: Tensor) -> None:
+    """x [T, H] float32 += delta in place, as `add_norm` does it; and kept[slots] = x. kept [S, H], slots [T]."""
+    rows, width = x.shape
+    bias = None if delta is None else delta.bias
+    launch: Any = _keep_stream[(rows,)]
+    launch(
+        x, x if delta is None else delta.parts, x if bias is None else bias, kept, slots, rows, width,
+        PARTS=0 if delta is None else delta.parts.shape[0], BIASED=bias is not None,
+        WIDE=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
+
+
 @triton.jit
 def _summed(parts, bias, row, rows, width, at, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
     value = tl.load(parts + row * width + at, mask=ok, other=0.0)

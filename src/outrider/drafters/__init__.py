@@ -38,6 +38,24 @@ class RecordedChains(Protocol):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft: ...
 
 
+class RecordedHeads(Protocol):
+    """The same with a trained head. starts[i] is the first true row of each sequence that its plane lacks."""
+
+    def suits(self, seqs: list[Sequence]) -> bool: ...
+
+    def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool: ...
+
+    def chains(self, seqs: list[Sequence], starts: list[int], budget: list[int]) -> Draft: ...
+
+    def rankings(
+        self, seqs: list[Sequence], starts: list[int], lengths: list[int], width: int
+    ) -> list[list[list[tuple[int, float]]]]: ...
+
+    def trees(
+        self, seqs: list[Sequence], starts: list[int], width: int, depth: int
+    ) -> Iterable[tuple[list[int], list[int], list[float]]]: ...
+
+
 class Passes(Protocol):
     """How a model runs on a device that is not driven operation by operation."""
 
@@ -48,6 +66,18 @@ class Passes(Protocol):
         ...
 
     def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
+
+    def heads(self, shown: Plane, source: str) -> RecordedHeads: ...
+
+
+class Market(Protocol):
+    """What the step at hand costs, in tokens that would be made meanwhile; the controller tells."""
+
+    speed: float  # tokens per second of late
+
+    def price(self, more: int) -> float:
+        """What so many more rows of the target's pass cost."""
+        ...
 
 
 class FirstLayers(Protocol):
@@ -72,6 +102,7 @@ class Workspace:
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None  # the target's, where there is text
     passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
+    market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
     begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
 
     def option(self, *names: str, default: Any) -> Any:
@@ -91,6 +122,10 @@ class Drafter:
 
     name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
+    paced: bool = (
+        False  # leaves off by itself where going on does not pay: it may be asked for as much as there is room
+    )
+    frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,17 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, Packing, Plane
+from ..models import ops
 from ..sampling import law, ranked
 from ..types import Draft, Sequence, Step
+from . import RecordedHeads
 from ._rollout import CHUNK, Growth, Rollout
 
 if TYPE_CHECKING:
     from ..models.head import Head
+
+_MOST_KEPT = 256  # sequences whose end nobody has told us
+Ranking = list[tuple[int, float]]  # tokens with their chances, best first
 
 
 @dataclass
@@ -73,6 +79,39 @@ class Features:
     def drop(self, name: int) -> None:
         self.pieces.pop(name, None)
 
+    def tidy(self, alive: Set[int]) -> None:
+        """Not everybody's end is told."""
+        if len(self.pieces) > _MOST_KEPT:
+            for name in self.pieces.keys() - alive:
+                self.drop(name)
+
+
+class Kept:
+    """The same where the target's passes leave their streams in the slots of their rows: nothing is ever missed."""
+
+    def __init__(self, taps: tuple[int, ...], cache: Cache, plane: Plane) -> None:
+        self.cache, self.streams = cache, [plane.streams[tap] for tap in taps]  # [S, H] each
+
+    def observe(self, step: Step) -> None:
+        """Nothing to copy."""
+
+    def known(self, name: int, position: int) -> bool:
+        """Whoever asks knows that the target has been there."""
+        return True
+
+    def between(self, name: int, start: int, stop: int, like: Tensor) -> Tensor:
+        slots = torch.tensor(self.cache.rows[name].slots[start:stop]).to(like.device)  # [m]
+        return torch.cat([stream[slots] for stream in self.streams], 1).to(like.dtype)  # [m, taps * H]
+
+    def forget(self, name: int, before: int) -> None:
+        """A slot's next owner overwrites it."""
+
+    def drop(self, name: int) -> None:
+        """The same."""
+
+    def tidy(self, alive: Set[int]) -> None:
+        """Nothing is kept by name."""
+
 
 class HeadPacking(Packing):
     """Rows of a head: each has the token after its position."""
@@ -102,72 +141,117 @@ class HeadPacking(Packing):
 class HeadRollout(Rollout):
     """A head over its plane, drafting chains or trees as its kind does."""
 
-    def __init__(self, head: Head, cache: Cache, plane: Plane, features: Features) -> None:
+    def __init__(
+        self, head: Head, cache: Cache, plane: Plane, features: Features | Kept, drafts: RecordedHeads | None = None
+    ) -> None:
         model: Any = head  # Rollout only keeps it: what runs it is overridden here
         super().__init__(model, cache, plane, source="head")
-        self.head, self.features = head, features
+        self.head, self.features, self.drafts = head, features, drafts
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
         width = head.config.hidden_size * len(head.config.taps)
         self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
+        self.floor = 0.0  # survival below which a chain ends
+        self.runs = 0  # passes since somebody last set this to 0
+        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
         self.fed: dict[int, int] = {}  # slot -> the token that its true row was last fed with
 
     # ------------------------------------------------------------ block: all in one pass
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        if self.head.config.kind == "eagle3":
+        block = self.head.config.kind == "block"
+        budget = [min(k, self.head.config.block) for k in budget] if block else budget
+        if self.drafts is not None and self.drafts.suits(seqs):
+            draft = self.drafts.chains(seqs, self._starts(seqs), budget)
+            self._all_fed(seqs)
+            return draft
+        if not block:
             return super().chains(seqs, budget)
-        budget = [min(k, self.head.config.block) for k in budget]
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            for row in rows:
-                self._extend(growth, row)
+            if growth.seq.rule == "match" and growth.seq.params.plain:
+                for token, confidence in self._likeliest(rows):
+                    growth.add(token, len(growth.tokens) - 1, confidence)
+            else:
+                for row in rows:
+                    self._extend(growth, row)
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
+        recorded = self.drafts is not None and self.drafts.suits_trees(seqs, width, depth)
         if self.head.config.kind == "eagle3":
-            return super().trees(seqs, budget, width, depth)
+            grow = self._recorded_trees if recorded else super().trees
+            return grow(seqs, budget, width, depth)
         depths = [min(k, depth, self.head.config.block) for k in budget]
-        blocks = self._blocks(seqs, depths)
-        return Draft.pack(
-            self._best_first(Growth(seq, k), rows, width).tree(self.source)
-            for seq, k, rows in zip(seqs, budget, blocks, strict=True)
-        )
+        rankings = (self._recorded_rankings if recorded else self._rankings)(seqs, depths, width)
+        grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
+        for growth, levels in zip(grown, rankings, strict=True):
+            best_first(growth, levels)
+        return Draft.pack(growth.tree(self.source) for growth in grown)
+
+    # ------------------------------------------------------------ the same as one graph, on a device that has them
+
+    def _recorded_trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
+        assert self.drafts is not None
+        found = self.drafts.trees(seqs, self._starts(seqs), width, depth)
+        self._all_fed(seqs)
+        grown = []
+        for seq, k, (tokens, parents, survival) in zip(seqs, budget, found, strict=True):
+            likely = max(sum(chance > 0 for chance in survival), 1)
+            grown.append(Growth(seq, min(k, likely), tokens, parents, survival))
+        return Draft.pack(self._best(growth) for growth in grown)
+
+    def _recorded_rankings(self, seqs: list[Sequence], lengths: list[int], width: int) -> list[list[Ranking]]:
+        assert self.drafts is not None
+        found = self.drafts.rankings(seqs, self._starts(seqs), lengths, width)
+        self._all_fed(seqs)
+        return found
+
+    def _starts(self, seqs: list[Sequence]) -> list[int]:
+        """The first true row of each that the plane lacks; never past the last one, whose word is needed."""
+        return [min(self.cache.sync(seq, self.plane), len(seq.tokens) - 2) for seq in seqs]
+
+    def _all_fed(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._fed(seq, len(seq.tokens) - 1)
+
+    # ------------------------------------------------------------ what the host ranks itself
+
+    def _rankings(self, seqs: list[Sequence], lengths: list[int], width: int) -> list[list[Ranking]]:
+        """The likeliest tokens at each of a sequence's next positions, ranked as if the best had been said before."""
+        found = []
+        for seq, rows in zip(seqs, self._blocks(seqs, lengths), strict=True):
+            levels: list[Ranking] = []
+            for row in rows:
+                levels.append(self._ranked(row, seq, [level[0][0] for level in levels], width))
+            found.append(levels)
+        return found
 
     def _blocks(self, seqs: list[Sequence], lengths: list[int]) -> list[Tensor]:
         """Scores of each sequence's next positions, [lengths[i], D] each."""
         scores, _ = self._forward_true(seqs, [k - 1 for k in lengths])
         return list(scores.split(lengths))
 
-    def _best_first(self, growth: Growth, rows: Tensor, width: int) -> Growth:
-        """The likeliest paths through the positions' rankings (DDTree). rows [depth, D]."""
-        levels: list[list[tuple[int, float]]] = []
-        said: list[int] = []  # positions are ranked as if the best had been said before them
-        for row in rows:
-            levels.append(self._ranked(row, growth.seq, said, width))
-            said.append(levels[-1][0][0])
-        heap = [(-math.log(levels[0][0][1]), 0, -1, 0)]  # cost, order, parent, rank: cheapest first
-        depth = {-1: 0}
-        while heap and len(growth.tokens) < growth.budget:
-            cost, _, parent, rank = heapq.heappop(heap)
-            level = levels[depth[parent]]
-            node = growth.add(level[rank][0], parent, level[rank][1])
-            depth[node], base = depth[parent] + 1, cost + math.log(level[rank][1])
-            if rank + 1 < len(level):
-                heapq.heappush(heap, (base - math.log(level[rank + 1][1]), 2 * node, parent, rank + 1))
-            if depth[node] < len(levels):
-                heapq.heappush(heap, (cost - math.log(levels[depth[node]][0][1]), 2 * node + 1, node, 0))
-        return growth
-
     # ------------------------------------------------------------ choosing, without the words a head does not know
+
+    def _goes_on(self, growth: Growth) -> bool:
+        own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        return own and super()._goes_on(growth)
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
+        if seq.params.plain and width == 1:
+            return self._likeliest(logits[None])
         if seq.params.plain:
             confidence, place = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
             choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
         else:
             choices = ranked(self.head.spread(logits), seq, emitted, width)
         return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
+
+    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
+        """The best word of each row of scores [R, D], with its confidence."""
+        places, shares = ops.top_shares(rows)
+        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.head.spread(logits), seq, emitted)
@@ -188,6 +272,7 @@ class HeadRollout(Rollout):
                 growth.places[node] = len(growth.places)
                 packed.guessed(growth.seq, growth.tokens[node], _places(growth, node))
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
+        self.runs += 1
         scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
         rows = iter(outputs)
         for growth, nodes in batch:
@@ -205,8 +290,9 @@ class HeadRollout(Rollout):
                 packed.guessed(seq, 0, list(range(j + 1)), masked=True)
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
+        self.runs += 1
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.scores(packed.rows(), self.plane, self.head.fuse([torch.cat(features)]), masked)
+        scores, outputs = self.head.read(packed.rows(), self.plane, torch.cat(features), masked)
         for seq in seqs:
             self._fed(seq, len(seq.tokens) - 1)
         return scores.cpu(), outputs[packed.want]
@@ -224,7 +310,7 @@ class HeadRollout(Rollout):
             packed = HeadPacking(self.cache)
             packed.true(seq, start, start + CHUNK, want=False)
             shown = self.features.between(seq.id, start, start + CHUNK, self.blank)
-            self.head.scores(packed.rows(), self.plane, self.head.fuse([shown]))
+            self.head.read(packed.rows(), self.plane, shown)
             self._fed(seq, start + CHUNK)
             start += CHUNK
         return start
@@ -248,3 +334,18 @@ def _places(growth: Growth, node: int) -> list[int]:
         places.append(growth.places[node])
         node = growth.parents[node]
     return places[::-1]
+
+
+def best_first(growth: Growth, levels: list[Ranking]) -> None:
+    """Grow the likeliest paths through the positions' rankings (DDTree)."""
+    heap = [(-math.log(levels[0][0][1]), 0, -1, 0)]  # cost, order, parent, rank: cheapest first
+    depth = {-1: 0}
+    while heap and len(growth.tokens) < growth.budget:
+        cost, _, parent, rank = heapq.heappop(heap)
+        level = levels[depth[parent]]
+        node = growth.add(level[rank][0], parent, level[rank][1])
+        depth[node], base = depth[parent] + 1, cost + math.log(level[rank][1])
+        if rank + 1 < len(level):
+            heapq.heappush(heap, (base - math.log(level[rank + 1][1]), 2 * node, parent, rank + 1))
+        if depth[node] < len(levels):
+            heapq.heappush(heap, (cost - math.log(levels[depth[node]][0][1]), 2 * node + 1, node, 0))

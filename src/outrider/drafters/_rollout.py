@@ -84,7 +84,7 @@ class Rollout:
         while live:
             for growth, row in zip(live, logits, strict=True):
                 self._extend(growth, row)
-            live = [g for g in live if len(g.tokens) < g.budget and not self._doubts(g)]
+            live = [g for g in live if len(g.tokens) < g.budget and self._goes_on(g)]
             if live:
                 logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
         for growth in grown:
@@ -131,6 +131,13 @@ class Rollout:
 
     # ------------------------------------------------------------ choosing
 
+    def _goes_on(self, growth: Growth) -> bool:
+        """Whether one more token at the end of this chain may be worth a pass.
+
+        Only where tokens are matched: a law that is drawn from must not depend on what was drawn.
+        """
+        return growth.seq.rule != "match" or growth.survival[-1] >= self.stop_below
+
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more token at the end of a chain. logits [V]."""
         seq, last = growth.seq, len(growth.tokens) - 1
@@ -152,10 +159,6 @@ class Rollout:
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(logits, seq, emitted)
-
-    def _doubts(self, growth: Growth) -> bool:
-        """Whether a chain had better end here. Under the rules that draw, its length ignores what was drawn."""
-        return growth.seq.rule == "match" and growth.survival[-1] < self.stop_below
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""

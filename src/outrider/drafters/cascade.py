@@ -12,6 +12,8 @@ from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Memory, Workspace, make, register
 
+FREE = ("suffix", "ngram", "prediction")  # drafters that cost microseconds
+
 
 @register("cascade")
 class Cascade(Drafter):
@@ -27,6 +29,8 @@ class Cascade(Drafter):
         if not names or {"cascade", "auto"} & set(names):
             raise ConfigError(f"'{self.option_name}' needs at least one drafter, and none that chooses among others.")
         self.drafters = [make(name, space) for name in names]
+        self.costly = [drafter for drafter in self.drafters if drafter.name not in FREE]
+        self.paced = bool(self.costly) and all(drafter.paced for drafter in self.costly)
         self.taps = tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
 
     @classmethod

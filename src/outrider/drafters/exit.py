@@ -15,11 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..cache import Packing
 from ..errors import ConfigError
 from ..models import Model, Part
+from ..models.linear import packs
 from ..models.weigh import weigh
 from ..sampling import law, ranked
 from ..types import Draft, Sequence, Tree
@@ -161,4 +163,11 @@ def _load(space: Workspace) -> Exit:
     most = space.target.config.layers
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < most:
         raise ConfigError(f"exit_layer is {layers!r}, but it must be a number from 1 to {most - 1}.")
-    return Exit(layers, space.target, adapter, precision(space))
+    return Exit(layers, space.target, adapter, _floats(precision(space)))
+
+
+def _floats(dtype: torch.dtype) -> torch.dtype:
+    """Beside a target in eight bits, the shortest floats that are exact by row here."""
+    if dtype.is_floating_point:
+        return dtype
+    return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32

@@ -18,34 +18,47 @@ from ..models import Model, device_of
 from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Memory, Workspace, register
-from ._head import Features, HeadRollout
+from ._head import Features, HeadRollout, Kept
+from ._pace import Pace
 
 if TYPE_CHECKING:
     from ..models.head import Head
     from ..models.head_file import HeadConfig
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_MOST_KEPT = 256  # sequences whose end nobody has told us
+_DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, or a loaded Head), draft_dtype, tree, tree_width, tree_depth."""
+    """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
+    tree_width, tree_depth."""
 
-    takes = ("head", "draft_dtype", "tree", "tree_width", "tree_depth")
+    takes = ("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         head = _load(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
-        self.taps = config.taps
-        self.features = Features(self.taps)
-        self.rollout = HeadRollout(head, space.cache, plane, self.features)
+        runner: Any = head  # it runs as a model does, over rows and a plane
+        passes = space.passes(runner, plane)
+        self.features: Features | Kept
+        drafts = None
+        if passes is None:
+            self.taps = config.taps
+            self.features = Features(self.taps)
+        else:  # the target's passes leave their streams where they are found later: there is nothing to look at
+            space.plane.keep_streams(config.taps, config.hidden_size, head.compute)
+            self.features = Kept(config.taps, space.cache, space.plane)
+            drafts = passes.heads(space.plane, "head")
+        self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
         self.tree = bool(space.option("tree", default=False))
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
+        given = space.option("stop_below", default=None)
+        self.pace = Pace(None if given is None else float(given))
+        self.paced = head.device.type == "cpu" and not self.tree
 
     @property
     def added_memory(self) -> Memory:
@@ -60,19 +73,22 @@ class TrainedHead(Drafter):
         return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.runs = 0
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
-        trees = [Tree([], [])] * len(seqs)
+        trees, unread = [Tree([], [])] * len(seqs), None
         if ready:
             draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
+            unread = draft.unread
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
-        return Draft.pack(trees)
+                self.pace.heard(tree)
+        return Draft.pack(trees, unread)
 
     def observe(self, step: Step) -> None:
+        self.pace.observe(step, self.rollout.runs)
+        self.rollout.runs = 0
         self.features.observe(step)
-        if len(self.features.pieces) > _MOST_KEPT:
-            for name in self.features.pieces.keys() - self.space.cache.rows.keys():
-                self.features.drop(name)
+        self.features.tidy(self.space.cache.rows.keys())
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
@@ -86,6 +102,7 @@ class TrainedHead(Drafter):
         self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
+        self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
         return self.rollout.chains(seqs, budget)
 
 
@@ -109,8 +126,11 @@ def _load(space: Workspace) -> Head:
             raise ConfigError(
                 f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}."
             )
+        dtype = precision(space)
+        if dtype is torch.int8 and device_of(space.target).type != "cpu":
+            raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
         target, length = space.target, space.cache.length
-        return Head(config, tensors, embedding_of(target), precision(space), device_of(target), length)
+        return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
     insist_on_target(wanted.config, space.target, "that was given")
@@ -150,10 +170,6 @@ def _refusal(config: HeadConfig, name: str, why: str) -> str:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the target computes in; beside an int8 one, the shortest floats that are exact by row here."""
-    from ..models.linear import packs
-
+    """What the target computes in: eight bits beside eight bits on a CPU, where bytes are what a pass costs."""
     dtype: torch.dtype = getattr(target, "compute", target.dtype)
-    if dtype.is_floating_point:
-        return dtype
-    return torch.bfloat16 if packs(torch.empty(1, 1, dtype=torch.bfloat16)) else torch.float32
+    return dtype

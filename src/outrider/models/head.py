@@ -19,6 +19,7 @@ from torch import Tensor
 from ..cache import Plane
 from ..types import Rows
 from . import PlaneShape, ops
+from .head8 import EightBits, NativeHead
 from .head_file import HeadConfig, check_head, layer_name, read_head, target_hash, target_ids, write_head
 from .linear import linear
 from .transformer import _summed
@@ -44,12 +45,13 @@ class Head:
         config: HeadConfig,
         tensors: dict[str, Tensor],
         embedding: Tensor,  # [V, H] the target's
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # int8 on a CPU: weights are rounded here
         device: torch.device | str = "cpu",
         length: int | None = None,  # longest position that will be asked for
     ) -> None:
         check_head(config, tensors, "The head")
-        self.config, self.compute, self.device = config, dtype, torch.device(device)
+        self.config, self.device, self.eight_bits = config, torch.device(device), dtype is torch.int8
+        self.compute = dtype = torch.float32 if self.eight_bits else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
         self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
         self.embedding, self._tensors = embedding, tensors
@@ -62,6 +64,8 @@ class Head:
         self._tensors = {}
         self.cos, self.sin = self._rope(length or config.context_length)
         self._scratch: Any = None
+        kernels = ops._loaded().kernels if self.eight_bits else None
+        self.native = None if kernels is None else NativeHead(self, kernels)
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -76,7 +80,16 @@ class Head:
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [T, H] from the target's hidden states [T, H] after each tap."""
         joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
+        if self.eight_bits:
+            return self.fc.finely(joined)  # type: ignore[no-any-return]
         return _summed(self.fc(joined.to(self.compute))).to(self.stream)
+
+    @torch.inference_mode()
+    def read(self, rows: Rows, plane: Plane, shown: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`scores` of rows from what the target's taps have shown [T, taps * H]."""
+        if self.native is not None:
+            return self.native(rows, plane, shown, masked, fused=False)
+        return self.scores(rows, plane, self.fuse([shown]), masked)
 
     def forward(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None
@@ -91,6 +104,8 @@ class Head:
 
         features [T, H]; masked [T] bool: rows that have neither token nor feature (`block`).
         """
+        if self.native is not None:
+            return self.native(rows, plane, features, masked)
         rows = self._at_home(rows)
         x = features.to(self.stream, copy=True)  # [T, H] the residual stream; `delta` is what the last block adds
         e = self.embedding[rows.tokens].to(self.stream)  # [T, H]
@@ -131,6 +146,9 @@ class Head:
         return self._tensors[name].to(self.device, self.stream)
 
     def _product(self, *names: str) -> Any:
+        if self.eight_bits:
+            parts = [self._tensors[name].to(self.device) for name in names]
+            return EightBits(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
         return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
 
     def _layer(self, at: str) -> _Layer:

@@ -95,14 +95,41 @@ def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
 # ------------------------------------------------------------ in one native call
 
 
-class NativePass:
+class Addresses:
+    """Where things are that native code reads; they stay there as long as this lives."""
+
+    def __init__(self, *held: object) -> None:
+        self._held: list[object] = [*held]  # what the addresses point to
+        self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
+
+    def _addresses(self, plane: Plane) -> int:
+        """Where each layer's k and v begin. A plane's tensors stay where they are as long as it lives."""
+        held = self._planes.get(plane)
+        if held is None or held[0] != plane.k[0].data_ptr():
+            pairs = zip(plane.k, plane.v, strict=True)
+            held = self._planes[plane] = array("q", [t.data_ptr() for pair in pairs for t in pair])
+        return held.buffer_info()[0]
+
+    def _keep(self, data: bytes) -> int:
+        held = array("B", data)
+        self._held.append(held)
+        return held.buffer_info()[0]
+
+    def _linear(self, q: Quantised) -> tuple[int, ...]:
+        """As int8.h's Linear."""
+        self._held.append(q)
+        bias = 0 if q.bias is None else q.bias.data_ptr()
+        places = (q.weight.data_ptr(), q.scale.data_ptr(), bias, q.outliers.data_ptr())
+        return (*places, q.outputs, q.inputs, q.outliers.shape[0])
+
+
+class NativePass(Addresses):
     """Holds the addresses of all weights, in the order that native/pass.h gives them."""
 
     def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
+        super().__init__(model.tensors, model.cos, model.sin)
         self.config, self.kernels, self.length = model.config, kernels, model.cos.shape[0]
-        self._held: list[object] = [model.tensors, model.cos, model.sin]  # what the addresses point to
         self._model = self._pack_model(model)
-        self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, count = self.config, rows.slots.shape[0]
@@ -123,6 +150,7 @@ class NativePass:
             table.data_ptr(),
             0 if ancestors is None else ancestors.data_ptr(),
             0 if x is None else x.data_ptr(),
+            0,
             self._addresses(plane),
             logits.data_ptr() if part.head else 0,
             0 if tapped is None else tapped.buffer_info()[0],
@@ -138,41 +166,35 @@ class NativePass:
         )
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 
-    def _addresses(self, plane: Plane) -> int:
-        """Where each layer's k and v begin. A plane's tensors stay where they are as long as it lives."""
-        held = self._planes.get(plane)
-        if held is None or held[0] != plane.k[0].data_ptr():
-            pairs = zip(plane.k, plane.v, strict=True)
-            held = self._planes[plane] = array("q", [t.data_ptr() for pair in pairs for t in pair])
-        return held.buffer_info()[0]
-
     def _pack_model(self, model: Int8Transformer) -> int:
         c, tensors = self.config, model.tensors
         layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, c.vocab_size)
         places = [tensors[name].data_ptr() for name in ("norm", "embedding")]
         rope = (model.cos.data_ptr(), model.sin.data_ptr())
-        head = self._linear(tensors, "head")
-        fields = (self._keep(layers), *places, *rope, *head, *sizes, self.length, c.norm_eps)
+        head = self._linear(quant.product(tensors, "head", c))
+        fields = (
+            self._keep(layers),
+            *places,
+            *rope,
+            *head,
+            *sizes,
+            self.length,
+            c.norm_eps,
+            0,
+            0,
+            0,
+            c.vocab_size,
+            *[0] * 7,
+        )
         return self._keep(struct.pack(native.MODEL, *fields))
 
     def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
         at, c = f"layers.{i}.", self.config
         names = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
         norms = [tensors[at + name].data_ptr() if at + name in tensors else 0 for name in names]
-        linears = [field for name in PRODUCTS for field in self._linear(tensors, at + name)]
+        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, at + name, c))]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
-
-    def _linear(self, tensors: Tensors, name: str) -> tuple[int, ...]:
-        q = quant.product(tensors, name, self.config)
-        bias = 0 if q.bias is None else q.bias.data_ptr()
-        places = (q.weight.data_ptr(), q.scale.data_ptr(), bias, q.outliers.data_ptr())
-        return (*places, q.outputs, q.inputs, q.outliers.shape[0])
-
-    def _keep(self, data: bytes) -> int:
-        held = array("B", data)
-        self._held.append(held)
-        return held.buffer_info()[0]
 
 
 def _skips(part: Part, stop: int) -> array[int] | None:
@@ -205,11 +227,15 @@ class _Product(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]; every number on its own, so a row's neighbours do not show."""
         highs, lows, scale = quant.quantise_rows(x, self.outliers)
-        whole = torch._int_mm(lows, self.lows)  # [T, N] int32
+        whole = self.whole(lows)
         if self.outliers.shape[0]:
             whole = whole + 256 * torch._int_mm(highs, self.highs)
         y = (whole.float() * scale[:, None]) * self.scale
         return y if self.bias is None else y + self.bias
+
+    def whole(self, lows: Tensor) -> Tensor:
+        """Sums of bytes [T, K] with the weights: [T, N] int32."""
+        return torch._int_mm(lows, self.lows)
 
 
 class TorchPass:

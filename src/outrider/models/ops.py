@@ -111,6 +111,14 @@ def rope_store(
     return q
 
 
+def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
+    """x += delta in place, on a GPU; the result goes into each row's slot of `kept` too, and nothing is left to add.
+
+    x [T, H] float32; delta unsummed `Parts` or None; kept [S, H]; slots [T].
+    """
+    _gpu("small").keep_stream(x, delta, kept, slots)
+
+
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int = 0
 ) -> Tensor:
@@ -165,14 +173,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's largest value [R] and the first place where it stands [R], from [R, V]. A NaN makes its row NaN."""
+    highest, place, _ = _top(logits, shares=False)
+    return highest, place
+
+
+def top_shares(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row's largest value [R], and its part of the row's softmax [R], from [R, V]."""
+    _, place, share = _top(logits, shares=True)
+    return place, share
+
+
+def _top(logits: Tensor, shares: bool) -> tuple[Tensor, Tensor, Tensor]:
     kernels = _kernels() if logits.dtype is torch.float32 and logits.device.type == "cpu" else None
     if kernels is None:
-        return tuple(logits.max(-1))  # type: ignore[return-value]
+        highest, place = logits.max(-1)
+        return highest, place, 1 / (logits - highest[..., None]).exp().sum(-1) if shares else highest
     logits = logits.contiguous()
     rows, width = logits.shape
-    highest, place = logits.new_empty(rows), torch.empty(rows, dtype=torch.long)
-    kernels.top(logits.data_ptr(), highest.data_ptr(), place.data_ptr(), rows, width, torch.get_num_threads())
-    return highest, place
+    highest, share, place = logits.new_empty(rows), logits.new_empty(rows), torch.empty(rows, dtype=torch.long)
+    places = (logits.data_ptr(), highest.data_ptr(), place.data_ptr(), share.data_ptr() if shares else 0)
+    kernels.top(*places, rows, width, torch.get_num_threads())
+    return highest, place, share
 
 
 # ------------------------------------------------------------ which of the two runs

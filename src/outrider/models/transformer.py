@@ -91,6 +91,9 @@ class Transformer:
                 delta = self._attention(self.layers[i], x, delta, rows, (plane.k[i], plane.v[i]), (cos, sin))
             if i not in part.skip_mlp:
                 delta = self._mlp(self.layers[i], x, delta)
+            if i in plane.streams:
+                ops.keep_stream(x, delta, plane.streams[i], rows.slots)
+                delta = None
             if i in taps:
                 x, delta = x if delta is None else x + _summed(delta), None
                 hidden[i] = x.clone()

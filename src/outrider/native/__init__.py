@@ -39,11 +39,11 @@ SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 # Each function takes one struct: P an address, q a whole number, d a real one. One packed argument is several times
 # cheaper than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
-STRUCTS |= {"int8_pass": "14P8q", "top": "3P3q"}
+STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q"}
 # What the pass is given to keep: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd"
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
 
 
 class Kernels:
@@ -288,12 +288,12 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
     head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
     model = ctypes.create_string_buffer(
-        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps)
+        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 7)
     )
     zero, row, out = _longs([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _longs([1])
     places = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
-    kernels.int8_pass(_address(model), *places, 0, _address(row), 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    kernels.int8_pass(_address(model), *places, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
     _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
 
 

@@ -97,8 +97,18 @@ typedef struct {
     const float *x; /* [R, V] */
     float *top; /* [R]; NaN if there is one in the row */
     int64_t *place; /* [R] */
+    float *share; /* [R] the largest one's part of the row's softmax; or NULL */
     int64_t rows, width, threads;
 } Top;
+
+static float softmax_top(const float *x, int64_t n, float top) {
+    vf sum = {0};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) sum += exp_(load(x + i) - top);
+    float total = lanes_sum(sum);
+    for (; i < n; i++) total += expf(x[i] - top);
+    return 1.0f / total;
+}
 
 static int top_of_row(const void *job, int64_t t) {
     const Top *a = job;
@@ -122,6 +132,7 @@ static int top_of_row(const void *job, int64_t t) {
     while (!nan && place < a->width && x[place] != top) place++;
     a->top[t] = nan ? NAN : top;
     a->place[t] = nan ? 0 : place;
+    if (a->share) a->share[t] = nan ? NAN : softmax_top(x, a->width, top);
     return 0;
 }
 

@@ -25,6 +25,11 @@ typedef struct {
     Linear head;
     int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
     double eps;
+    /* Of a trained head: its first layer reads the token's embedding beside the stream, each normed on its own. */
+    const float *beside_norm; /* [H] the stream's norm there, or NULL: an ordinary decoder */
+    const float *mask_embedding, *mask_stream; /* [H] what a row has whose token is -1, or NULL: no such rows */
+    int64_t words; /* rows of `embedding` */
+    Linear fuse; /* from what a head is shown of its target's layers to its stream */
 } Model;
 
 typedef struct {
@@ -32,6 +37,7 @@ typedef struct {
     const int64_t *tokens, *positions, *slots, *lines, *context, *want; /* [T] each, want [R] */
     const int32_t *table, *ancestors; /* [lines, table_stride], [T, depth] or NULL */
     const float *x; /* [T, H], or NULL: the tokens' embeddings */
+    const float *shown; /* [T, inputs of `fuse`], or NULL: x is fused already */
     float *const *planes; /* [layers][2] where k and v [S, kv_heads, d] begin */
     float *logits; /* [R, V], or NULL: no head */
     float *const *taps; /* [stop] where the stream after a layer goes [T, H], or NULL; all of it may be NULL */
@@ -43,6 +49,7 @@ typedef struct {
     const Pass *p;
     Job job; /* attention, divided; its `a` is set for each layer */
     Packed packed;
+    float *fused; /* [2T, H]: by the high bytes of what was shown, and by the low ones */
     float *x, *qkv, *q, *mixed, *middle, *cos, *sin; /* [T, H], [T, (heads + 2 kv_heads) d], [T, heads d] twice, ... */
     int64_t middle_stride;
 } State8;
@@ -58,17 +65,63 @@ typedef struct {
     int64_t from_stride;
 } Packing;
 
+INLINE void normed(float *row, const float *x, const float *norm, int64_t n, double eps) {
+    const float scale = inverse_rms(x, n, (float)eps);
+    for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * norm[i];
+}
+
 static int pack_row(const void *job, int64_t t) {
     const Packing *a = job;
     const int64_t n = a->linear->inputs;
     const float *x = a->from + (a->pick ? a->pick[t] : t) * a->from_stride;
     float *row = scratch(0, padded(n));
     if (!row) return 1;
-    if (a->norm) {
-        const float scale = inverse_rms(x, n, (float)a->s->p->model->eps);
-        for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * a->norm[i];
-    } else memcpy(row, x, (size_t)n * sizeof *row);
+    if (a->norm) normed(row, x, a->norm, n, a->s->p->model->eps);
+    else memcpy(row, x, (size_t)n * sizeof *row);
     quantise(a->linear, row, &a->s->packed, t);
+    return 0;
+}
+
+static int pack_pair(const void *job, int64_t t) { /* a head's first layer: [the token's embedding, the stream] */
+    const Packing *a = job;
+    const Model *model = a->s->p->model;
+    const int64_t n = model->hidden, token = a->s->p->tokens[t];
+    float *row = scratch(0, padded(2 * n) + n), *word = row + padded(2 * n);
+    if (!row) return 1;
+    if (token < 0) memcpy(word, model->mask_embedding, (size_t)n * sizeof *word);
+    else read_row(word, model->embedding + token * n, 1, n);
+    normed(row, word, a->norm, n, model->eps);
+    normed(row + n, a->from + t * a->from_stride, model->beside_norm, n, model->eps);
+    quantise(a->linear, row, &a->s->packed, t);
+    return 0;
+}
+
+/* What is shown has a few inputs that are a thousand times larger than the rest: every one of them gets two bytes. */
+static int pack_shown(const void *job, int64_t t) {
+    const State8 *s = job;
+    const Packed *out = &s->packed;
+    const int64_t n = s->p->model->fuse.inputs;
+    const float *x = s->p->shown + t * n;
+    int8_t *high = out->bytes + 2 * t * out->stride, *low = high + out->stride;
+    float top = 0.0f, odd = 0.0f;
+    int32_t highs = 0, lows = 0;
+    for (int64_t i = 0; i < n; i++) {
+        top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
+        odd += x[i] * 0.0f;
+    }
+    const float scale = top / 32639.0f, inverse = scale > 1e-30f && odd == 0.0f ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + 128) >> 8;
+        high[i] = (int8_t)upper;
+        low[i] = (int8_t)(q - 256 * upper);
+        highs += upper;
+        lows += q - 256 * upper;
+    }
+    for (int64_t i = n; i < (n + 3) / 4 * 4; i++) high[i] = low[i] = 0;
+    out->scale[2 * t] = 256.0f * scale + odd;
+    out->scale[2 * t + 1] = scale + odd;
+    out->offset[2 * t] = OFFSET * highs;
+    out->offset[2 * t + 1] = OFFSET * lows;
     return 0;
 }
 
@@ -76,7 +129,11 @@ static int embed_row(const void *job, int64_t t) {
     const State8 *s = job;
     const Pass *p = s->p;
     const int64_t n = p->model->hidden, half = p->model->half;
-    if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
+    const int head = p->model->beside_norm != NULL;
+    if (head && p->tokens[t] < 0) memcpy(s->x + t * n, p->model->mask_stream, (size_t)n * sizeof *s->x);
+    else if (p->shown)
+        for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
+    else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
     else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
     memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);
@@ -133,7 +190,8 @@ static int mix(Member *m, const State8 *s, const Layer *layer, float *const *pla
 
 static int attention(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, width = layer->out.inputs;
-    int failed = each(m, pack_row, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
+    const Work pack = s->p->model->beside_norm && layer == s->p->model->layers ? pack_pair : pack_row;
+    int failed = each(m, pack, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
     failed |= multiply(m, s, &layer->qkv, rows, s->qkv, layer->qkv.outputs, STORE);
     failed |= mix(m, s, layer, planes);
     failed |= each(m, pack_row, &(Packing){s, &layer->out, s->mixed, NULL, NULL, width}, rows);
@@ -152,7 +210,12 @@ static int run(Member *m, const void *opaque) {
     const State8 *s = opaque;
     const Pass *p = s->p;
     const Model *model = p->model;
-    int failed = each(m, embed_row, s, p->rows);
+    int failed = 0;
+    if (p->shown) {
+        failed |= each(m, pack_shown, s, p->rows);
+        failed |= multiply(m, s, &model->fuse, 2 * p->rows, s->fused, model->hidden, STORE);
+    }
+    failed |= each(m, embed_row, s, p->rows);
     for (int64_t i = p->start; i < p->stop; i++) {
         const int skips = p->skips ? p->skips[i] : 0;
         if (!(skips & 1)) failed |= attention(m, s, model->layers + i, p->planes + 2 * i);
@@ -182,11 +245,14 @@ INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch, o
 /* Buffers of the pass, from `memory`; with NULL, only how many bytes they take. */
 static int64_t furnish(State8 *s, char *memory) {
     const Model *model = s->p->model;
-    const int64_t rows = s->p->rows, most_rows = most(rows, s->p->wanted), d = model->d;
+    const int64_t rows = s->p->rows, twice = s->p->shown ? 2 * rows : 0, d = model->d;
+    const int64_t most_rows = most(most(rows, twice), s->p->wanted), shown = twice ? model->fuse.inputs : 0;
     const int64_t qkv = (model->heads + 2 * model->kv_heads) * d;
     char *at = memory;
     s->middle_stride = (model->middle + 15) / 16 * 16;
-    s->packed.stride = (most(most(model->hidden, model->heads * d), model->middle) + 64 + 63 + W) / 64 * 64;
+    const int64_t first = model->beside_norm ? 2 * model->hidden : model->hidden;
+    s->packed.stride = (most(most(first, model->heads * d), most(model->middle, shown)) + 64 + 63 + W) / 64 * 64;
+    s->fused = cut(&at, 4 * twice * model->hidden);
     s->x = cut(&at, 4 * rows * model->hidden);
     s->qkv = cut(&at, 4 * rows * qkv);
     s->q = cut(&at, 4 * rows * model->heads * d);
@@ -203,8 +269,11 @@ static int64_t furnish(State8 *s, char *memory) {
 static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
     const Model *model = p->model;
     if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
-        outside(p->want, p->wanted, p->rows) || (!p->x && outside(p->tokens, p->rows, model->vocabulary)))
+        outside(p->want, p->wanted, p->rows) || (!p->x && !p->shown && outside(p->tokens, p->rows, model->words)))
         return 2;
+    const int64_t lowest = model->mask_embedding ? -1 : 0;
+    for (int64_t t = 0; model->beside_norm && t < p->rows; t++)
+        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 2;
     State8 s = {.p = p};
     char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
     if (!memory) return 1;

@@ -52,6 +52,7 @@ class Chains:
 
     def __init__(self, graphs: Graphs, part: Part, again: int, source: str) -> None:
         self.graphs, self.part, self.again, self.source = graphs, part, again, source
+        self.at = graphs.desk.claim()  # of its tokens among the unread
         self.recorded: dict[Shape, Recorded] = {}
         self.missed: dict[Shape, int] = {}
 
@@ -68,7 +69,7 @@ class Chains:
         recorded.fill(seqs, budget)
         share = max(budget) / recorded.shape.length  # a longer one may stand in for what is not recorded yet
         self.graphs.desk.replay("draft", recorded.recording, recorded.form, min(share, 1.0))
-        places = [[j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
+        places = [[self.at + j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
         if self.graphs.desk.home:
             return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.desk.unread)
         said = self.graphs.desk.unread.tolist()  # another device verifies: it cannot read here
@@ -108,7 +109,7 @@ class Recorded:
         self.recording = desk.record(self._work)
 
     def _work(self) -> None:
-        d, desk, b = self.form.device, self.chains.graphs.desk, self.shape.batch
+        d, desk, b, at = self.form.device, self.chains.graphs.desk, self.shape.batch, self.chains.at
         tokens = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [B * again]
         logits = self._pass(0, tokens, d["first_positions"], d["first_slots"])
         for j in range(self.shape.length):
@@ -116,7 +117,7 @@ class Recorded:
                 logits = self._pass(j, tokens, d["positions"][j], d["slots"][j])
             law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
             tokens, _, _ = choice.choose(logits, law, self.shape.filtered)  # [B]
-            desk.unread[j * b : (j + 1) * b].copy_(tokens)
+            desk.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
 
     def _pass(self, j: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         d, graphs = self.form.device, self.chains.graphs

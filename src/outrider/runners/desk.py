@@ -19,6 +19,7 @@ from .device import Form, Recording, filled, mark, pool
 MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
 PATCH = 512  # places of the table that one pass can bring up to date on its way
 DEPTHS = (16, 64)  # of a draft
+DRAFTERS = 3  # that may leave unread drafts in the same step
 Phase = tuple[str, Any, Any, float]  # name, begin, end, share
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
@@ -33,8 +34,10 @@ class Desk:
         self.table[:lines] = cache.table.to(device)
         self.changes: dict[int, int] = {}
         cache.changes.append(self.changes)
-        # In `unread`: drafts first (of a batch padded to the next size), then the last pass's choices.
-        self.choices_at = 2 * batch * DEPTHS[-1]
+        self.lanes = 2 * batch  # of a batch padded to the next size
+        # In `unread`: each drafter's drafts first, then the last pass's choices.
+        self.choices_at = DRAFTERS * self.lanes * DEPTHS[-1]
+        self._claimed = 0
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
         self.pool = pool(device)
         self.phases: list[Phase] = []  # what was started since the last `taken`
@@ -45,6 +48,11 @@ class Desk:
     def padding(self) -> int:
         """The slot that nobody owns."""
         return self.cache.slots
+
+    def claim(self) -> int:
+        """Where a drafter's places in `unread` begin. One too many shares with the first: a wrong draft, no more."""
+        self._claimed += 1
+        return (self._claimed - 1) % DRAFTERS * self.lanes * DEPTHS[-1]
 
     def scratch(self, model: Model) -> attention.Scratch:
         shape = (model.config.heads, model.config.head_dim)

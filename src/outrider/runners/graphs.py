@@ -100,16 +100,8 @@ class Pass:
     def fill(self, p: Packing | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
         """Write the numbers of these rows (or of none) and padding behind them."""
         a, desk = self.form.next(), self.graphs.desk
-        tokens, positions, slots, want = (p.tokens, p.positions, p.slots, p.want) if p else ([], [], [], [])
-        filled(a["tokens"], tokens, 0)
-        filled(a["positions"], positions, 0)
-        filled(a["slots"], slots, desk.padding)
-        filled(a["want"], want, 0)
-        filled(a["info"], [block[:8] for block in blocks], 0) if blocks else a["info"].fill(0)
-        for i, (*_, tail) in enumerate(blocks):
-            a["tail"][i, : len(tail)] = tail
-        fill_laws(a, speakers, [positions[i] + 1 for i in want])
-        desk.patch(a) if p else a["place"].fill(-1)
+        fill_rows(a, p, blocks, desk)
+        fill_laws(a, speakers, [p.positions[i] + 1 for i in p.want] if p else [])
 
 
 class Graphs:
@@ -157,6 +149,12 @@ class Graphs:
         from .chains import Chains
 
         return Chains(self, part, again, source)
+
+    def heads(self, shown: Plane, source: str) -> Any:
+        """Drafts of the trained head that this runner runs, from the streams that the target leaves in its plane."""
+        from .heads import Heads
+
+        return Heads(self, shown, source)
 
     def _start(
         self,
@@ -300,6 +298,19 @@ def _goes_on(seq: Sequence, length: int) -> bool:
     """Whether a sequence surely takes what the device chooses, needs no logits for it, and has room for one more."""
     plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None
     return plain and seq.room > 1 and len(seq.tokens) + 1 < length
+
+
+def fill_rows(arrays: dict[str, Any], p: Packing | None, blocks: Listing[Block], desk: Desk) -> None:
+    """The numbers of these rows (or of none), padding behind them, and what is new in the table."""
+    tokens, positions, slots, want = (p.tokens, p.positions, p.slots, p.want) if p else ([], [], [], [])
+    filled(arrays["tokens"], tokens, 0)
+    filled(arrays["positions"], positions, 0)
+    filled(arrays["slots"], slots, desk.padding)
+    filled(arrays["want"], want, 0)
+    filled(arrays["info"], [block[:8] for block in blocks], 0) if blocks else arrays["info"].fill(0)
+    for i, (*_, tail) in enumerate(blocks):
+        arrays["tail"][i, : len(tail)] = tail
+    desk.patch(arrays) if p else arrays["place"].fill(-1)
 
 
 def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: Any) -> None:

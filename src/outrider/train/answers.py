@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
+Counted = Callable[[int, int], None]  # is told how many answers, and how many tokens, a run has made so far
 FORMAT = 1
 _NUMBER = '{"number":'  # how every line begins
+_SAFE = 1.0  # seconds between two moments at which everything is surely on the disk
 _AHEAD = 2  # batches of sequences that wait in the engine, so that no line of it stays empty
 
 
@@ -71,11 +73,15 @@ class Order:
         return round(0.7 + 0.3 * (spin / self.sampled if not again and self.sampled else spin), 3)
 
 
+Asked = tuple[int, Question, float]  # number, what, temperature
+
+
 class Store:
     """answers.jsonl: a header, then one line for each answer, appended as it is finished."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path, self.header = path, {"format": FORMAT} | header
+        self._safe = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             self._mend()
@@ -109,13 +115,29 @@ class Store:
         """Which answers are finished, without reading what they say: there may be millions of tokens."""
         with open(self.path, encoding="utf-8") as file:
             next(file)
-            return {int(line[len(_NUMBER) : line.index(",")]) for line in file}
+            return {_number(line) for line in file}
 
     def append(self, answers: list[Answer]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(asdict(a), separators=(",", ":")) + "\n" for a in answers))
             file.flush()
-            os.fsync(file.fileno())
+            if time.monotonic() - self._safe > _SAFE:  # a disk may take longer than a pass
+                os.fsync(file.fileno())
+                self._safe = time.monotonic()
+
+    def absorb(self, other: Store) -> None:
+        """Take over what another store of the same run has, and remove it."""
+        known = self.numbers()
+        with open(other.path, encoding="utf-8") as theirs, open(self.path, "a", encoding="utf-8") as mine:
+            next(theirs)
+            mine.writelines(line for line in theirs if _number(line) not in known)
+            mine.flush()
+            os.fsync(mine.fileno())
+        other.path.unlink()
+
+
+def _number(line: str) -> int:
+    return int(line[len(_NUMBER) : line.index(",")])
 
 
 def digest(questions: list[Question]) -> str:
@@ -126,25 +148,37 @@ def digest(questions: list[Question]) -> str:
 
 def generate(
     llm: LLM,
-    questions: list[Question],
+    wanted: list[Asked],
     order: Order,
     store: Store,
-    progress: Progress | None = None,
+    counted: Counted = lambda answers, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Add the answers that the store lacks. `stop` ends it between two steps; nothing is lost."""
-    known = store.numbers()
-    wanted = missing(questions, order, known)
+    """Add these answers to the store. `stop` ends it between two steps; nothing is lost."""
     if wanted:
-        _Run(llm, order, store, len(known), len(wanted), progress).go(wanted, stop)
+        _Run(llm, order, store, counted).go(wanted, stop)
 
 
-def missing(questions: list[Question], order: Order, known: set[int]) -> list[tuple[int, Question, float]]:
+def spoken(progress: Progress | None, known: int, total: int) -> Counted:
+    """Counts as a line for people: how far, how fast, how long still."""
+    begin = time.perf_counter()
+
+    def say(answers: int, tokens: int) -> None:
+        seconds, done = max(time.perf_counter() - begin, 1e-9), known + answers
+        left = seconds / max(answers, 1) * (total - done)
+        speed = f"{tokens / seconds:,.0f} tok/s, {left:,.0f} s left"
+        if progress is not None:
+            progress(f"answers {done:,}/{total:,}, {speed}", done / max(total, 1))
+
+    return say
+
+
+def missing(questions: list[Question], order: Order, known: set[int]) -> list[Asked]:
     """What is still to be asked, when the answers with these numbers are known."""
     return [each for each in _numbered(questions, order) if each[0] not in known]
 
 
-def _numbered(questions: list[Question], order: Order) -> list[tuple[int, Question, float]]:
+def _numbered(questions: list[Question], order: Order) -> list[Asked]:
     """Numbers, questions and temperatures: all questions once, then those for training again until there are enough."""
     trained = [q for q in questions if not q.held]
     first, count = list(questions), order.count or len(questions)
@@ -156,16 +190,15 @@ def _numbered(questions: list[Question], order: Order) -> list[tuple[int, Questi
 
 
 class _Run:
-    """Keeps the engine full, writes what is finished, says how fast it goes."""
+    """Keeps the engine full, writes what is finished, says how far it is."""
 
-    def __init__(self, llm: LLM, order: Order, store: Store, done: int, left: int, progress: Progress | None) -> None:
-        self.llm, self.order, self.store, self.progress = llm, order, store, progress
-        self.done, self.total = done, done + left
-        self.tokens, self.begin, self.fresh = 0, time.perf_counter(), 0
-        self.running: dict[int, tuple[Sequence, tuple[int, Question, float]]] = {}
+    def __init__(self, llm: LLM, order: Order, store: Store, counted: Counted) -> None:
+        self.llm, self.order, self.store, self.counted = llm, order, store, counted
+        self.answers, self.tokens = 0, 0
+        self.running: dict[int, tuple[Sequence, Asked]] = {}
         self.ends = llm.tokenizer.eos_ids | llm.target.config.eos_ids
 
-    def go(self, wanted: list[tuple[int, Question, float]], stop: Callable[[], bool]) -> None:
+    def go(self, wanted: list[Asked], stop: Callable[[], bool]) -> None:
         engine, queue = self.llm.engine, iter(wanted)
         try:
             while not stop():
@@ -179,7 +212,7 @@ class _Run:
             for seq, _ in self.running.values():
                 engine.cancel(seq)
 
-    def _ask(self, each: tuple[int, Question, float]) -> None:
+    def _ask(self, each: Asked) -> None:
         number, question, temperature = each
         ids = encode(self.llm.tokenizer, question.text)
         room = self.llm.engine.cache.length - len(ids)
@@ -208,13 +241,8 @@ class _Run:
 
     def _write(self, answers: list[Answer]) -> None:
         self.store.append(answers)
-        self.done += len(answers)
-        self.fresh += len(answers)
-        if self.progress is not None:
-            seconds = max(time.perf_counter() - self.begin, 1e-9)
-            left = seconds / self.fresh * (self.total - self.done)
-            speed = f"{self.tokens / seconds:,.0f} tok/s, {left:,.0f} s left"
-            self.progress(f"answers {self.done:,}/{self.total:,}, {speed}", self.done / self.total)
+        self.answers += len(answers)
+        self.counted(self.answers, self.tokens)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

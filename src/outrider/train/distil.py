@@ -21,7 +21,8 @@ from ..models.rope import RopeScaling
 from ..models.transformer import WeightSource
 from .batches import Batch
 from .features import TargetNet
-from .objectives import Student, diagonal, divergence, spread
+from .objectives import Student, diagonal, spread
+from .teacher import Teacher, divergence, listen, repeat
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
@@ -40,14 +41,12 @@ class Distilled(Student):
 
     def losses(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         with torch.no_grad():
-            teacher = self._teacher(batch)  # [M, V]
+            teacher = self._teacher(batch)
         found = divergence(teacher, self._logits(self.net, batch))
         return [(found, torch.ones_like(found))]
 
-    def _teacher(self, batch: Batch) -> Tensor:
-        if self.soft:
-            return self._logits(self.target, batch).float().softmax(-1)
-        return torch.nn.functional.one_hot(_said(batch), self.net.config.vocab_size).float()
+    def _teacher(self, batch: Batch) -> Teacher:
+        return listen(self._logits(self.target, batch)) if self.soft else repeat(_said(batch))
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:

@@ -16,7 +16,8 @@ from .batches import Batch
 from .blocks import Block, Mlp, Norm, product
 from .features import TargetNet
 from .net import fit, sizes_of
-from .objectives import HeadStudent, diagonal, divergence
+from .objectives import HeadStudent, diagonal
+from .teacher import divergence
 
 
 class Bump(nn.Module):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
-from ..models.head_file import HeadConfig, target_hash, write_head
+from ..models.head_file import HeadConfig, read_head, target_hash, target_ids, write_head
 from .answers import Answer
 from .distil import Distilled, cut_from, write_model
 from .exits import ExitNet, Exits
@@ -45,10 +45,14 @@ def make_head(
     recipe: Recipe, checkpoint: Checkpoint, target: TargetNet, answers: list[Answer], device: torch.device
 ) -> Made:
     """EAGLE-3, a block drafter, or an early exit's adapter."""
-    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint))
+    before = None if recipe.start_from is None else read_head(recipe.start_from)
+    known = None if before is None or "d2t" not in before[1] else target_ids(before[1]["d2t"])
+    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint), known)
     config = head_config(recipe, checkpoint, len(vocabulary.ids))
     student = _student(recipe, config, vocabulary.ids, target, device)
     net = student.net
+    if before is not None:
+        _go_on_from(net, config, *before)
     shares = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
     facts = {"vocabulary": {"size": len(vocabulary.ids)} | shares, "taps": list(config.taps), "layers": config.layers}
 
@@ -64,6 +68,14 @@ def _student(recipe: Recipe, config: HeadConfig, ids: Tensor, target: TargetNet,
         return Exits(ExitNet(config, ids, target).to(device), target, recipe.k, recipe.soft)  # type: ignore[arg-type]
     net = HeadNet.from_target(target, config, ids, recipe.seed).to(device)
     return (Eagle if config.kind == EAGLE3 else Blocks)(net, target, recipe.k, recipe.soft)
+
+
+def _go_on_from(net: nn.Module, config: HeadConfig, its: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    """Begin with the weights of another head of the same target."""
+    if its != config:
+        names = [name for name, value in vars(its).items() if getattr(config, name) != value]
+        raise ConfigError(f"--start-from names a head of another shape: its {' and '.join(names)} differ.")
+    net.load_state_dict(tensors)
 
 
 def make_model(

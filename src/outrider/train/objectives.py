@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .batches import Batch
 from .features import TargetNet
 from .net import HeadNet
+from .teacher import Teacher, divergence, listen, repeat
 
 _CHUNK = 32  # anchors of one evaluation pass
 
@@ -62,12 +63,11 @@ class HeadStudent(Student):
         return self.target.embed(batch.tokens[:, 1:]), taps[:, :-1], last[:, 1:]
 
     @torch.no_grad()
-    def _teacher(self, batch: Batch, last: Tensor) -> Tensor:
-        """[M, D] the target's probabilities of the draft vocabulary: rows sum to what it has of the whole."""
+    def _teacher(self, batch: Batch, last: Tensor) -> Teacher:
+        """What the target would say in the M rows, as far as the draft vocabulary has it."""
         if self.soft:
-            return restricted(self.target.logits(last.flatten(0, 1)[batch.rows]), self.net.ids)
-        said = batch.tokens[:, 1:].roll(-1, 1).flatten()[batch.rows]  # [M] t_{p+2}
-        return (said[:, None] == self.net.ids).float()
+            return listen(self.target.logits(last.flatten(0, 1)[batch.rows]), self.net.ids)
+        return repeat(batch.tokens[:, 1:].roll(-1, 1).flatten()[batch.rows], self.net.ids)  # t_{p+2}
 
     def _right(self, batch: Batch, outputs: Tensor) -> Tensor:
         """Whether the likeliest token of outputs [B, n-1, H] is t_{p+2}: [B, n-1], False where nothing is predicted."""
@@ -109,17 +109,17 @@ class Blocks(HeadStudent):
 
     def losses(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         e, taps, last = self._seen(batch)
-        teacher = self._teacher(batch, last)  # [M, D]
+        teacher = self._teacher(batch, last)
         true, masked = self.net.anchored(e, taps, batch.anchors)
         logits = self.net.logits(true.flatten(0, 1)[batch.rows])
         found = [(divergence(teacher, logits), torch.ones_like(batch.depth, dtype=torch.float))]
         places, inside = self._places(batch, e.shape[1])  # [B, A, K-1]
         where = torch.zeros(e.shape[0] * e.shape[1], dtype=torch.long, device=e.device)
         where[batch.rows] = torch.arange(len(batch.rows), device=e.device)  # a row's place in the teacher
-        for j in range(self.k - 1):
-            label = teacher[where[places[:, :, j].flatten()]]  # [B*A, D]
-            found.append((divergence(label, self.net.logits(masked[:, :, j].flatten(0, 1))), inside[:, :, j].flatten()))
-        return found
+        label = teacher.of(where[places.flatten()])
+        parts = divergence(label, self.net.logits(masked.flatten(0, 2)))  # [B*A*(K-1)]
+        by_position = parts.unflatten(0, places.shape).flatten(0, 1).unbind(1)
+        return found + list(zip(by_position, inside.flatten(0, 1).unbind(1), strict=True))
 
     def _places(self, batch: Batch, width: int) -> tuple[Tensor, Tensor]:
         """The true rows that mask rows stand for, as places in [B, n-1], and 1 where they are in the answer."""
@@ -146,21 +146,6 @@ class Blocks(HeadStudent):
 
 
 # ---------------------------------------------------------------- pieces
-
-
-def restricted(logits: Tensor, ids: Tensor) -> Tensor:
-    """Probabilities [M, D] of some ids [D] under logits [M, V]; what the others have is missing from the sum."""
-    wide = logits.float()
-    logs: Tensor = wide[:, ids] - wide.logsumexp(-1, keepdim=True)
-    return logs.exp()
-
-
-def divergence(teacher: Tensor, logits: Tensor) -> Tensor:
-    """KL from the teacher's law [M, D] to the softmax of logits [M, D], times the mass that the teacher has: [M]."""
-    mass = teacher.sum(-1)
-    entropy: Tensor = torch.special.xlogy(mass, mass) - torch.special.xlogy(teacher, teacher).sum(-1)
-    cross: Tensor = (teacher * logits.float().log_softmax(-1)).sum(-1)
-    return -cross - entropy
 
 
 def spread(values: Tensor, batch: Batch) -> Tensor:

@@ -22,9 +22,10 @@ from ..errors import ConfigError, OutriderError
 from ..machine import choose_device, device_name, prepare
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.head_file import target_hash
-from .answers import Answer, Order, Store, digest, encode, generate, missing
+from .answers import Answer, Asked, Counted, Order, Store, digest, encode, generate, missing, spoken
 from .batches import Batches
 from .card import card
+from .crowd import absorb_parts, together
 from .evaluate import held_out
 from .features import TargetNet
 from .loop import Loop, Plan, Stopped
@@ -35,6 +36,7 @@ from .report import html
 Json = dict[str, Any]
 Progress = Callable[[str, float], None]
 KINDS = ("eagle3", "block", "exit", "model")
+ON_DISK = -1  # instead of a number of answers: those that are there
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MOST_SLOTS = 1_000_000  # K/V places while answers are generated
 _FREE = (
@@ -48,6 +50,7 @@ _FREE = (
     "evaluate_every",
     "html",
     "batch",
+    "workers",
 )
 
 _TYPED = (
@@ -67,10 +70,11 @@ class Recipe:
     exclude: tuple[Path, ...] = ()  # files whose prompts are not trained on
     device: str = "auto"
     dtype: str = "auto"  # in which the target answers
-    answers: int = 0  # 0: one for each prompt
+    answers: int = 0  # 0: one for each prompt; ON_DISK: no more than there are
     answers_file: Path | None = None  # where they are kept; None: in the output's training folder
     max_tokens: int = 512
     batch: int = 0  # answers at a time
+    workers: int = 1  # processes that generate them
     steps: int = 0
     tokens: int = 0  # instead of steps
     batch_tokens: int = 8192
@@ -84,6 +88,7 @@ class Recipe:
     unroll: int = 6
     block: int = 8
     anchors: int = 32
+    start_from: Path | None = None  # another head of the same shape
     soft: bool = True
     train_embedding: bool = False  # kind=model
     store: str = "bfloat16"  # in which the drafter is written
@@ -122,8 +127,9 @@ class Recipe:
 
     def facts(self) -> Json:
         """What decides the result, for people and for `resume`: files by name, not by place."""
-        found = {name: value for name, value in asdict(self).items() if name not in _FREE}
-        files = {"prompts": [p.name for p in self.prompts], "exclude": [p.name for p in self.exclude]}
+        found = {name: value for name, value in asdict(self).items() if name not in (*_FREE, "start_from")}
+        files: Json = {"prompts": [p.name for p in self.prompts], "exclude": [p.name for p in self.exclude]}
+        files["start_from"] = self.start_from.name if self.start_from else None
         plain: Json = json.loads(json.dumps(found | files | {"target": self.target_name}))
         return plain | {"command": self.command()}
 
@@ -133,6 +139,7 @@ class Recipe:
         words += ["--target", self.target_name] if self.target_name else []
         for name, values in {"prompts": self.prompts, "exclude": self.exclude, "tap": self.taps}.items():
             words += [word for value in values for word in (f"--{name}", Path(str(value)).name)]
+        words += ["--start-from", self.start_from.name] if self.start_from else []
         words += ["--hard"] if not self.soft else []
         for name, field in Recipe.__dataclass_fields__.items():
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
@@ -208,25 +215,50 @@ def collect(
         recipe.answers_file or recipe.folder / "answers.jsonl",
         facts | {"max_tokens": recipe.max_tokens, "seed": recipe.seed, "sampled": order.sampled},
     )
-    lacking = missing(questions, order, store.numbers())
+    absorb_parts(store)
+    known = store.numbers()
+    if recipe.answers == ON_DISK:
+        return store.read()
+    lacking = missing(questions, order, known)
     if lacking:
-        from ..llm import LLM
-
-        longest = max(len(encode(checkpoint.tokenizer, q.text)) for _, q, _ in lacking)
-        length = min(checkpoint.config.context_length, longest + recipe.max_tokens)
-        slots = min(batch * length, _MOST_SLOTS)
-        sizes: Json = {"max_length": length, "max_batch": batch, "cache_tokens": slots}
-        sizes["max_rows"] = max(512, 2 * batch)  # a pass has room for every answer, and for new prompts
-        llm = LLM(checkpoint, drafter="off", dtype=recipe.dtype, device=str(device), **sizes)
-        generate(llm, questions, order, store, progress, stop)
-        del llm  # its caches are most of the memory, and it knows itself: only the collector frees them
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        job = Answering(recipe.target, recipe.dtype, str(device), order, recipe.workers)
+        counted = spoken(progress, len(known), len(known) + len(lacking))
+        if recipe.workers > 1:
+            together(job, lacking, store, recipe.workers, counted, stop)
+        else:
+            job(lacking, store, counted, stop)
     if stop():
         raise Stopped("Stopped while the target was answering.")
     wanted = {n for n, _, _ in missing(questions, order, set())}
     return [a for a in store.read() if a.number in wanted]
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Lets the target answer with Outrider's own batched engine, here or in another process."""
+
+    target: str | None
+    dtype: str
+    device: str
+    order: Order
+    share: int  # processes that use the device at the same time
+
+    def __call__(self, wanted: list[Asked], store: Store, counted: Counted, stop: Callable[[], bool]) -> None:
+        from ..llm import LLM
+
+        prepare()
+        checkpoint, batch = open_checkpoint(self.target), self.order.batch
+        longest = max(len(encode(checkpoint.tokenizer, q.text)) for _, q, _ in wanted)
+        length = min(checkpoint.config.context_length, longest + self.order.max_tokens)
+        slots = min(batch * length, _MOST_SLOTS // self.share)
+        sizes: Json = {"max_length": length, "max_batch": batch, "cache_tokens": slots}
+        sizes["max_rows"] = max(512, 2 * batch)  # a pass has room for every answer, and for new prompts
+        llm = LLM(checkpoint, drafter="off", dtype=self.dtype, device=self.device, **sizes)
+        generate(llm, wanted, self.order, store, counted, stop)
+        del llm  # its caches are most of the memory, and it knows itself: only the collector frees them
+        gc.collect()
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
 
 def _loop(recipe: Recipe, made: Made, checkpoint: Checkpoint, answers: list[Answer]) -> Loop:

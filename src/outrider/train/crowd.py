@@ -1,0 +1,80 @@
+"""Answers by several processes on one device: a small target leaves most of it idle while one host thinks.
+
+Promise: the same answers as one process would have written; a process that dies loses what it had not written, and the
+next run asks for it again. Each writes a store of its own, which is absorbed into the whole one at the end, or at the
+next start. It knows shares of the work, not how an answer is made.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import OutriderError
+from .answers import Asked, Counted, Store
+
+_GLANCE = 0.5  # seconds between two looks at how far everybody is
+
+
+class Job(Protocol):
+    """What a process does: add these answers to a store. It must survive being sent to another process."""
+
+    def __call__(self, wanted: list[Asked], store: Store, counted: Counted, stop: Callable[[], bool]) -> None: ...
+
+
+def absorb_parts(store: Store) -> None:
+    """Take over what an interrupted crowd has left."""
+    for path in sorted(store.path.parent.glob(f"{store.path.name}.part*")):
+        store.absorb(Store(path, store.header))
+
+
+def together(
+    job: Job, wanted: list[Asked], store: Store, workers: int, counted: Counted, stop: Callable[[], bool]
+) -> None:
+    """Everybody takes every n-th answer; ends when all have ended."""
+    spawn = multiprocessing.get_context("spawn")
+    halt, counts = spawn.Event(), spawn.Array("q", 2 * workers)
+    shares = [wanted[i::workers] for i in range(workers)]
+    crowd = [
+        spawn.Process(target=_work, args=(job, share, _part(store, i), store.header, i, counts, halt), daemon=True)
+        for i, share in enumerate(shares)
+    ]
+    for process in crowd:
+        process.start()
+    try:
+        while any(process.is_alive() for process in crowd):
+            if stop():
+                halt.set()
+            for process in crowd:
+                process.join(_GLANCE / workers)
+            counted(sum(counts[::2]), sum(counts[1::2]))
+    finally:
+        halt.set()
+        for process in crowd:
+            process.join()
+    absorb_parts(store)
+    died = [process.exitcode for process in crowd if process.exitcode]
+    if died and not stop():
+        raise OutriderError(
+            f"{len(died)} of {workers} processes that generate answers ended early (exit status {died[0]}; see above). "
+            "What they wrote is kept; try again with --resume and fewer --workers."
+        )
+
+
+def _part(store: Store, number: int) -> Path:
+    return store.path.with_name(f"{store.path.name}.part{number}")
+
+
+def _work(
+    job: Job, wanted: list[Asked], path: Path, header: dict[str, Any], number: int, counts: Any, halt: Any
+) -> None:
+    """One process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def counted(answers: int, tokens: int) -> None:
+        counts[2 * number], counts[2 * number + 1] = answers, tokens
+
+    job(wanted, Store(path, header), counted, halt.is_set)
