@@ -126,6 +126,13 @@ def test_every_drafter_says_what_the_target_says(
     assert say(guided, params) == plain
 
 
+def test_an_early_exit_drafts_and_whole_passes_verify() -> None:
+    target = model(layers=2)
+    guided = engine(target, "exit", 3, exit_layer=1)
+    assert guided.drafter.space.begun is None  # captured passes do not begin in the middle
+    assert say(guided, MIXES[2]) == say(engine(target, "off", 0), MIXES[2])
+
+
 def test_a_good_draft_is_accepted_without_being_read(target: Transformer) -> None:
     guided = engine(target, "model", 3, draft_model=target)
     seqs = [Sequence(i + 1, prompt, WARM, seed=40 + i) for i, prompt in enumerate(PROMPTS)]

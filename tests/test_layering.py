@@ -32,8 +32,8 @@ ALLOWED = {
     "profile": "types cache costs machine paths",
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
-    "drafters.*": f"{FLOW} cache machine sampling drafters drafters.* models models.checkpoint models.head "
-    "models.head_file models.heads models.load models.ops models.toy",
+    "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
+    "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.toy models.weigh",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
     "native": "paths errors",
@@ -47,14 +47,15 @@ ALLOWED = {
     "estimate": "",
     "plots": "",
     "money": "errors",
-    "profiles": "errors",
+    "profiles": "errors paths",
     "speeds": "estimate types",
     "bench": "drafters environment llm profile prompts speeds types",
     "skipsearch": "cache estimate models types",
-    "tune": "bench control drafters errors llm skipsearch speeds",
-    "doctor": "bench config control environment estimate llm paths speeds",
+    "tune": "bench control drafters errors llm profiles skipsearch speeds",
+    "memory": "cache drafters errors llm models.weigh",
+    "doctor": "bench config control environment estimate llm memory paths speeds",
     "report": "plots show speeds types",
-    "show_measure": "doctor money speeds tune",
+    "show_measure": "doctor memory money speeds tune",
     "cli_measure": "bench cli config doctor drafters environment errors llm money options profiles prompts report "
     "show_measure speeds tune",
     "train": "",

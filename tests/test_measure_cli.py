@@ -204,9 +204,10 @@ def test_folders_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_doctor_runs(folder: Path) -> None:
     done = ask(folder, "doctor", *QUICK)
     assert done.exit_code == 0, done.stderr
-    for words in ("What a pass over n rows costs", "K = 4:", "code", "maths", "█"):
+    for words in ("What a pass over n rows costs", "K = 4:", "code", "maths", "█", "Memory of the target", "nothing"):
         assert words in done.stdout
-    out = last(ask(folder, "doctor", *QUICK, "--json"))
+    out = last(ask(folder, "doctor", *QUICK, "--json", "--set", "exit_layer=1"))
+    assert next(each for each in out["memory"] if each["name"] == "exit")["kv"] == 0
     assert out.keys() >= {"costs", "break_even", "kinds", "overall", "findings", "exact", "environment"}
     assert all(finding["level"] in (GOOD, HINT, WRONG) for finding in out["findings"])
 
@@ -336,7 +337,8 @@ def test_nothing_clearly_faster_means_off() -> None:
         skip_from({"skip_search": {}})
 
 
-def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path) -> None:
+def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.profiles.cache_folder", lambda: tmp_path)
     out = tmp_path / "p.json"
     arguments = ("--limit", 1, "--tokens", 6, "--rounds", 1, "--budget-minutes", 0.05, "--out", out, "-d", "layerskip")
     done = ask(folder, "tune", *arguments)
@@ -346,6 +348,9 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path) -> None:
     profile = read_profile(out)
     assert profile.keys() >= {"model", "dtype", "machine", "drafter", "k", "options", "measured", "skip_search"}
     LLM(folder, **load_profile(out))
+    assert "--drafter layerskip finds it there" in " ".join(done.stderr.split())
+    drafter: Any = LLM(folder, drafter="layerskip").engine.drafter
+    assert drafter.refinement.skip == skip_from(profile)  # found by itself
     again = ask(folder, "tune", *arguments, "--resume", "--json")
     assert last(again)["skip_search"]["tried"] >= 1
     fails(ask(folder, "tune", "--out", tmp_path / "no" / "p.json"), "folder does not exist")

@@ -79,7 +79,7 @@ def test_long_and_short_answers(model: Transformer, answers: list) -> None:
 def test_price_falls_with_every_block(monkeypatch: pytest.MonkeyPatch, model: Transformer, answers: list) -> None:
     text = Text(model, answers)
     monkeypatch.setattr(text, "seconds", lambda part: 10 - 0.5 * len(part.skip_attention) - len(part.skip_mlp))
-    price = Price(text, 6)
+    price = Price(text.seconds, 6)
     assert (price.whole, price.attention, price.mlp) == (10, 0.5, 1.0)
     assert price(Skip(frozenset({1, 2}), frozenset({3}))) == 8.0
 
@@ -147,5 +147,5 @@ def test_real_weights() -> None:
     text = Text(llm.target, [(ids, out.token_ids)])
     assert text.choices.tolist() == out.token_ids[1:]
     layers = llm.target.config.layers
-    one = Search(layers, text.agreement, Price(text, layers), Costs(pass_costs(llm)))
+    one = Search(layers, text.agreement, Price(text.seconds, layers), Costs(pass_costs(llm)))
     assert one.run(lambda: len(one.known) >= 4).agreement <= 8 / 9

@@ -13,6 +13,7 @@ from .drafters import Drafter, Market, Workspace, make
 from .engine import Engine, Listener
 from .models import Model, device_of
 from .profile import CostFile, target_costs
+from .runners.begun import Begun
 from .runners.eager import Eager
 from .scheduler import Scheduler
 
@@ -33,13 +34,14 @@ def build_engine(
     cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, device)
     plane = cache.add_plane(*model.plane_shape)
     graphs = _Graphs(cache, config.max_batch, home=device)
-    runner = graphs(model, plane) or Eager(model, plane)
+    runner = graphs(model, plane) or Eager(model, plane, Begun(model, cache, plane))
+    begun = getattr(runner, "begun", None)  # captured passes always run whole
 
     def market() -> Market | None:
         """The prices of whichever controller is at work: it is made after the drafter, and may be replaced."""
         return getattr(engine.controller, "now", None)
 
-    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, market))
+    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, market, begun))
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if hasattr(runner, "warm"):
         runner.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it

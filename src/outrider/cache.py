@@ -49,6 +49,7 @@ class Plane:
         self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
         self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
         self.nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
+        self.written = 0  # passes that wrote here: whoever relies on what it wrote can see that nobody came after
         self.streams: dict[
             int, torch.Tensor
         ] = {}  # layer -> [S, H] what came out of it, where somebody wants that kept

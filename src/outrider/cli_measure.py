@@ -89,6 +89,7 @@ def doctor(
     device: Device = None,
     limit: Limit = 7,
     tokens: Tokens = 64,
+    set_: Set = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -100,7 +101,7 @@ def doctor(
         from .bench import Plan, questions
         from .doctor import KS, advise, examine
 
-        llm = _target(model, dtype, device)
+        llm = _target(model, dtype, device, set_)
         with _progress() as progress:
             facts = examine(llm, questions(llm, _pick(None, None, limit)), Plan(tokens, rounds=1), progress)
         findings = advise(facts)
@@ -177,7 +178,7 @@ def tune(
         from . import show_measure
         from .bench import Plan, questions
         from .profiles import read_profile, save_profile
-        from .tune import Tuner, candidates, skip_from
+        from .tune import Tuner, candidates, keep_skip, skip_from
 
         _insist_on_folder(out)
         start = skip_from(read_profile(out)) if resume else None
@@ -190,11 +191,14 @@ def tune(
             raise OutriderError("Interrupted before anything was measured: no profile was written.")
         profile = _profile(llm, outcome)
         save_profile(out, profile)
+        where = keep_skip(llm, outcome)
         if as_json:
             typer.echo(json.dumps(profile, ensure_ascii=False))
         else:
             show_measure.tune(Console(), outcome)
             errors.print(f"Written to {out}; use it with --profile {out} or LLM(profile=…).", soft_wrap=True)
+            if where is not None:
+                errors.print(f"The skip set is noted in {where}; --drafter layerskip finds it there.", soft_wrap=True)
         if outcome.interrupted:
             raise typer.Exit(130)
 

@@ -36,7 +36,9 @@ def train(
     prompts: Files,
     out: Annotated[Path, typer.Option(help="The drafter's folder.")],
     target: Annotated[str | None, typer.Option(help="Whose drafter; default: SmolLM2-135M.")] = None,
-    kind: Annotated[str, typer.Option(help="eagle3, block, or model (a small one of its own).")] = "eagle3",
+    kind: Annotated[
+        str, typer.Option(help="eagle3, block, exit (after a few layers), or model (a small one of its own).")
+    ] = "eagle3",
     exclude: Annotated[list[Path] | None, typer.Option(help="Files whose prompts are not trained on.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -50,7 +52,8 @@ def train(
     batch_tokens: Annotated[int, typer.Option(min=32, help="Tokens of one step.")] = 8192,
     lr: Annotated[float, typer.Option(min=0.0, help="The highest learning rate.")] = 5e-4,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same drafter.")] = 0,
-    layers: Annotated[int, typer.Option(min=0, help="0: 1 for heads, 4 for a model.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: 1 for heads and adapters, 4 for a model.")] = 0,
+    exit_layer: Annotated[int, typer.Option(min=0, help="Layers before the exit; 0: a quarter of them.")] = 0,
     intermediate: Annotated[int, typer.Option(min=0, help="Width of a head's MLP; 0: the target's.")] = 0,
     tap: Annotated[list[int] | None, typer.Option(help="Layers whose features are read; may be repeated.")] = None,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Most frequent ids that can be drafted; 0: all.")] = 16_384,

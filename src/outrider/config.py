@@ -64,6 +64,10 @@ class Config:
 # Where others' names lead: vLLM's speculative configuration and Hugging Face's generate arguments.
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram", "eagle3": "head"}
 
+_HUGGING_FACE = (
+    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "num_assistant_tokens", "device_map",
+)  # fmt: skip
+
 
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     """vLLM's `speculative_config`, as JSON or a dictionary, in our words: arguments for `LLM`."""
@@ -88,12 +92,14 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`assistant_model`, `prompt_lookup_num_tokens`, `device_map` and so on in our words; the rest stays."""
+    """`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens` and so on in our words; the rest stays."""
     given = dict(arguments)
     if given.get("assistant_model") is not None:
         given |= {"drafter": "model", "draft_model": given["assistant_model"]}
     if given.get("prompt_lookup_num_tokens") is not None:
         given |= {"drafter": "ngram", "k": given["prompt_lookup_num_tokens"]}
+    if given.get("assistant_early_exit") is not None:
+        given |= {"drafter": "exit", "exit_layer": given["assistant_early_exit"]}
     if given.get("num_assistant_tokens") is not None:
         given["k"] = given["num_assistant_tokens"]
     places = given.get("device_map")
@@ -108,7 +114,7 @@ def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
         given |= {"device": str(places.get("target", places.get("", "auto")))}
         if "drafter" in places:
             given["draft_device"] = str(places["drafter"])
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens", "device_map"):
+    for name in _HUGGING_FACE:
         given.pop(name, None)
     return given
 

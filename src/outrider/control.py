@@ -12,13 +12,14 @@ from itertools import accumulate
 from operator import add
 from typing import Protocol
 
-from .costs import Asking, Costs as Costs, Experience
+from .costs import Asking, Costs as Costs, Experience, Threshold
 from .types import Draft, Step, Tree, Turn, Verdict
 
 
 class Controller(Protocol):
     why: str  # the reason for the last step's draft, in words
     steady: bool  # nothing will be drafted in the next step either, as far as can be told
+    stop_below: float  # a drafter that knows its chances may stop where they are below this
 
     def budget(self, turns: list[Turn]) -> list[Turn]: ...
 
@@ -33,6 +34,7 @@ class Fixed:
     def __init__(self, k: int) -> None:
         self.k = k
         self.steady = k == 0
+        self.stop_below = 0.0  # K is K
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
@@ -125,6 +127,7 @@ class Adaptive:
         self.draft_call = 0.0
         self.draft_most: float | None = None  # a call for k_max nodes
         self.paid = False  # is the drafter's price worth thinking about in this step?
+        self.threshold, self.stop_below = Threshold(), 0.0
         self.asking = Asking()
         self.unasked = 0  # steps since anybody was asked for a draft
         self.steady = self.ahead = False
@@ -145,7 +148,7 @@ class Adaptive:
     def budget(self, turns: list[Turn]) -> list[Turn]:
         self.turns, self._now = turns, None
         self.quiet += 1
-        self.probed, self.paid, self.why = set(), False, self._nothing
+        self.probed, self.paid, self.why, self.stop_below = set(), False, self._nothing, 0.0
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
         self.ahead = self.steady  # if so, this step's pass has been started already
         asked = self._ask_for(turns, able) if able else {}
@@ -180,6 +183,8 @@ class Adaptive:
         needed = now.margin + self.asking.needed(len(turns), now.speed)
         needed += now.speed * self.draft_call if self.paced else 0.0  # what a call takes, however far it goes
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper, needed)
+        if not self.paced:  # else it finds its own end
+            self.stop_below = self.threshold.below(now.break_even(max(many, 1), deeper))
         k = self.k_max if self.paced else k
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
@@ -345,6 +350,8 @@ class Adaptive:
         if tree.tokens:
             for record in (self._of(name), self.overall):
                 record.add(tree, path, fates)
+            if tree.is_chain and tree.survival is not None:
+                self.threshold.learn(len(tree.tokens), len(path), turn.budget)
         if path:
             self.patience.pop(name, None)
         if turn.seq.done:

@@ -202,6 +202,40 @@ class Experience:
             rate.add(depth < accepted)
 
 
+class Threshold:
+    """Below which chance a drafter had better stop (Draft & Verify's rule): it follows acceptance.
+
+    When too little of what is drafted is accepted it rises, else it falls, unless drafts are as long as they may be
+    anyway. How little is too little? Where a token breaks even at a chance of c, those worth drafting have chances from
+    c to 1, so half-way on average. A drafter is taken at its word at first: the threshold begins at c.
+    """
+
+    FADE, STEP, HIGHEST = 0.8, 0.01, 0.9
+
+    def __init__(self) -> None:
+        self.value: float | None = None  # once anybody knows what breaks even
+        self.break_even = 0.0
+        self.accepted: float | None = None  # share of what was drafted, of late
+
+    def below(self, break_even: float) -> float:
+        """The chance to stop below, where one more token for everybody must be this likely to pay."""
+        self.break_even = min(max(break_even, 0.0), 1.0)
+        if self.value is None:
+            self.value = min(self.break_even, self.HIGHEST)
+        return self.value
+
+    def learn(self, drafted: int, accepted: int, most: int) -> None:
+        """So many of a draft's tokens were accepted; `most`: as many could have been drafted."""
+        if self.value is None or not drafted:
+            return
+        share = accepted / drafted
+        self.accepted = share if self.accepted is None else self.FADE * self.accepted + (1 - self.FADE) * share
+        if self.accepted < (1 + self.break_even) / 2:
+            self.value = min(self.value + self.STEP, self.HIGHEST)
+        elif drafted < most:
+            self.value = max(self.value - self.STEP, 0.0)
+
+
 class Asking:
     """Whether a draft is worth the host's time, beside what the drafter and its rows cost a device.
 

@@ -19,6 +19,7 @@ from .control import Costs
 from .environment import environment, installed
 from .estimate import break_even
 from .llm import LLM
+from .memory import Addition, additions, target_memory
 from .paths import cache_folder
 from .speeds import ALL, Row
 
@@ -65,6 +66,7 @@ class Facts:
     kept_in: Path | None = None
     device: str = "cpu"  # where the target runs
     runner: str = ""  # how its passes run
+    memory: list[Addition] = field(default_factory=list)  # the target's, then what each drafter adds
 
     @property
     def on_gpu(self) -> bool:
@@ -109,6 +111,7 @@ def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress)
         llm.costs.path,
         llm.device,
         _RUNNERS.get(type(llm.engine.target).__name__, type(llm.engine.target).__name__),
+        [target_memory(llm), *additions(llm)],
     )
 
 

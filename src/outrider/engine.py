@@ -114,6 +114,7 @@ class Engine:
         trees, failure, unread = [Tree([], [])] * len(turns), "", None
         if asked:
             try:
+                self.drafter.stop_below = self.controller.stop_below
                 answer = self.drafter.draft([turns[i].seq for i in asked], [turns[i].budget for i in asked])
                 unread = answer.unread
                 for i, tree in zip(asked, answer.trees, strict=True):

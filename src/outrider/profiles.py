@@ -1,7 +1,9 @@
 """Profiles: what `outrider tune` found best, in a file that `LLM(profile=…)` and `--profile` read.
 
 A profile is a JSON object: model, dtype, machine, drafter, k, options, and what was measured. It holds on the machine
-it was made on; elsewhere it is still a valid choice, only not a tuned one. This file knows names, not their meaning.
+it was made on; elsewhere it is still a valid choice, only not a tuned one. What was found out about a target itself
+(which of its blocks it can spare) is also noted under the target's hash, where drafters find it unasked.
+This file knows names, not their meaning.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, OutriderError
+from .paths import cache_folder, write_quietly
 
 VERSION = 1
 _KINDS: dict[str, tuple[type, ...]] = {"drafter": (str,), "k": (int, str), "options": (dict,), "dtype": (str,)}
@@ -52,3 +55,24 @@ def save_profile(path: Path | str, facts: dict[str, Any]) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise OutriderError(f"The profile cannot be written to {path}: {error}.") from error
+
+
+def note(what: str, target_hash: str, facts: dict[str, Any]) -> Path:
+    """Keep what was found out about a target for whoever runs it next; returns where."""
+    path = _note(what, target_hash)
+    write_quietly(path, json.dumps({"outrider_profile": VERSION, "target_hash": target_hash} | facts) + "\n")
+    return path
+
+
+def noted(what: str, target_hash: str) -> dict[str, Any]:
+    """What was found out about a target; nothing where nobody has looked, or where the note cannot be read."""
+    try:
+        facts = json.loads(_note(what, target_hash).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    fits = isinstance(facts, dict) and facts.get("outrider_profile") == VERSION
+    return facts if fits and facts.get("target_hash") == target_hash else {}
+
+
+def _note(what: str, target_hash: str) -> Path:
+    return cache_folder() / "profiles" / f"{what}-{target_hash}.json"

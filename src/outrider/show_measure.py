@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .doctor import GOOD, HINT, KS, WRONG, Facts, Finding
+from .memory import Addition
 from .money import Bill
 from .speeds import ALL
 from .tune import Outcome
@@ -77,8 +78,31 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     for kind in [*facts.kinds, facts.overall]:
         table.add_row(kind.category, share(kind.alpha), factor(kind.speedup))
     console.print(table)
+    if facts.memory:
+        memory(console, facts.memory)
     for finding in findings:
         console.print(f"{_MARKS[finding.level]} {escape(finding.text)}", highlight=False, soft_wrap=True)
+
+
+def memory(console: Console, additions: list[Addition]) -> None:
+    """The target first, then what each drafter adds to it."""
+    target, *drafters = additions
+    console.print(
+        f"Memory of the target: {megabytes(target.weights)} of weights, {megabytes(target.kv)} for K/V. Drafters add:",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    free = ", ".join(each.name for each in drafters if not each.weights + each.kv)
+    for each in drafters:
+        if each.weights + each.kv:
+            console.print(
+                f"  {each.name}: {megabytes(each.weights)} of weights, {megabytes(each.kv)} for K/V", highlight=False
+            )
+    if free:
+        console.print(f"  {free}: nothing", highlight=False, soft_wrap=True)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
 
 
 def where(facts: Facts) -> str:
@@ -128,6 +152,8 @@ def tune(console: Console, outcome: Outcome, most: int = 12) -> None:
         sets = f"attention {sorted(best.skip.attention)} and MLPs {sorted(best.skip.mlp)}"
         promise = f"agrees {best.agreement:.0%} of the time and promises {best.speedup:.2f} × at K = {best.k}"
         said = f"Layer skipping: {outcome.tried} sets scored; the best leaves out {sets}, {promise}."
+        if best.speedup <= 1:
+            said += " No set pays here: drafting with it is expected to lose, and K auto will leave it alone."
         console.print(escape(said), highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(winner(outcome))}[/bold]", soft_wrap=True)
 

@@ -25,6 +25,7 @@ from .estimate import expected_tokens
 from .models import WHOLE, Model, Part
 from .types import Rows, Sequence
 
+NOTE = "skip"  # what is noted about a target is called so
 MOST_ROWS = 256  # positions in a scoring pass: more are not worth their time
 RATIO = 0.45  # of the blocks are left out in a random set (SWIFT's)
 K_MOST = 12
@@ -92,13 +93,7 @@ class Text:
 
     def seconds(self, part: Part, repeats: int = 5) -> float:
         """A pass over one row with only these blocks: the median of a few."""
-        one = _first(self.rows)
-        times = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            self.model.forward(one, self.plane, part)
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+        return seconds_of(lambda: self.model.forward(_first(self.rows), self.plane, part), repeats)
 
     def _fill(self, number: int, prompt: list[int], said: list[int]) -> tuple[Sequence, int]:
         """Exact K/V of a whole text; returns it with where its answer begins."""
@@ -139,6 +134,16 @@ class Text:
         return self.model.forward(self.rows, self.plane, part).logits.argmax(-1)  # [T]
 
 
+def seconds_of(run: Callable[[], object], repeats: int) -> float:
+    """The median of a few."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
 def _first(rows: Rows) -> Rows:
     ancestors = None if rows.ancestors is None else rows.ancestors[:1]
     one = (rows.tokens[:1], rows.positions[:1], rows.slots[:1], rows.lines[:1], rows.context[:1])
@@ -148,12 +153,12 @@ def _first(rows: Rows) -> Rows:
 class Price:
     """Seconds of one drafted token, by the blocks that run: measured for all, without attention, and without MLPs."""
 
-    def __init__(self, text: Text, layers: int) -> None:
+    def __init__(self, seconds: Callable[[Part], float], layers: int) -> None:
+        """seconds: what a pass over one row takes with only these blocks."""
         every = frozenset(range(layers))
-        whole = text.seconds(WHOLE)
-        self.attention = max(whole - text.seconds(Part(skip_attention=every)), 0.0) / layers
-        self.mlp = max(whole - text.seconds(Part(skip_mlp=every)), 0.0) / layers
-        self.whole = whole
+        self.whole = whole = seconds(WHOLE)
+        self.attention = max(whole - seconds(Part(skip_attention=every)), 0.0) / layers
+        self.mlp = max(whole - seconds(Part(skip_mlp=every)), 0.0) / layers
 
     def __call__(self, skip: Skip) -> float:
         return max(self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp, 0.02 * self.whole)
@@ -183,9 +188,7 @@ class Search:
         self.known: dict[Skip, float] = {}
         self.best: Found | None = None
         self.start = start
-        # The first and the last layer carry too much: nobody's search keeps a set without them.
-        inner = range(1, layers - 1) if layers > 2 else range(layers)
-        self.blocks: list[Block] = [(kind, i) for kind in ("attention", "mlp") for i in inner]
+        self.blocks = spared(layers)
 
     def run(self, deadline: Callable[[], bool], progress: Callable[[Search], None] = lambda search: None) -> Found:
         """Score sets until `deadline` says that time is up or nothing new is left; at least one is scored."""
@@ -232,18 +235,28 @@ class Search:
             yield skip
 
     def _neighbour(self) -> Skip:
-        """The best set with one block more, one less, or one exchanged."""
         assert self.best is not None
-        inside = sorted(self.best.skip.blocks)
-        outside = [block for block in self.blocks if block not in self.best.skip.blocks]
-        move = self.dice.choice(("add", "drop", "swap"))
-        blocks = set(inside)
-        if move in ("drop", "swap") and inside:
-            blocks.discard(self.dice.choice(inside))
-        if move in ("add", "swap") and outside:
-            blocks.add(self.dice.choice(outside))
-        return Skip.of(blocks)
+        return neighbour(self.best.skip, self.blocks, self.dice)
 
     def _random(self) -> Skip:
         most = max(1, round(RATIO * len(self.blocks)))
         return Skip.of(self.dice.sample(self.blocks, self.dice.randint(1, most)))
+
+
+def spared(layers: int) -> list[Block]:
+    """The blocks that may be left out. The first and the last layer carry too much: no search's set lacks them."""
+    inner = range(1, layers - 1) if layers > 2 else range(layers)
+    return [(kind, i) for kind in ("attention", "mlp") for i in inner]
+
+
+def neighbour(skip: Skip, among: list[Block], dice: random.Random) -> Skip:
+    """A set with one block more, one less, or one exchanged."""
+    inside = sorted(skip.blocks)
+    outside = [block for block in among if block not in skip.blocks]
+    move = dice.choice(("add", "drop", "swap"))
+    blocks = set(inside)
+    if move in ("drop", "swap") and inside:
+        blocks.discard(dice.choice(inside))
+    if move in ("add", "swap") and outside:
+        blocks.add(dice.choice(outside))
+    return Skip.of(blocks)

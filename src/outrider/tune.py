@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .bench import Bench, Plan, Progress, Question, fresh, pass_costs, setup, warm_up
@@ -17,7 +18,8 @@ from .control import Costs
 from .drafters import lookup
 from .errors import ConfigError, OutriderError
 from .llm import LLM
-from .skipsearch import Found, Price, Search, Skip, Text
+from .profiles import note
+from .skipsearch import NOTE, Found, Price, Search, Skip, Text
 from .speeds import ALL, Row, Setup, row
 
 KS: tuple[int | str, ...] = ("auto", 2, 4, 8)
@@ -127,7 +129,7 @@ class Tuner:
             return []
         end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
         costs = Costs(pass_costs(self.llm))  # measured now, as the price of a draft is: only their ratio counts
-        self.search = Search(layers, text.agreement, Price(text, layers), costs, start, self.plan.seed)
+        self.search = Search(layers, text.agreement, Price(text.seconds, layers), costs, start, self.plan.seed)
         found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
         options = found.skip.options
         return [Setup(SKIPPER, "auto", options), Setup(SKIPPER, found.k, options)]
@@ -202,6 +204,16 @@ def profile_of(outcome: Outcome) -> dict[str, Any]:
         sets = {"tried": outcome.tried, "agreement": found.agreement, "expected_speedup": found.speedup}
         chosen["skip_search"] = sets | {"k": found.k} | found.skip.options
     return chosen
+
+
+def keep_skip(llm: LLM, outcome: Outcome) -> Path | None:
+    """Note the searched set under the target's hash, where the drafter finds it; returns where, if there is one."""
+    identity = getattr(llm.target, "identity", None)
+    if outcome.search is None or identity is None:
+        return None
+    facts: dict[str, Any] = dict(outcome.search.skip.options)
+    facts |= {"k": outcome.search.k, "agreement": outcome.search.agreement, "tried": outcome.tried}
+    return note(NOTE, identity(), facts | {"expected_speedup": outcome.search.speedup, "model": llm.name})
 
 
 _MEASURED = (

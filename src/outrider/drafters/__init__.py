@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ..errors import ConfigError
 from ..types import Draft, Rows, SamplingParams, Sequence, Step
@@ -61,6 +61,10 @@ class Passes(Protocol):
 
     def logits(self, rows: Rows, part: Part) -> Tensor: ...
 
+    def states(self, rows: Rows, layers: int) -> Tensor:
+        """The residual stream of all rows after so many layers: [T, H]."""
+        ...
+
     def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
 
     def heads(self, shown: Plane, source: str) -> RecordedHeads: ...
@@ -76,6 +80,18 @@ class Market(Protocol):
         ...
 
 
+class FirstLayers(Protocol):
+    """The target's own first layers, run ahead of the pass that verifies: it need not run them again."""
+
+    def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
+        """Over each sequence's last token, where all before it is held: states [B, H]."""
+        ...
+
+    def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
+        """Over one more drafted token of each, after those before it: states [B, H]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What a drafter may lean on: the target and its K/V, the shared slots, and the options it was given."""
@@ -87,10 +103,18 @@ class Workspace:
     tokenizer: Any = None  # the target's, where there is text
     passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
     market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
+    begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""
         return next((self.options[name] for name in names if self.options.get(name) is not None), default)
+
+
+class Memory(NamedTuple):
+    """Bytes that a drafter adds to the target's."""
+
+    weights: int = 0
+    kv: int = 0
 
 
 class Drafter:
@@ -103,6 +127,7 @@ class Drafter:
     )
     frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
+    stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
 
     def __init__(self, space: Workspace) -> None:
         self.space = space
@@ -111,6 +136,11 @@ class Drafter:
     def overlaps(self) -> bool:
         """Whether `overlap` does anything: only then is it worth running the target in a thread."""
         return type(self).overlap is not Drafter.overlap
+
+    @property
+    def added_memory(self) -> Memory:
+        """What it adds to the target's memory, where that is worth counting."""
+        return Memory()
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:

@@ -234,8 +234,8 @@ class HeadRollout(Rollout):
     # ------------------------------------------------------------ choosing, without the words a head does not know
 
     def _goes_on(self, growth: Growth) -> bool:
-        """Only where tokens are matched: a law that is drawn from must not depend on what was drawn."""
-        return growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        return own and super()._goes_on(growth)
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""

@@ -59,6 +59,7 @@ class Rollout:
     """A model over a plane, drafting chains or trees."""
 
     again = 2  # committed tokens that a recorded draft feeds once more
+    stop_below = 0.0  # a node less likely than this is not gone on from
 
     def __init__(
         self,
@@ -131,8 +132,11 @@ class Rollout:
     # ------------------------------------------------------------ choosing
 
     def _goes_on(self, growth: Growth) -> bool:
-        """Whether one more token at the end of this chain may be worth a pass."""
-        return True
+        """Whether one more token at the end of this chain may be worth a pass.
+
+        Only where tokens are matched: a law that is drawn from must not depend on what was drawn.
+        """
+        return growth.seq.rule != "match" or growth.survival[-1] >= self.stop_below
 
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more token at the end of a chain. logits [V]."""
@@ -159,6 +163,7 @@ class Rollout:
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""
         room = min(width, len(self.cache.spare(growth.seq)) - len(growth.places))
+        nodes = [n for n in nodes if growth.survival[n] >= self.stop_below]
         return sorted(heapq.nlargest(max(room, 0), nodes, key=lambda n: growth.survival[n]))
 
     def _best(self, growth: Growth) -> Tree:
@@ -201,6 +206,7 @@ class Rollout:
 
     def _forward(self, packed: Packing, part: Part) -> Tensor:
         """Logits of the wanted rows [R, V], where choices are made on the host."""
+        self.plane.written += 1
         if self.passes is not None:
             return self.passes.logits(packed.rows(), part).cpu()
         return self.model.forward(packed.rows(), self.plane, part).logits

@@ -90,9 +90,9 @@ class Wait:
 
 @register("auto")
 class Auto(Cascade):
-    """Options: auto, a list of drafter names (default suffix, ngram, a head where there is one, a model if given)."""
+    """Options: auto, a list of drafter names (default suffix, ngram, a head where there is one; exit, model if given)."""
 
-    takes = ("auto", "head", "draft_model", "assistant_model")
+    takes = ("auto", "head", "adapter", "draft_model", "assistant_model")
     option_name = "auto"
 
     def __init__(self, space: Workspace) -> None:
@@ -110,7 +110,7 @@ class Auto(Cascade):
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
         model = space.option("draft_model", "assistant_model", default=None)
-        given = {"head": chosen(space), "model": model}
+        given = {"head": chosen(space), "exit": space.option("adapter", default=None), "model": model}
         return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
@@ -171,6 +171,7 @@ class Auto(Cascade):
         return value(self.habits[name].claims[:room], self.trust[seq.id, name].share, price) - here
 
     def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
+        drafter.stop_below = self.stop_below
         try:
             draft = drafter.draft(seqs, budget)
         except Exception:  # one that fails must not silence the others

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
-from . import Drafter, Workspace, make, register
+from . import Drafter, Memory, Workspace, make, register
 
 FREE = ("suffix", "ngram", "prediction")  # drafters that cost microseconds
 
@@ -41,12 +41,18 @@ class Cascade(Drafter):
     def overlaps(self) -> bool:
         return any(drafter.overlaps for drafter in self.drafters)
 
+    @property
+    def added_memory(self) -> Memory:
+        every = [drafter.added_memory for drafter in self.drafters]
+        return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
+
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         trees, unread = [Tree([], [])] * len(seqs), None
         for drafter in self.drafters:
             open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
             if not open_:
                 break
+            drafter.stop_below = self.stop_below
             try:
                 answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
             except Exception:  # one that fails must not silence the others

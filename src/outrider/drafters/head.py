@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
-from . import Drafter, Workspace, register
+from . import Drafter, Memory, Workspace, register
 from ._head import Features, HeadRollout, Kept
 from ._pace import Pace
 
@@ -59,6 +60,10 @@ class TrainedHead(Drafter):
         self.pace = Pace(None if given is None else float(given))
         self.paced = head.device.type == "cpu" and not self.tree
 
+    @property
+    def added_memory(self) -> Memory:
+        return Memory(weigh(self.rollout.head, beside=self.space.target), self.rollout.plane.bytes)
+
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
         from ..models.head import Head
@@ -97,6 +102,7 @@ class TrainedHead(Drafter):
         return last >= 0 and self.space.plane.held.get(seq.id, 0) > last and self.features.known(seq.id, last)
 
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
@@ -131,26 +137,33 @@ def _load(space: Workspace) -> Head:
         )
     if isinstance(wanted, str | Path):
         config, tensors = read_head(wanted)
-        _insist(config, space.target, str(wanted))
-        wish = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
-        if wish not in (*_DTYPES, "auto"):
+        insist_on_target(config, space.target, str(wanted))
+        if config.kind == "exit":
             raise ConfigError(
-                f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}."
+                f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}."
             )
-        dtype = _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+        dtype = precision(space)
         if dtype is torch.int8 and device_of(space.target).type != "cpu":
             raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
         target, length = space.target, space.cache.length
         return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
-    _insist(wanted.config, space.target, "that was given")
+    insist_on_target(wanted.config, space.target, "that was given")
     if wanted.device != device_of(space.target):
         raise ConfigError(f"The head that was given is on {wanted.device}, its target on {device_of(space.target)}.")
     return wanted
 
 
-def _insist(config: HeadConfig, target: Model, name: str) -> None:
+def precision(space: Workspace) -> torch.dtype:
+    """In which a trained drafter computes: draft_dtype, or what suits the target."""
+    wish = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
+    if wish not in (*_DTYPES, "auto"):
+        raise ConfigError(f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}.")
+    return _dtype(space.target) if wish == "auto" else _DTYPES[wish]
+
+
+def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
     """A head of another target would only guess wrong: say so instead."""
     for what, ours, theirs in (
         ("a hidden size of", config.hidden_size, target.config.hidden_size),

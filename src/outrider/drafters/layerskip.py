@@ -2,7 +2,8 @@
 
 It reads the target's exact K/V for everything committed and writes scratch K/V for the root and the drafted nodes into
 places that the verifying pass overwrites before anybody reads them (Draft & Verify, SWIFT). How many blocks a model
-can spare without losing its thread differs much from model to model; the default leaves out a few in the middle.
+can spare without losing its thread differs much from model to model: `outrider tune` searches the set for a target,
+which is then found here by itself; without one, a few in the middle are left out. While serving, the set is refined.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import ConfigError
-from ..models import Part
-from ..types import Draft, Sequence, Tree
+from ..profiles import noted
+from ..skipsearch import NOTE, Skip
+from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
+from ._refine import Refinement
 from ._rollout import Rollout
+
+SHARE = 0.02  # of the time, for refining the set
 
 
 class Scratch(Rollout):
@@ -30,19 +35,18 @@ class Scratch(Rollout):
 
 @register("layerskip")
 class LayerSkip(Drafter):
-    """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), tree, tree_width, tree_depth."""
+    """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), refine, tree, tree_width, tree_depth."""
 
-    takes = ("skip_layers", "skip_attention", "skip_mlp", "tree", "tree_width", "tree_depth")
+    takes = ("skip_layers", "skip_attention", "skip_mlp", "refine", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        layers = space.target.config.layers
-        part = Part(skip_attention=_skipped(space, "skip_attention"), skip_mlp=_skipped(space, "skip_mlp"))
-        for number in part.skip_attention | part.skip_mlp:
-            if not 0 <= number < layers:
-                raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {layers - 1}.")
+        skip = _skip(space)
         passes = space.passes(space.target, space.plane)
-        self.rollout = Scratch(space.target, space.cache, space.plane, part, source="layerskip", passes=passes)
+        self.rollout = Scratch(space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes)
+        share = _share(space)
+        # Captured passes would have to be recorded anew for every set: there it stays as it is.
+        self.refinement = Refinement(space, skip, share) if share and passes is None else None
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
@@ -59,16 +63,58 @@ class LayerSkip(Drafter):
                 trees[i] = tree
         return Draft.pack(trees, unread)
 
+    def observe(self, step: Step) -> None:
+        if self.refinement is not None and self.refinement.observe(step):
+            self.rollout.part = self.refinement.skip.part
+
+    def end(self, seq: Sequence) -> None:
+        if self.refinement is not None:
+            self.refinement.end(seq)
+
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
 
 
-def _skipped(space: Workspace, kind: str) -> frozenset[int]:
-    both = space.option("skip_layers", default=None)
-    own = space.option(kind, default=None)
-    if both is None and own is None and not space.options.keys() & {"skip_attention", "skip_mlp"}:
-        layers = space.target.config.layers
-        both = range(layers // 3, layers - layers // 4, max(2, layers // 6))
-    return frozenset(int(number) for number in (*(both or ()), *(own or ())))
+def _skip(space: Workspace) -> Skip:
+    """The set that was asked for, else the one that was searched for this target, else a few layers in the middle."""
+    layers = space.target.config.layers
+    asked = {name: _numbers(space, name) for name in ("skip_layers", "skip_attention", "skip_mlp")}
+    if space.options.keys().isdisjoint(asked):
+        found = _noted(space)
+        if found is not None:
+            return found
+        asked["skip_layers"] = frozenset(range(layers // 3, layers - layers // 4, max(2, layers // 6)))
+    both = asked["skip_layers"]
+    skip = Skip(both | asked["skip_attention"], both | asked["skip_mlp"])
+    for number in skip.attention | skip.mlp:
+        if not 0 <= number < layers:
+            raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {layers - 1}.")
+    return skip
+
+
+def _numbers(space: Workspace, name: str) -> frozenset[int]:
+    return frozenset(int(number) for number in space.option(name, default=()))
+
+
+def _noted(space: Workspace) -> Skip | None:
+    """What `outrider tune` found for this very target, on whichever device."""
+    identity = getattr(space.target, "identity", None)
+    facts = noted(NOTE, identity()) if identity is not None else {}
+    try:
+        skip = Skip(frozenset(facts["skip_attention"]), frozenset(facts["skip_mlp"]))
+    except (KeyError, TypeError):
+        return None
+    known = frozenset(range(space.target.config.layers))
+    return skip if skip.attention | skip.mlp <= known else None
+
+
+def _share(space: Workspace) -> float:
+    """Of the time, for refining the set: `refine` is a share, or true or false."""
+    wish = space.option("refine", default=True)
+    share = SHARE * wish if isinstance(wish, bool) else float(wish)
+    if not 0 <= share <= 0.5:
+        raise ConfigError(f"refine is {wish!r}, but it must be true, false or a share of the time from 0 to 0.5.")
+    return share

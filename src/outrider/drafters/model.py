@@ -11,8 +11,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..machine import choose_device
 from ..models import Model, device_of
+from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step
-from . import Drafter, Workspace, register
+from . import Drafter, Memory, Workspace, register
 from ._rollout import Rollout
 
 DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
@@ -34,11 +35,16 @@ class SmallModel(Drafter):
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
 
+    @property
+    def added_memory(self) -> Memory:
+        return Memory(weigh(self.model, beside=self.space.target), self.rollout.plane.bytes)
+
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
         return {"draft_model": target}  # the target as its own drafter: always right, never worth it, a fair trial
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.rollout.stop_below = self.stop_below
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)

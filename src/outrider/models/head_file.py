@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import ModelError
 from .config import ModelConfig, to_hf
 
-KINDS = {"eagle3": "eagle3", "block": "peagle"}  # ours -> speculators'
+KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # ours -> speculators'; an exit is only ours
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _MOST_LAYERS = 16
@@ -38,7 +38,7 @@ class Named(Protocol):
 class HeadConfig:
     """The shape of a head, and whose it is."""
 
-    kind: str  # eagle3 or block
+    kind: str  # eagle3, block or exit
     hidden_size: int  # the target's
     intermediate_size: int
     heads: int
@@ -65,12 +65,16 @@ class HeadConfig:
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
         if not fits or (self.kind == "eagle3" and self.layers != 1):
             raise ModelError("The head's configuration does not fit together; make the head again.")
+        if self.kind == "exit" and len(self.taps) != 1:
+            raise ModelError(f"An early exit reads one layer of its target, not {list(self.taps)}.")
         if not self.taps or min(self.taps) < 0 or len(set(self.taps)) < len(self.taps):
             raise ModelError(f"A head reads different layers of its target, counted from 0, not {list(self.taps)}.")
 
 
 def shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a head of this shape has, with its shape."""
+    if c.kind == "exit":
+        return _exit_shapes(c)
     h = c.hidden_size
     named: dict[str, tuple[int, ...]] = {"fc.weight": (h, len(c.taps) * h), "midlayer.hidden_norm.weight": (h,)}
     for i in range(c.layers):
@@ -80,6 +84,25 @@ def shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
     if c.kind == "block":
         named |= {"mask_embedding": (h,), "mask_hidden": (h,)}
     return named
+
+
+def _exit_shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """An adapter's: with the whole vocabulary, the target's own head speaks."""
+    h, wide = c.hidden_size, c.intermediate_size
+    named: dict[str, tuple[int, ...]] = {}
+    for i in range(c.layers):
+        at = block_name(i)
+        named |= {f"{at}.norm.weight": (h,), f"{at}.mlp.down_proj.weight": (h, wide)}
+        named |= {f"{at}.mlp.{name}_proj.weight": (wide, h) for name in ("gate", "up")}
+    if c.draft_vocab_size < c.vocab_size:
+        named |= {"norm.weight": (h,), "lm_head.weight": (c.draft_vocab_size, h)}
+        named |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
+    return named
+
+
+def block_name(i: int) -> str:
+    """A block of an adapter."""
+    return f"blocks.{i}"
 
 
 def layer_name(i: int) -> str:
@@ -112,6 +135,8 @@ def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> No
                 f"In {where} the tensor '{name}' has the shape {list(tensors[name].shape)} where its configuration "
                 f"asks for {list(shape)}; make the head again."
             )
+    if "d2t" not in shapes(config):
+        return
     ids = target_ids(tensors["d2t"])
     if not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size or ids.unique().numel() < ids.numel():
         raise ModelError(f"The draft vocabulary of {where} (d2t) names ids outside the target's, or one twice.")
@@ -131,7 +156,8 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor
     check_head(config, tensors, "The head")
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: tensors[name].detach().cpu().contiguous() for name in shapes(config)}
-    kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
+    if "d2t" in kept:
+        kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
     save_file(kept, str(folder / f"{WEIGHTS}.new"), metadata={"format": "pt"})
     os.replace(folder / f"{WEIGHTS}.new", folder / WEIGHTS)
     if card:

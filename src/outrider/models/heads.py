@@ -14,6 +14,7 @@ from ..errors import ModelError
 from ..paths import cache_folder
 from .head_file import CONFIG, read_config
 
+HEADS = ("eagle3", "block")  # an early exit's adapter is no head
 SHIPPED = Path(__file__).parent.parent / "heads"
 
 
@@ -27,7 +28,7 @@ def head_for(target: Any) -> Path | None:
             config = read_config(folder)
         except ModelError:
             continue
-        if config.target_hash == identity():
+        if config.kind in HEADS and config.target_hash == identity():
             return folder
     return None
 

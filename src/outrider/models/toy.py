@@ -92,7 +92,7 @@ def random_head(
     config: ModelConfig, kind: str = "eagle3", seed: int = 1, layers: int = 1, vocabulary: int = 0, hash: str = ""
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """An untrained head for a target of this shape, its vocabulary spread evenly over the target's."""
-    vocabulary = vocabulary or min(config.vocab_size * 3 // 4, 4096)
+    vocabulary, half = vocabulary or min(config.vocab_size * 3 // 4, 4096), config.layers // 2
     shape = HeadConfig(
         kind=kind,
         hidden_size=config.hidden_size,
@@ -102,7 +102,7 @@ def random_head(
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         draft_vocab_size=vocabulary,
-        taps=tuple(sorted({0, config.layers // 2, config.layers - 1})),
+        taps=(max(half, 1) - 1,) if kind == "exit" else tuple(sorted({0, half, config.layers - 1})),
         layers=layers,
         norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
@@ -113,6 +113,7 @@ def random_head(
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[ids] = True
     tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(vocabulary), "t2d": known}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in shapes(shape)}
     generator = torch.Generator().manual_seed(seed)
     for name, size in shapes(shape).items():
         if name not in tensors:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..cache import Plane
 from ..models import Model, ops
 from ..types import Output, Rows
+from .begun import Begun
 
 
 class Pending:
@@ -23,15 +24,15 @@ class Pending:
 
 
 class Eager:
-    """Runs one model over its plane."""
+    """Runs one model over its plane; where a pass has begun, it goes on from there."""
 
-    def __init__(self, model: Model, plane: Plane) -> None:
-        self.model, self.plane = model, plane
+    def __init__(self, model: Model, plane: Plane, begun: Begun | None = None) -> None:
+        self.model, self.plane, self.begun = model, plane, begun
         self._worker: ThreadPoolExecutor | None = None
 
     def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
         def run() -> Output:
-            output = self.model.forward(rows, self.plane, taps=taps)
+            output = self._pass(rows, taps)
             highest, greedy = ops.top(output.logits)
             choices = [c if who.params.plain else -1 for c, who in zip(greedy.tolist(), rows.speakers, strict=True)]
             return replace(output, highest=highest.tolist(), choices=choices)
@@ -42,3 +43,8 @@ class Eager:
             self._worker = ThreadPoolExecutor(1, "target")
         future: Future[Output] = self._worker.submit(run)
         return Pending(future.result)
+
+    def _pass(self, rows: Rows, taps: tuple[int, ...]) -> Output:
+        if self.begun is not None:
+            return self.begun.finish(rows, taps)
+        return self.model.forward(rows, self.plane, taps=taps)

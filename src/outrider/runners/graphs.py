@@ -139,6 +139,12 @@ class Graphs:
         pending = self._start(phase, rows.packing, rows.speakers, part, (), reply=False)
         return pending.output.logits[: len(rows.packing.want)]
 
+    def states(self, rows: Rows, layers: int) -> Tensor:
+        """The residual stream of all rows after so many layers [T, H], on the device. Nobody waits."""
+        part, tap = Part(stop=layers, head=False), layers - 1
+        pending = self._start("draft", rows.packing, rows.speakers, part, (tap,), reply=False)
+        return pending.output.hidden[tap][: rows.count]
+
     def chains(self, part: Part, again: int, source: str) -> Any:
         from .chains import Chains
 

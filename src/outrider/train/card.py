@@ -11,11 +11,14 @@ Json = dict[str, Any]
 _USE = {
     "eagle3": "outrider generate --model TARGET --drafter head --set head=THIS_FOLDER",
     "block": "outrider generate --model TARGET --drafter head --set head=THIS_FOLDER",
+    "exit": "outrider generate --model TARGET --drafter exit --set adapter=THIS_FOLDER",
     "model": "outrider generate --model TARGET --drafter model --draft-model THIS_FOLDER",
 }
 _WHAT = {
     "eagle3": "an EAGLE-3 head: one layer on fused features of the target, drafting token after token",
     "block": "a block drafter: masks after the target's last features, filled in by one pass",
+    "exit": "an early exit: a small adapter that guesses from the target's first layers, which verification then need "
+    "not run again",
     "model": "a small standalone model: a few layers of the target, distilled from the whole of it",
 }
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.head_file import HeadConfig, read_head, target_hash, target_ids, write_head
 from .answers import Answer
 from .distil import Distilled, cut_from, write_model
+from .exits import ExitNet, Exits
 from .features import TargetNet, default_taps
 from .net import EAGLE3, HeadNet
 from .objectives import Blocks, Eagle, Student
@@ -26,6 +27,7 @@ from .vocabulary import choose
 if TYPE_CHECKING:
     from .recipe import Recipe
 
+EXIT = "exit"
 _LAYERS = 4  # of a distilled model
 _SPECIALS = 64
 
@@ -42,28 +44,36 @@ class Made:
 def make_head(
     recipe: Recipe, checkpoint: Checkpoint, target: TargetNet, answers: list[Answer], device: torch.device
 ) -> Made:
-    """EAGLE-3 or a block drafter."""
+    """EAGLE-3, a block drafter, or an early exit's adapter."""
     before = None if recipe.start_from is None else read_head(recipe.start_from)
-    known = None if before is None else target_ids(before[1]["d2t"])
+    known = None if before is None or "d2t" not in before[1] else target_ids(before[1]["d2t"])
     vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint), known)
     config = head_config(recipe, checkpoint, len(vocabulary.ids))
-    net = HeadNet.from_target(target, config, vocabulary.ids, recipe.seed).to(device)
+    student = _student(recipe, config, vocabulary.ids, target, device)
+    net = student.net
     if before is not None:
-        _go_on_from(net, *before)
-    kind = Eagle if config.kind == EAGLE3 else Blocks
+        _go_on_from(net, config, *before)
     shares = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
     facts = {"vocabulary": {"size": len(vocabulary.ids)} | shares, "taps": list(config.taps), "layers": config.layers}
 
     def write(card: str) -> None:
         write_head(recipe.out, config, {name: _stored(t, recipe.store) for name, t in net.state_dict().items()}, card)
 
-    return Made(kind(net, target, recipe.k, recipe.soft), facts, write)
+    return Made(student, facts, write)
 
 
-def _go_on_from(net: HeadNet, config: HeadConfig, tensors: dict[str, Tensor]) -> None:
+def _student(recipe: Recipe, config: HeadConfig, ids: Tensor, target: TargetNet, device: torch.device) -> Student:
+    """A net that knows what the target lends it, and what it is to learn. ids [draft_vocab]."""
+    if config.kind == EXIT:
+        return Exits(ExitNet(config, ids, target).to(device), target, recipe.k, recipe.soft)  # type: ignore[arg-type]
+    net = HeadNet.from_target(target, config, ids, recipe.seed).to(device)
+    return (Eagle if config.kind == EAGLE3 else Blocks)(net, target, recipe.k, recipe.soft)
+
+
+def _go_on_from(net: nn.Module, config: HeadConfig, its: HeadConfig, tensors: dict[str, Tensor]) -> None:
     """Begin with the weights of another head of the same target."""
-    if config != net.config:
-        names = [name for name, value in vars(config).items() if getattr(net.config, name) != value]
+    if its != config:
+        names = [name for name, value in vars(its).items() if getattr(config, name) != value]
         raise ConfigError(f"--start-from names a head of another shape: its {' and '.join(names)} differ.")
     net.load_state_dict(tensors)
 
@@ -84,6 +94,8 @@ def make_model(
 def head_config(recipe: Recipe, checkpoint: Checkpoint, draft_vocab: int) -> HeadConfig:
     c = checkpoint.config
     taps = tuple(sorted(recipe.taps)) or default_taps(c.layers)
+    if recipe.kind == EXIT:
+        taps = (_exit_layer(recipe, c.layers) - 1,)
     if not all(0 <= tap < c.layers for tap in taps):
         raise ConfigError(f"--taps names a layer that the target does not have: it has 0 to {c.layers - 1}.")
     return HeadConfig(
@@ -104,6 +116,14 @@ def head_config(recipe: Recipe, checkpoint: Checkpoint, draft_vocab: int) -> Hea
         target_hash=target_hash(c, checkpoint.weights),
         target_name=checkpoint.name,
     )
+
+
+def _exit_layer(recipe: Recipe, layers: int) -> int:
+    """How many of the target's layers run before the exit: a quarter of them, unless said otherwise."""
+    wanted = recipe.exit_layer or max(1, layers // 4)
+    if not 1 <= wanted < layers:
+        raise ConfigError(f"--exit-layer is {wanted}, but it must be a number from 1 to {layers - 1} for this target.")
+    return wanted
 
 
 def _specials(checkpoint: Checkpoint) -> list[int]:

@@ -186,14 +186,14 @@ def _begin(net: HeadNet, target: TargetNet) -> None:
     layers = [layer for layer in target.layers if isinstance(layer, Block)][-net.config.layers :]
     first, mid = layers[0], net.midlayer
     for mine, its in _pairs(mid, first):
-        mine[:, hidden:] = _fit(its, mine[:, hidden:])
+        mine[:, hidden:] = fit(its, mine[:, hidden:])
         mine[:, :hidden] = torch.randn_like(mine[:, :hidden]) * 0.02  # what to make of the token is to be learnt
     mid.hidden_norm.weight.copy_(first.input_layernorm.weight)
     _adopt(mid, first)
     for layer, its_layer in zip(net.layers.values(), layers[1:], strict=False):
         assert isinstance(layer, Block)
         for mine, its in _pairs(layer, its_layer):
-            mine.copy_(_fit(its, mine))
+            mine.copy_(fit(its, mine))
         layer.input_layernorm.weight.copy_(its_layer.input_layernorm.weight)
         _adopt(layer, its_layer)
     net.norm.weight.copy_(target.norm.weight)
@@ -212,13 +212,13 @@ def _pairs(mine: First | Block, its: Block) -> list[tuple[Tensor, Tensor]]:
 def _adopt(mine: First | Block, its: Block) -> None:
     """Everything behind the attention."""
     mine.post_attention_layernorm.weight.copy_(its.post_attention_layernorm.weight)
-    mine.self_attn.o_proj.weight.copy_(_fit(its.self_attn.o_proj.weight, mine.self_attn.o_proj.weight))
+    mine.self_attn.o_proj.weight.copy_(fit(its.self_attn.o_proj.weight, mine.self_attn.o_proj.weight))
     for name in ("gate_proj", "up_proj", "down_proj"):
         weight = getattr(mine.mlp, name).weight
-        weight.copy_(_fit(getattr(its.mlp, name).weight, weight))
+        weight.copy_(fit(getattr(its.mlp, name).weight, weight))
 
 
-def _fit(its: Tensor, mine: Tensor) -> Tensor:
+def fit(its: Tensor, mine: Tensor) -> Tensor:
     """The part of the target's weight that mine has room for; where mine is larger it keeps what it has."""
     out = mine.clone()
     rows, columns = min(its.shape[0], mine.shape[0]), min(its.shape[1], mine.shape[1])

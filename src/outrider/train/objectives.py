@@ -49,7 +49,7 @@ class Student(ABC):
 
 
 class HeadStudent(Student):
-    """What both kinds of head share: features of the target, and a reduced vocabulary."""
+    """What heads share: features of the target, and a reduced vocabulary."""
 
     net: HeadNet
 

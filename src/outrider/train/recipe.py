@@ -35,7 +35,7 @@ from .report import html
 
 Json = dict[str, Any]
 Progress = Callable[[str, float], None]
-KINDS = ("eagle3", "block", "model")
+KINDS = ("eagle3", "block", "exit", "model")
 ON_DISK = -1  # instead of a number of answers: those that are there
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MOST_SLOTS = 1_000_000  # K/V places while answers are generated
@@ -55,7 +55,7 @@ _FREE = (
 
 _TYPED = (
     "device", "dtype", "answers", "max_tokens", "steps", "tokens", "batch_tokens", "lr", "seed", "layers",
-    "intermediate", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
+    "intermediate", "exit_layer", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
 )  # fmt: skip
 
 
@@ -80,9 +80,10 @@ class Recipe:
     batch_tokens: int = 8192
     lr: float = 5e-4
     seed: int = 0
-    layers: int = 0  # 1 for eagle3 and block, 4 for a model
+    layers: int = 0  # 1 for heads and adapters, 4 for a model
     intermediate: int = 0  # the target's
     taps: tuple[int, ...] = ()  # a low, a middle and a high layer
+    exit_layer: int = 0  # kind=exit: layers of the target that run; a quarter of them
     draft_vocab: int = 16_384
     unroll: int = 6
     block: int = 8
@@ -102,6 +103,10 @@ class Recipe:
             raise ConfigError(f"There is no kind '{self.kind}'. Choose one of: {', '.join(KINDS)}.")
         if self.kind == "eagle3" and self.layers > 1:
             raise ConfigError("An EAGLE-3 head has one layer; for more, choose --kind block or --kind model.")
+        if self.kind == "exit" and self.taps:
+            raise ConfigError("An early exit reads one layer: choose it with --exit-layer instead of --tap.")
+        if self.kind != "exit" and self.exit_layer:
+            raise ConfigError("--exit-layer belongs to --kind exit.")
         if not self.prompts:
             raise ConfigError("There is nothing to train on: give files with --prompts.")
 
