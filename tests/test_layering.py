@@ -33,7 +33,9 @@ ALLOWED = {
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine sampling drafters drafters.* models models.checkpoint models.head "
-    "models.head_file models.linear models.load models.toy",
+    "models.head_file models.linear models.load models.output models.toy learn learn.*",
+    "learn": "",
+    "learn.*": f"{FLOW} paths learn learn.*",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
     "native": "paths errors",
