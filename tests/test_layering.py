@@ -66,13 +66,16 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config machine models profile profiles text trace models.checkpoint models.load",
+    "llm": f"{FLOW} build config learn.drift machine models profile profiles text trace models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
     "options": FLOW,
     "answer": "types llm show",
-    "cli": f"{FLOW} answer llm trace lossless prompts show options models.checkpoint cli_measure cli_train",
+    "teaching": "errors learn learn.store llm models.checkpoint",
+    "cli_drafter": "cli learn learn.* paths teaching",
+    "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
+    "cli_train",
     "__main__": "cli",
 }
 

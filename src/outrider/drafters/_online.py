@@ -3,8 +3,8 @@
 Both draft chains as `_head` does and remember, for every token they draft, the state it was chosen from: that is what
 learning needs when the target has spoken. They know how to draft; when and how to learn is `learn.learner`'s.
 
-A bare tap's row has the last layer's hidden state of position p and the token at p + 1, as a head's row; what it makes of
-them stands for the hidden state of p + 1, which the target's own output turns into words. No K/V, no pass.
+A bare tap's row has the last layer's hidden state of position p and the token at p + 1, as a head's row; what it makes
+of them stands for the hidden state of p + 1, which the target's own output turns into words. No K/V, no pass.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class TapRollout(Remembering):
         Rollout.__init__(self, nothing, cache, nothing, source="online")
         self.head: Any = tap
         self.last = last
-        self.outputs = {}
+        self.outputs, self.states = {}, {}
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         state = torch.stack([self.last.at(seq, len(seq.tokens) - 2) for seq in seqs])  # [B, H]
         scores, outputs = self.head.guess(state, [seq.tokens[-1] for seq in seqs])
         self.outputs = {seq.id: {-1: output} for seq, output in zip(seqs, outputs, strict=True)}
-        return scores.cpu()
+        return _home(scores)
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         rows = [(growth, node) for growth, nodes in batch for node in nodes]
@@ -136,7 +136,7 @@ class TapRollout(Remembering):
         scores, outputs = self.head.guess(state, [growth.tokens[node] for growth, node in rows])
         for (growth, node), output in zip(rows, outputs, strict=True):
             self.outputs[growth.seq.id][node] = output
-        return scores.cpu()
+        return _home(scores)
 
 
 class Last:
@@ -168,6 +168,11 @@ def head_rollout(head: AdaptedHead, cache: Cache, plane: Any, features: Features
     rollout = Remembering(bare, cache, plane, features)
     rollout.source, rollout.states = "online", {}
     return rollout
+
+
+def _home(scores: Tensor) -> Tensor:
+    """Where choices are made."""
+    return scores.cpu()
 
 
 def _summed(parts: Any) -> Tensor:

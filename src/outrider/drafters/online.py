@@ -1,8 +1,8 @@
 """A drafter that the verifier teaches while it serves: Draft, Verify, Improve.
 
-It drafts with a trained head (`head`), or, where there is none, with the target's own output on its last hidden state. What
-became of each node, up to the first reject and never beyond it, goes into a ring buffer; an update runs now and then while
-the target is busy; weights change between two steps. The target is only read, so the text cannot change.
+It drafts with a trained head (`head`), or, where there is none, with the target's own output on its last hidden state.
+What became of each node, up to the first reject and never beyond it, goes into a ring buffer; an update runs now and
+then while the target is busy; weights change between two steps. The target is only read, so the text cannot change.
 A request with `learn=False` is served and leaves no trace. It knows steps; how learning goes is `learn.learner`'s.
 """
 
@@ -17,21 +17,22 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..learn import store
-from ..learn.buffer import Records, likeliest
+from ..learn.buffer import Seen
 from ..learn.learner import Learner, Plan, warm
 from ..types import REJECTED, Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, Workspace, register
-from ._online import AdaptedHead, Last, Remembering, Tap, TapRollout, head_rollout
+from ._online import AdaptedHead, Last, Tap, TapRollout, head_rollout
 from .head import TrainedHead, _dtype
 
 if TYPE_CHECKING:
     from ..models import Model
 
+_PHASES = ("draft", "verify", "judge")  # of a step's time; learning is within the second
 _VOCABULARY = {"cpu": 8192, "cuda": 32768}  # words that a bare tap drafts from: the first ids, the commonest pieces
 
 
 class Node(NamedTuple):
-    """A verified node, before it goes into the buffer."""
+    """A verified node."""
 
     state: Tensor  # [H]
     beside: int
@@ -81,18 +82,19 @@ class BareTap(Drafter):
 
 @register("online")
 class Online(Drafter):
-    """Options: head, draft_dtype, draft_vocab, learn, learn_from, learn_every, learn_cap_ms, learn_rate."""
+    """Options: head, draft_dtype, draft_vocab, learn, learn_from, learn_every, learn_cap_ms, learn_share,
+    learn_rate."""
 
     takes = (
-        "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_rate",
+        "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_share",
+        "learn_rate",
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         given = space.option("head", default=None) is not None
         self.inner: Any = _adapted(space) if given else BareTap(space)
-        self.rollout: Remembering = self.inner.rollout
-        self.rollout.states = {}
+        self.rollout: Any = self.inner.rollout  # a `Remembering`
         self.taps = self.inner.taps
         head: Any = self.rollout.head
         self.frozen = head.frozen
@@ -110,7 +112,7 @@ class Online(Drafter):
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"learn_every": 2}
+        return {"learn_every": 2, "learn_share": 1.0}
 
     @property
     def overlaps(self) -> bool:
@@ -119,7 +121,7 @@ class Online(Drafter):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.learner.swap()
         self.rollout.states.clear()
-        self.rollout.head.seen.clear()  # type: ignore[attr-defined]
+        self.rollout.head.seen.clear()
         draft: Draft = self.inner.draft(seqs, budget)
         if self.learner.report.state == "on":
             for seq, tree in zip(seqs, draft.trees, strict=True):
@@ -132,13 +134,15 @@ class Online(Drafter):
 
     def observe(self, step: Step) -> None:
         nodes: list[Node] = []
+        begin = self.learner.clock()
         if self.learner.report.state == "on":
             for i, turn in enumerate(step.turns):
                 if step.verdicts[i] is not None and turn.seq.speculate and turn.seq.params.learn:
                     nodes += self._verified(step, i)
-        self.inner.observe(step)
         if nodes:
-            self.learner.add(_records(step, nodes, self.learner.ring.top), [n.accepted for n in nodes if n.drafted >= 0])
+            self.learner.add(_seen(step, nodes))
+        self.learner.pay(sum(step.clock.get(phase, 0.0) for phase in _PHASES), self.learner.clock() - begin)
+        self.inner.observe(step)
         self.learner.swap()
 
     def end(self, seq: Sequence) -> None:
@@ -146,7 +150,7 @@ class Online(Drafter):
         self.inner.end(seq)
 
     def inherit(self, old: Drafter) -> None:
-        if isinstance(old, Online) and store.fingerprint(old.frozen) == store.fingerprint(self.frozen):
+        if isinstance(old, Online) and store.same(store.identity(self.frozen), store.identity(old.frozen)):
             self.learner = old.learner
 
     # ------------------------------------------------------------ what is learnt
@@ -158,7 +162,7 @@ class Online(Drafter):
 
     def save(self, folder: Path | str, **facts: Any) -> None:
         """Keep the best of what was learnt."""
-        said = {"fingerprint": store.fingerprint(self.frozen), "learning": self.learning()}
+        said = {"identity": store.identity(self.frozen), "learning": self.learning()}
         store.save(folder, self.learner.weights(), facts | said)
 
     def _verified(self, step: Step, i: int) -> list[Node]:
@@ -185,18 +189,12 @@ def _walked(verdict: Verdict) -> int:
     return len(verdict.path) + (REJECTED in verdict.fates)
 
 
-def _records(step: Step, nodes: list[Node], top: int) -> Records:
-    logits, rows = step.output.logits, [node.row for node in nodes]
-    whole = rows == list(range(rows[0], rows[0] + len(rows)))  # then there is nothing to copy
-    words, values = likeliest(logits[rows[0] : rows[-1] + 1] if whole else logits[rows], top)
-    return Records(
-        torch.stack([node.state for node in nodes]),
-        torch.tensor([node.beside for node in nodes]),
-        torch.tensor([node.drafted for node in nodes]),
-        torch.tensor([node.accepted for node in nodes]),
-        words,
-        values,
-    )
+def _seen(step: Step, nodes: list[Node]) -> Seen:
+    """A step's logits are gone after the next one: these rows of them are copied, where they are."""
+    states, beside, drafted, accepted, rows = (list(field) for field in zip(*nodes, strict=True))
+    whole = rows == list(range(rows[0], rows[0] + len(rows)))
+    logits = step.output.logits[rows[0] : rows[-1] + 1].clone() if whole else step.output.logits[rows]
+    return Seen(states, beside, drafted, accepted, logits)
 
 
 def _adapted(space: Workspace) -> TrainedHead:
@@ -209,11 +207,11 @@ def _adapted(space: Workspace) -> TrainedHead:
 
 
 def _vocabulary(space: Workspace) -> Tensor:
-    """The words that a bare tap can draft [D]: a tokenizer's first ids are its commonest pieces; and what ends texts."""
+    """What a bare tap can draft [D]: a tokenizer's first ids, which are its commonest pieces, and what ends texts."""
     c = space.target.config
     home = str(getattr(getattr(space.target, "device", None), "type", "cpu"))
     size = int(space.option("draft_vocab", default=0)) or _VOCABULARY.get(home, _VOCABULARY["cpu"])
-    if not 1 <= size:
+    if not size >= 1:
         raise ConfigError(f"draft_vocab is {size}, but it must be at least 1, or 0 for the default.")
     words = {*range(min(size, c.vocab_size)), *(i for i in c.eos_ids if i < c.vocab_size)}
     return torch.tensor(sorted(words))
@@ -227,6 +225,7 @@ def _plan(space: Workspace) -> Plan:
         plan,
         every=_positive(space, "learn_every", plan.every, int),
         cap=_positive(space, "learn_cap_ms", plan.cap * 1e3, float) / 1e3,
+        share=_positive(space, "learn_share", plan.share, float),
         rate=_positive(space, "learn_rate", plan.rate, float),
         rank=min(plan.rank, 2 * space.target.config.hidden_size),
     )

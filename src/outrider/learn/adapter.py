@@ -49,14 +49,15 @@ class Frozen:
         """Weights that change nothing yet. Of each pair of factors exactly one is zero, or nothing could be learnt."""
         size, wide = self.hidden, self.hidden * (1 if self.embedding is None else 2)
         generator = torch.Generator().manual_seed(seed)
-        like = {"dtype": self.norm.dtype, "device": self.norm.device}
+        like = self.norm
 
         def drawn() -> Tensor:
-            return (torch.randn(rank, wide, generator=generator) * wide**-0.5).to(**like)
+            noise: Tensor = torch.randn(rank, wide, generator=generator) * wide**-0.5
+            return noise.to(like.device, like.dtype)
 
-        weights = {"state": torch.ones(size, **like), "norm": self.norm.clone()}  # [H]
-        weights |= {"gate": drawn(), "down": drawn(), "up": torch.zeros(size, rank, **like)}  # [r, wide], [H, r]
-        return weights if self.embedding is None else weights | {"token": torch.zeros(size, **like)}  # [H]
+        weights = {"state": like.new_ones(size), "norm": like.clone()}  # [H]
+        weights |= {"gate": drawn(), "down": drawn(), "up": like.new_zeros(size, rank)}  # [r, wide], [H, r]
+        return weights if self.embedding is None else weights | {"token": like.new_zeros(size)}  # [H]
 
     def adapted(self, w: Weights, state: Tensor, beside: Tensor) -> Adapted:
         """States [n, H], and the ids of the tokens beside them [n]."""

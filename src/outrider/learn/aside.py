@@ -1,6 +1,6 @@
 """Work beside a busy device: a stream of its own on a GPU, nothing at all on a CPU.
 
-Promise: nobody waits. Work reads what was written before the last `writing` ended, and `idle` says whether all of it is
+Promise: nobody waits. Work reads what was written before the last `told`, and `idle` says whether all of it is
 over. It knows streams and moments, not what runs there.
 """
 
@@ -25,19 +25,15 @@ class Aside:
         """Whether everything that was started is over."""
         return self.done is None or self.done.query()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """The main line writes what work will read, after whatever reads it now."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(self.done)  # type: ignore[union-attr]
-        yield
+    def told(self) -> None:
+        """The main line has written what work may read."""
         if self.written is not None:
             self.written.record()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Work: it does not wait for a pass that was launched after the last writing."""
-        if self.stream is None:
+        """Work: it does not wait for a pass that was launched after the last `told`."""
+        if self.stream is None or self.written is None:
             yield
             return
         self.stream.wait_event(self.written)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TOP = 64  # W
+TOP = 64  # W: nearly all of the probability nearly always
 _BLOCK = 32  # scores of which only the highest is looked at first
 
 
@@ -31,21 +31,47 @@ class Records(NamedTuple):
         return Records(*(field[rows] for field in self))
 
 
+class Seen(NamedTuple):
+    """Verified nodes of one step as they come, before anybody has time for them."""
+
+    states: list[Tensor]  # n of [H]
+    beside: list[int]
+    drafted: list[int]
+    accepted: list[bool]
+    logits: Tensor  # [n, V] the target's, for each of them
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+def digested(seen: list[Seen], top: int) -> Records:
+    """Several steps' nodes as records: together, because each operation costs more than its work."""
+    logits = seen[0].logits if len(seen) == 1 else torch.cat([each.logits for each in seen])
+    words, values = likeliest(logits, top)
+    return Records(
+        torch.stack([state for each in seen for state in each.states]),
+        torch.tensor([token for each in seen for token in each.beside]),
+        torch.tensor([token for each in seen for token in each.drafted]),
+        torch.tensor([outcome for each in seen for outcome in each.accepted]),
+        words,
+        values,
+    )
+
+
 class Ring:
     """The last so many records."""
 
     def __init__(self, capacity: int, hidden: int, like: Tensor, top: int = TOP) -> None:
         """like: a tensor of the states' dtype and device."""
-        where = like.device
-        ids = {"dtype": torch.long, "device": where}
         self.capacity, self.added, self.top = capacity, 0, top
+        ids = torch.zeros(capacity, dtype=torch.long, device=like.device)
         self.fields = Records(
-            torch.zeros(capacity, hidden, dtype=like.dtype, device=where),
-            torch.zeros(capacity, **ids),
-            torch.zeros(capacity, **ids),
-            torch.zeros(capacity, dtype=torch.bool, device=where),
-            torch.zeros(capacity, top, **ids),
-            torch.zeros(capacity, top, dtype=like.dtype, device=where),
+            like.new_zeros(capacity, hidden),
+            ids,
+            ids.clone(),
+            torch.zeros(capacity, dtype=torch.bool, device=like.device),
+            ids[:, None].repeat(1, top),
+            like.new_zeros(capacity, top),
         )
 
     def __len__(self) -> int:

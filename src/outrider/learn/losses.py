@@ -1,7 +1,7 @@
 """What is minimised: first the target's distribution, then more and more what was really accepted (DVI).
 
-Promise: a reward above the baseline raises the probability of what was drafted, one below lowers it; and only words that
-are compared take part, so that a few hundred rows of the table are read where thousands would cost milliseconds.
+Promise: a reward above the baseline raises the probability of what was drafted, one below lowers it; and only words
+that are compared take part, so that a few hundred rows of the table are read where thousands would cost milliseconds.
 
     n records   m words that are compared   W words of the target's distribution
 """
@@ -29,7 +29,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Distillation alone, then a ramp to the mix. Distillation keeps half its weight: texts change, and it alone
+    """Distillation alone, then a ramp to the mix. Distillation keeps most of its weight: texts change, and it alone
     tells what would have been right (measured: docs/LOG.md)."""
 
     warm: int = 200  # updates
@@ -38,7 +38,7 @@ class Schedule:
 
     def at(self, update: int) -> Mix:
         t = min(max((update - self.warm) / self.ramp, 0.0), 1.0)
-        return Mix(distil=1 - 0.5 * t, agree=0.3 * t, reward=0.2 * t, back=0.1 * t)
+        return Mix(distil=1 - 0.2 * t, agree=0.1 * t, reward=0.05 * t, back=0.05 * t)
 
 
 @dataclass(frozen=True)

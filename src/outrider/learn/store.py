@@ -1,7 +1,7 @@
 """What was learnt, as a folder: `learnt.safetensors` and `learnt.json`.
 
-Promise: what `load` returns fits the drafter that asked, or is refused in a sentence; a folder is written whole or not at
-all. It holds weights and counts, never text, tokens or states of requests (docs/learning.md).
+Promise: what `load` returns fits the drafter that asked, or is refused in a sentence; a folder is written whole or not
+at all. It holds weights and counts, never text, tokens or states of requests (docs/learning.md).
 """
 
 from __future__ import annotations
@@ -24,20 +24,34 @@ from .adapter import Frozen, Weights
 
 FORMAT = 1
 WEIGHTS, FACTS = "learnt.safetensors", "learnt.json"
+_SAMPLE = 16  # rows and columns of the table that tell it from others
+_ALIKE = 0.98
 
 
-def kept_folder(model: str) -> Path:
-    """Where what a model's drafter has learnt is kept between runs."""
-    return cache_folder() / "learnt" / re.sub(r"[^\w.-]+", "_", model).strip("._")
+def kept_folder(model: str, options: dict[str, Any]) -> Path:
+    """Where what a model's drafter has learnt is kept between runs; each head and draft vocabulary has its own."""
+    head, vocabulary = options.get("head"), options.get("draft_vocab")
+    words = [model, *([Path(str(head)).resolve().name] if head else []), *([str(vocabulary)] if vocabulary else [])]
+    return cache_folder() / "learnt" / re.sub(r"[^\w.-]+", "_", "-".join(words)).strip("._")
 
 
-def fingerprint(frozen: Frozen) -> str:
-    """Changes with the words and the table that the weights were learnt in front of."""
-    rows = frozen.table[:: max(1, frozen.table.shape[0] // 16)].float().cpu()
-    coarse = (rows * 64).round().to(torch.int16)  # a table that was rounded otherwise is still the same one
-    words = frozen.ids.cpu().to(torch.int32)
+def identity(frozen: Frozen) -> dict[str, Any]:
+    """Whose weights these are: the words, and a few numbers of the table, which other dtypes round differently."""
+    words = frozen.ids.cpu().to(torch.int32).numpy().tobytes()
     facts = (tuple(frozen.table.shape), frozen.place.shape[0], frozen.embedding is None)
-    return hashlib.sha256(repr(facts).encode() + words.numpy().tobytes() + coarse.numpy().tobytes()).hexdigest()[:24]
+    sample = frozen.table[:: max(1, frozen.table.shape[0] // _SAMPLE), :_SAMPLE].float().cpu().flatten()
+    return {
+        "words": hashlib.sha256(repr(facts).encode() + words).hexdigest()[:24],
+        "sample": [round(float(value), 4) for value in sample],
+    }
+
+
+def same(ours: dict[str, Any], theirs: Any) -> bool:
+    """Whether two identities mean the same drafter, however its numbers were rounded."""
+    if not isinstance(theirs, dict) or ours["words"] != theirs.get("words"):
+        return False
+    a, b = torch.tensor(ours["sample"]), torch.tensor(theirs.get("sample", []))
+    return a.shape == b.shape and float(torch.cosine_similarity(a, b, dim=0)) > _ALIKE
 
 
 def save(folder: Path | str, weights: Weights, facts: dict[str, Any]) -> None:
@@ -74,7 +88,7 @@ def facts_of(folder: Path | str) -> dict[str, Any]:
 def load(folder: Path | str, frozen: Frozen, fresh: Weights) -> Weights:
     """The weights in a folder, for a drafter whose fresh weights look like this."""
     facts = facts_of(folder)
-    if facts.get("fingerprint") != fingerprint(frozen):
+    if not same(identity(frozen), facts.get("identity")):
         raise ModelError(
             f"What {folder} has learnt belongs to another drafter or target ({facts.get('model', 'unknown')}). Leave "
             f"--learn-from out to start afresh, or give the same model, head and draft_vocab as then."
