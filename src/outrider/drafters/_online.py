@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class AdaptedHead:
     @torch.inference_mode()
     def scores(self, rows: Rows, plane: Any, features: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Head.scores`: [R, D] and [T, H]."""
-        _, x = self.bare.scores(replace(rows, want=rows.want[:0]), plane, features, masked)
+        _, x = self.bare.scores(_unwanted(rows), plane, features, masked)
         if not rows.want.shape[0]:
             return x.new_zeros(0, self.config.draft_vocab_size), x
         state = x[rows.want.to(x.device)]  # [R, H]
@@ -168,6 +168,13 @@ def head_rollout(head: AdaptedHead, cache: Cache, plane: Any, features: Features
     rollout = Remembering(bare, cache, plane, features)
     rollout.source, rollout.states = "online", {}
     return rollout
+
+
+def _unwanted(r: Rows) -> Rows:
+    """The same rows, with nobody asking for scores."""
+    return Rows(
+        r.tokens, r.positions, r.slots, r.lines, r.context, r.table, r.ancestors, r.want[:0], blocks=r.blocks
+    )  # fmt: skip
 
 
 def _home(scores: Tensor) -> Tensor:

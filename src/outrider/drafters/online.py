@@ -8,6 +8,7 @@ A request with `learn=False` is served and leaves no trace. It knows steps; how 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,14 +135,14 @@ class Online(Drafter):
 
     def observe(self, step: Step) -> None:
         nodes: list[Node] = []
-        begin = self.learner.clock()
-        if self.learner.report.state == "on":
+        begin = time.thread_time()
+        if self.learner.listens:
             for i, turn in enumerate(step.turns):
                 if step.verdicts[i] is not None and turn.seq.speculate and turn.seq.params.learn:
                     nodes += self._verified(step, i)
         if nodes:
             self.learner.add(_seen(step, nodes))
-        self.learner.pay(sum(step.clock.get(phase, 0.0) for phase in _PHASES), self.learner.clock() - begin)
+        self.learner.pay(sum(step.clock.get(phase, 0.0) for phase in _PHASES), time.thread_time() - begin)
         self.inner.observe(step)
         self.learner.swap()
 

@@ -28,6 +28,7 @@ _INBOX = 64  # nodes that wait to be looked at
 _HANDFUL = 16  # nodes of one look
 _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the cap, until learning stops
 _LEAST = 4  # records of the smallest slice
+_CAREFUL = 1.25  # times what a slice usually takes
 _SURE = 2.0  # standard deviations by which the snapshot must be better
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
@@ -41,7 +42,7 @@ class Plan:
     cap: float = 0.005  # seconds that one step may spend on learning
     share: float = 0.04  # of the time that serving takes, at most
     batch: int = 64  # records of one update
-    slice: int = 16  # and of one slice of it
+    slice: int = 32  # and of one slice of it
     rate: float = 7e-4
     rank: int = 128
     capacity: int = 2048  # records that are kept
@@ -63,7 +64,7 @@ class Report:
     updates: int = 0
     rollbacks: int = 0
     failures: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of a processor's time that learning has used, the noting of records included
     slowest: float = 0.0  # seconds of the longest work in one step, by the clock on the wall
     busiest: float = 0.0  # and by what it used itself: the rest is a busy machine's
     served: float = 0.0  # seconds of serving, learning included
@@ -81,9 +82,14 @@ class Learner:
     """Trains a copy of what drafts."""
 
     def __init__(
-        self, frozen: Frozen, weights: Weights, plan: Plan, clock: Callable[[], float] = time.perf_counter
+        self,
+        frozen: Frozen,
+        weights: Weights,
+        plan: Plan,
+        clock: Callable[[], float] = time.perf_counter,  # on the wall
+        used: Callable[[], float] = time.thread_time,  # of the processor, by whoever calls
     ) -> None:
-        self.frozen, self.plan, self.clock, self.report = frozen, plan, clock, Report()
+        self.frozen, self.plan, self.clock, self.used, self.report = frozen, plan, clock, used, Report()
         self.live, self.best = copied(weights), copied(weights)
         self.ring = Ring(plan.capacity, frozen.hidden, frozen.norm, min(TOP, frozen.place.shape[0]))
         self.aside = Aside(frozen.norm.device)
@@ -102,10 +108,13 @@ class Learner:
     @property
     def due(self) -> bool:
         """Whether there is something to do while the target is busy."""
-        if self.report.state != "on":
-            return False
         enough = self.waiting >= self.plan.every and len(self.ring) + self.pending >= self.plan.batch
-        return self._job is not None or (enough and self.report.seconds <= self.plan.share * self.report.served)
+        return self.report.state == "on" and (self._job is not None or (enough and self.listens))
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is time to learn: its share of serving is not used up."""
+        return self.report.state == "on" and self.report.seconds <= self.plan.share * self.report.served
 
     def pay(self, seconds: float, learning: float = 0.0) -> None:
         """A step has taken so long, and this much of it was spent on what is to be learnt."""
@@ -140,26 +149,26 @@ class Learner:
 
     def work(self) -> None:
         """As many slices as fit under the cap; the rest of the update waits for the next step."""
-        begin = now = self.clock()
-        own = time.thread_time()
+        begin, own = self.clock(), self.used()
+        now = own
         try:
             with torch.inference_mode(False), torch.enable_grad(), self.aside.reading():
                 while self.due and self.aside.idle:
-                    expected = self.costs.get(self._next, 0.0)
-                    if now > begin and now - begin + expected > self.plan.cap:
+                    expected = _CAREFUL * self.costs.get(self._next, self.plan.cap)  # unknown: alone
+                    if now > own and self.clock() - begin + expected > self.plan.cap:
                         break
                     self._advance()
                     self.aside.mark()
-                    now = self._took(self.clock() - now)
+                    now = self._took(self.used() - now)
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
         except BaseException:  # somebody wants to leave: half an update must not stay
             self._roll_back("an update was interrupted")
             raise
-        spent = self.clock() - begin
+        spent = self.used() - own
         self.report.seconds += spent
-        self.report.slowest = max(self.report.slowest, spent)
-        self.report.busiest = max(self.report.busiest, time.thread_time() - own)
+        self.report.slowest = max(self.report.slowest, self.clock() - begin)
+        self.report.busiest = max(self.report.busiest, spent)
 
     def weights(self) -> Weights:
         """What is worth keeping: the best of what was learnt."""
@@ -293,7 +302,10 @@ class Learner:
     # ------------------------------------------------------------ the clock
 
     def _took(self, seconds: float) -> float:
-        """Remember what a slice cost; one that does not fit is made smaller. Returns the time."""
+        """Remember what a slice cost; one that does not fit is made smaller. Returns the time that was used.
+
+        What counts is the processor's time: on a busy machine everything takes longer, and smaller slices do not help.
+        """
         known = self.costs.get(self._doing, seconds)
         self.costs[self._doing] = 0.7 * known + 0.3 * seconds
         if self._doing == "learn":
@@ -306,7 +318,7 @@ class Learner:
             if self._slow > _TOO_SLOW:
                 text = f"{_LEAST} records take {usual * 1e3:.1f} ms here, and the cap is {cap * 1e3:g} ms"
                 self.stop("stopped", f"learning is too slow: {text}; raise learn_cap_ms")
-        return self.clock()
+        return self.used()
 
 
 def warm(learner: Learner) -> None:
