@@ -40,11 +40,13 @@ def test_a_planted_fall_is_found_soon() -> None:
         assert not any(watch.add(value) for value in blocks(dice, 0.40, 60))
         for delay, value in enumerate(blocks(dice, 0.20, 60)):
             if (change := watch.add(value)) is not None:
-                assert change.fell and abs(change.after - 0.20) < 0.12
+                assert change.fell
+                assert abs(change.after - 0.20) < 0.12
                 found.append(delay)
                 break
         assert watch.stale is not None
-    assert len(found) == 40 and sorted(found)[20] <= 15
+    assert len(found) == 40
+    assert sorted(found)[20] <= 15
 
 
 def test_a_rise_is_no_harm_and_heals_a_fall() -> None:
@@ -90,7 +92,8 @@ def test_it_watches_by_kind_and_remembers(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_requests_that_opt_out_are_not_counted() -> None:
     monitor = Monitor()
     run(monitor, 12, learn=False)
-    assert not monitor.watches and not monitor._open
+    assert not monitor.watches
+    assert not monitor._open
 
 
 def test_it_says_what_is_stale_and_what_to_do() -> None:
@@ -100,4 +103,6 @@ def test_it_says_what_is_stale_and_what_to_do() -> None:
         for value in blocks(dice, rate, 60):
             watch.add(value)
     (sentence,) = monitor.sentences()
-    assert "online" in sentence and "'code'" in sentence and "--learn" in sentence
+    assert "online" in sentence
+    assert "'code'" in sentence
+    assert "--learn" in sentence
