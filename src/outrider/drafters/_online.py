@@ -20,7 +20,7 @@ from torch import Tensor
 from ..cache import Cache
 from ..learn.adapter import Frozen, Weights
 from ..models.linear import linear
-from ..models.output import output_norm, output_rows, product_rows
+from ..models.output import embedding_of, output_norm, output_rows, product_rows
 from ..types import Rows, Sequence, Step
 from ._head import Features, HeadRollout
 from ._rollout import Growth, Rollout
@@ -74,8 +74,6 @@ class Tap:
 
     def __init__(self, target: Any, ids: Tensor, dtype: torch.dtype) -> None:
         """ids [D]: the draft vocabulary, ascending; dtype of the table's product."""
-        from .head import embedding_of  # a head's and a tap's are the same
-
         c = target.config
         self.config = TapConfig(c.hidden_size, c.vocab_size, (c.layers - 1,))
         self.device = output_norm(target).device

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.output import embedding_of
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Workspace, register
 from ._head import Features, HeadRollout
@@ -81,13 +81,6 @@ class TrainedHead(Drafter):
         if self.tree and all(seq.rule == "match" for seq in seqs):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
-
-
-def embedding_of(target: Any) -> Tensor:
-    """The target's own [V, H], which no head brings along."""
-    embedding = getattr(target, "embedding", None)
-    found: Tensor = target.tensors["embedding"] if embedding is None else embedding
-    return found
 
 
 def _load(space: Workspace) -> Head:

@@ -47,7 +47,7 @@ def output_norm(target: Any) -> Tensor:
 
 
 def embedding_of(target: Any) -> Tensor:
-    """[V, H]"""
+    """The target's own [V, H], which no drafter brings along."""
     embedding = getattr(target, "embedding", None)
     found: Tensor = target.tensors["embedding"] if embedding is None else embedding
     return found
