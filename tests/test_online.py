@@ -252,7 +252,7 @@ def test_the_cap_is_kept_by_the_clock() -> None:
         now += 0.001  # every slice takes a millisecond
 
     made._advance = slow  # type: ignore[method-assign]
-    for _ in range(400):
+    for _ in range(800):
         made.waiting, begin = 1, now
         made.work()
         spans.append(now - begin)

@@ -28,7 +28,7 @@ _INBOX = 64  # nodes that wait to be looked at
 _HANDFUL = 16  # nodes of one look
 _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the cap, until learning stops
 _LEAST = 4  # records of the smallest slice
-_CAREFUL = 1.25  # times what a slice usually takes
+_CAREFUL = 2.0  # times what a slice usually takes: now and then one takes so long
 _SURE = 2.0  # standard deviations by which the snapshot must be better
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
@@ -311,9 +311,9 @@ class Learner:
         if self._doing == "learn":
             usual, cap = self.costs["learn"], self.plan.cap
             self._slow = self._slow + 1 if usual > cap and self.slice <= _LEAST else 0
-            if usual > cap and self.slice > _LEAST:
+            if _CAREFUL * usual > cap and self.slice > _LEAST:
                 self.slice, self.costs["learn"] = self.slice // 2, usual / 2
-            elif usual < cap / 3 and self.slice < self.plan.slice:
+            elif usual < cap / (3 * _CAREFUL) and self.slice < self.plan.slice:
                 self.slice, self.costs["learn"] = self.slice * 2, usual * 2
             if self._slow > _TOO_SLOW:
                 text = f"{_LEAST} records take {usual * 1e3:.1f} ms here, and the cap is {cap * 1e3:g} ms"
