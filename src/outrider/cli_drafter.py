@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from .cli import Debug, Json, Model, _sentences, app
-from .learn import drift, store
 from .paths import cache_folder
 from .teaching import name_of
 
@@ -29,6 +28,8 @@ Where = Annotated[Path | None, typer.Argument(help="A folder that --learn-to wro
 def show(folder: Where = None, model: Model = None, as_json: Json = False, debug: Debug = False) -> None:
     """What was learnt from how much text, and whether a drafter has gone stale."""
     with _sentences(debug):
+        from .learn import drift, store  # torch comes with them
+
         place = folder or store.kept_folder(name_of(model), {})
         facts = store.facts_of(place)
         name = facts.get("model", "")
@@ -46,6 +47,8 @@ def show(folder: Where = None, model: Model = None, as_json: Json = False, debug
 def save(folder: Annotated[Path, typer.Argument(help="Where to.")], model: Model = None, debug: Debug = False) -> None:
     """Copy what is kept of a model's drafter to a folder, for --learn-from here or elsewhere."""
     with _sentences(debug):
+        from .learn import store
+
         store.copy(store.kept_folder(name_of(model), {}), folder)
         Console(stderr=True).print(f"Saved to {folder}; `outrider generate --learn-from {folder} …` uses it.")
 
@@ -58,6 +61,8 @@ def forget(
 ) -> None:
     """Delete what is kept."""
     with _sentences(debug):
+        from .learn import store
+
         places = [cache_folder() / "learnt", cache_folder() / "drift"] if everything else []
         places = places or [store.kept_folder(name_of(model), {})]
         gone = [place for place in places if place.exists()]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .learn import store
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -43,6 +42,8 @@ class Teaching:
                 f"The drafter '{given['drafter']}' cannot learn while it serves: leave --drafter out, or give online "
                 f"or head."
             )
+        from .learn import store  # torch comes with it
+
         asked = given | {"drafter": "online", "learn": self.learns}
         kept = store.kept_folder(name_of(model), given)
         source = self.source or (
@@ -56,6 +57,8 @@ class Teaching:
         """Write what was learnt, and the note about acceptance."""
         llm.drift.keep()
         if self.learns and llm.learning is not None:
+            from .learn import store
+
             llm.save_learnt(self.target or store.kept_folder(llm.name, llm.config.options))
 
 
