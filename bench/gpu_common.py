@@ -23,7 +23,7 @@ from rich.table import Table
 import twin
 from outrider import LLM
 from outrider.bench import Question, questions
-from outrider.drafters.head import embedding_of
+from outrider.models.output import embedding_of
 from outrider.models import device_of
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig

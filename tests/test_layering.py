@@ -33,7 +33,10 @@ ALLOWED = {
     "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
-    "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.toy models.weigh",
+    "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.output "
+    "models.toy models.weigh learn learn.*",
+    "learn": "",
+    "learn.*": f"{FLOW} paths learn learn.*",
     "models": "types cache models.config",
     "models.*": f"{FLOW} paths cache machine prompts native cuda.* models models.*",
     "native": "paths errors",
@@ -65,13 +68,16 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config machine models profile profiles text trace models.checkpoint models.load",
+    "llm": f"{FLOW} build config learn.drift machine models profile profiles text trace models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
     "options": FLOW,
     "answer": "types llm show",
-    "cli": f"{FLOW} answer llm trace lossless prompts show options models.checkpoint cli_measure cli_train",
+    "teaching": "errors learn learn.store llm models.checkpoint",
+    "cli_drafter": "cli learn learn.* paths teaching",
+    "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
+    "cli_train",
     "__main__": "cli",
 }
 

@@ -362,3 +362,8 @@ def test_real_weights(tmp_path: Path) -> None:
     out = last(invoke("bench", "--rounds", 1, *quick))
     assert out["divergences"] == []
     assert last(invoke("doctor", *quick))["findings"]
+
+
+def test_the_doctor_tells_of_a_stale_drafter() -> None:
+    text = "The drafter online has gone stale on 'code'."
+    assert text in said(replace(FACTS, drift=(text,)), HINT)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .llm import LLM
-from .show import ghosts, legend, piece, summary
+from .show import ghosts, learning_line, legend, piece, summary
 from .types import SamplingParams, Sequence
 
 errors = Console(stderr=True)
@@ -47,6 +47,10 @@ class Run:
             errors.print("[yellow]Interrupted; this is what was measured until then.[/yellow]")
         errors.print()
         errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, plain))
+        if (learning := self.llm.learning) is not None:
+            errors.print(learning_line(learning))
+        for sentence in self.llm.drift.sentences():
+            errors.print(f"[yellow]{sentence}[/yellow]")
 
     def as_json(self, plain: float | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm
@@ -77,6 +81,10 @@ class Run:
             "dtype": llm.dtype,
             "device": llm.device,
         }
+        if llm.learning is not None:
+            result["learning"] = llm.learning
+        if drift := llm.drift.as_json():
+            result["drift"] = drift
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
         return result if plain is None else result | {"plain_tokens_per_second": plain}

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from .errors import ConfigError, OutriderError
 from .options import arguments, from_elsewhere, sampling
+from .teaching import Teaching
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -55,6 +56,12 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", help="Any other parameter, as name=value: top_p=0.9, tree=true, ngram_max=5, …"),
 ]
+Learn = Annotated[
+    bool | None,
+    typer.Option("--learn/--no-learn", help="Let the drafter learn from what is verified, and keep what it learnt."),
+]
+LearnFrom = Annotated[Path | None, typer.Option(help="Go on with what was learnt before; default: what is kept.")]
+LearnTo = Annotated[Path | None, typer.Option(help="Keep what is learnt in this folder instead.")]
 SpecConfig = Annotated[str | None, typer.Option("--speculative-config", help="vLLM's JSON, as it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -90,6 +97,9 @@ def generate(
     max_tokens: MaxTokens = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
     set_: Set = None,
+    learn: Learn = None,
+    learn_from: LearnFrom = None,
+    learn_to: LearnTo = None,
     speculative_config: SpecConfig = None,
     profile: Profile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -107,13 +117,15 @@ def generate(
         from .answer import Run, plain_speed
 
         with _recorder(trace) as recorder:
-            llm = _load(model, given, recorder)
+            teaching = Teaching(learn, learn_from, learn_to)
+            llm = _load(model, teaching.asked(given, model), recorder)
             ids = _prompt_ids(llm, prompt, raw)
             _header(llm, recorder, ids, params)
             # As a text it is continued, its first space included; as ids it is answered.
             run = Run(llm, prompt if raw or llm.tokenizer.chat_template is None else ids, params, quiet=as_json)
             run.go()
             _footer(llm, recorder, run.seq)
+        teaching.keep(llm)
         plain = plain_speed(llm, ids, params, run) if compare else None
         if as_json:
             print(json.dumps(run.as_json(plain), ensure_ascii=False))
@@ -137,6 +149,9 @@ def chat(
     max_tokens: MaxTokens = 512,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
     set_: Set = None,
+    learn: Learn = None,
+    learn_from: LearnFrom = None,
+    learn_to: LearnTo = None,
     speculative_config: SpecConfig = None,
     profile: Profile = None,
     debug: Debug = False,
@@ -148,7 +163,8 @@ def chat(
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
         from .answer import Run
 
-        llm = _load(model, given, None)
+        teaching = Teaching(learn, learn_from, learn_to)
+        llm = _load(model, teaching.asked(given, model), None)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for said in _questions():
             messages.append({"role": "user", "content": said})
@@ -156,6 +172,7 @@ def chat(
             run.go()
             run.print_summary(None)
             messages.append({"role": "assistant", "content": run.text})
+            teaching.keep(llm)
 
 
 @app.command()
@@ -327,4 +344,4 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_measure, cli_train  # noqa: E402, F401 - bench, doctor, cost, tune and train register themselves
+from . import cli_drafter, cli_measure, cli_train  # noqa: E402, F401 - they register their commands

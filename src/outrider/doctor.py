@@ -67,6 +67,7 @@ class Facts:
     device: str = "cpu"  # where the target runs
     runner: str = ""  # how its passes run
     memory: list[Addition] = field(default_factory=list)  # the target's, then what each drafter adds
+    drift: tuple[str, ...] = ()  # drafters that have gone stale, a sentence each
 
     @property
     def on_gpu(self) -> bool:
@@ -112,6 +113,7 @@ def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress)
         llm.device,
         _RUNNERS.get(type(llm.engine.target).__name__, type(llm.engine.target).__name__),
         [target_memory(llm), *additions(llm)],
+        tuple(llm.drift.sentences()),
     )
 
 
@@ -166,7 +168,7 @@ def _extremes(kinds: list[Kind]) -> tuple[Kind | None, Kind | None]:
 def _changes(facts: Facts) -> list[Finding]:
     ours = [] if facts.on_gpu else [_kernels(facts), _threads(facts), _amx(facts)]  # a GPU's passes need none of it
     found = [_device(facts), *ours, _busy(facts), _dtype(facts), _stale(facts), _drafter(facts)]
-    return [each for each in found if each is not None]
+    return [*(each for each in found if each is not None), *(Finding(HINT, text) for text in facts.drift)]
 
 
 def _device(facts: Facts) -> Finding | None:

@@ -21,6 +21,7 @@ import torch
 from .build import build_engine, make_controller
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .errors import ConfigError
+from .learn.drift import Monitor
 from .machine import choose_device, device_name, prepare
 from .models import device_of
 from .profile import CostFile
@@ -94,6 +95,7 @@ class LLM:
         target = load_model(checkpoint, config.dtype, length, device=device)
         where = () if device.type == "cpu" else (device_name(device),)
         self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
+        self.drift = Monitor(checkpoint.name)
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
@@ -104,13 +106,13 @@ class LLM:
         self._engine()
 
     def _engine(self) -> None:
-        listeners = (self, self.recorder)
+        listeners = (self, self.recorder, self.drift)
         self.engine = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
 
     def using(self, recorder: Recorder | None = None, **changes: Any) -> LLM:
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
-        sibling.costs = self.costs
+        sibling.costs, sibling.drift = self.costs, Monitor()  # what is tried out is not what is served
         old = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name != "options"}
         new = from_hugging_face(changes)
         if "drafter" not in new:
@@ -138,6 +140,25 @@ class LLM:
     def device(self) -> str:
         """Where the target runs: cpu, cuda:0, …"""
         return str(device_of(self.target))
+
+    # ------------------------------------------------------------ a drafter that learns
+
+    @property
+    def learning(self) -> dict[str, Any] | None:
+        """How learning goes: state, reason, counts and times; None where nobody learns."""
+        found = self._learners()
+        return found[0].learning() if found else None
+
+    def save_learnt(self, folder: str | Path) -> None:
+        """Keep what the drafter has learnt; `LLM(drafter="online", learn_from=folder)` goes on with it."""
+        found = self._learners()
+        if not found:
+            raise ConfigError(f"The drafter '{self.config.drafter_name}' learns nothing: use drafter 'online'.")
+        found[0].save(folder, model=self.name)
+
+    def _learners(self) -> list[Any]:
+        drafters = [self.engine.drafter, *getattr(self.engine.drafter, "drafters", ())]
+        return [drafter for drafter in drafters if hasattr(drafter, "learning")]
 
     # ------------------------------------------------------------ the public verbs
 
@@ -255,7 +276,9 @@ class LLM:
         for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             seq.finish = seq.finish or "cancelled"
         self._rejected.clear()
+        old = self.engine.drafter
         self._engine()
+        self.engine.drafter.inherit(old)
 
     def _close(self, seq: Sequence) -> Completion:
         reader = _reader(seq)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -73,6 +73,13 @@ def summary(stats: Stats, seconds: float, drafter: str, plain: float | None = No
     if stats.failures:
         table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text went on without it")
     return table
+
+
+def learning_line(facts: dict[str, Any]) -> str:
+    """How learning goes, in one line."""
+    text = f"learning {facts['state']}: {facts['updates']} updates from {facts['records']} verified tokens"
+    text += f", {facts['seconds'] * 1e3:.0f} ms in all, {facts['slowest'] * 1e3:.1f} ms at most in one step"
+    return text + (f" ({facts['why']})" if facts["why"] else "")
 
 
 def steps(console: Console, trace: Trace, limit: int | None = None) -> None:

@@ -45,6 +45,8 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None  # how many alternatives to report beside each token
+    learn: bool = True  # False: this request teaches the drafter nothing and leaves no trace in its statistics
+    kind: str = ""  # the caller's word for this kind of text: acceptance is watched by it
 
     def __post_init__(self) -> None:
         try:

@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 
 class Drafter:
-    """Five verbs; only `draft` is mandatory."""
+    """Six verbs; only `draft` is mandatory."""
 
     name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
@@ -162,6 +162,9 @@ class Drafter:
 
     def end(self, seq: Sequence) -> None:
         """A sequence finished or was cancelled."""
+
+    def inherit(self, old: Drafter) -> None:
+        """An interrupted engine's drafter is replaced by this one: take over what it has learnt."""
 
 
 _REGISTRY: dict[str, type[Drafter]] = {}

@@ -90,7 +90,7 @@ class Wait:
 
 @register("auto")
 class Auto(Cascade):
-    """Options: auto, a list of drafter names (default suffix, ngram, a head where there is one; exit, model if given)."""
+    """Options: auto, a list of drafter names (default suffix, ngram, a head if there is one; exit, model if given)."""
 
     takes = ("auto", "head", "adapter", "draft_model", "assistant_model")
     option_name = "auto"

@@ -74,6 +74,10 @@ class Cascade(Drafter):
     def end(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.end(seq))
 
+    def inherit(self, old: Drafter) -> None:
+        for mine, its in zip(self.drafters, getattr(old, "drafters", ()), strict=False):
+            mine.inherit(its)
+
     def _each(self, call: Callable[[Drafter], None]) -> None:
         failure = None
         for drafter in self.drafters:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.output import embedding_of
 from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Memory, Workspace, register
@@ -107,13 +107,6 @@ class TrainedHead(Drafter):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
         return self.rollout.chains(seqs, budget)
-
-
-def embedding_of(target: Any) -> Tensor:
-    """The target's own [V, H], which no head brings along."""
-    embedding = getattr(target, "embedding", None)
-    found: Tensor = target.tensors["embedding"] if embedding is None else embedding
-    return found
 
 
 def chosen(space: Workspace) -> Any:

@@ -1,0 +1,204 @@
+"""Does learning while serving help? A stream of code, then of creative writing, with learning on and off.
+
+    python bench/online.py [--prompts 1000] [--tokens 96] [--k 3] [--device cuda] [--head FOLDER] [--svg FILE]
+
+Four engines answer every prompt one after the other, in an order that changes: plain decoding; the drafter frozen; the
+same drafter learning; and plain decoding whose passes are learnt from without a draft (K = 0), which is what learning
+itself costs. Ids are compared. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.environment import environment
+from outrider.plots import Axes, Point, Series, lines
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DOMAINS = {"code": ("code_alpaca_2k.json", "gpteacher_codegen.json"), "writing": ("gpteacher_roleplay.json",)}
+PLAIN, FROZEN, LEARNING, WATCHING = "plain", "frozen", "learning", "plain, learning"
+COLOURS = ("#888888", "#3366cc")
+
+
+@dataclass
+class Bin:
+    """A stretch of the stream."""
+
+    domain: str
+    prompts: int = 0
+    tokens: int = 0
+    accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    reached: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    emitted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    steps: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def alpha(self, name: str) -> float:
+        return self.accepted[name] / max(self.reached[name], 1)
+
+    def tau(self, name: str) -> float:
+        return self.emitted[name] / max(self.steps[name], 1)
+
+
+def texts(data: Path, domain: str, count: int) -> list[str]:
+    """The first prompts of a domain, its files one after the other."""
+    found: list[str] = []
+    for name in DOMAINS[domain]:
+        for record in json.loads((data / name).read_text(encoding="utf-8")):
+            more = record.get("input") or ""
+            found.append((record["instruction"] + ("\n" + more if more else ""))[:800])
+    if len(found) < count:
+        sys.exit(f"There are only {len(found)} prompts of {domain}: give --prompts {len(found)} or fewer.")
+    return found[:count]
+
+
+def engines(args: argparse.Namespace) -> dict[str, LLM]:
+    base = LLM(args.model, drafter="off", dtype=args.dtype, device=args.device, threads=args.threads, max_length=1024)
+    options: dict[str, Any] = {"drafter": "online", "learn_share": args.share, "learn_cap_ms": args.cap_ms}
+    options |= {"head": args.head} if args.head else {}
+    return {
+        PLAIN: base,
+        FROZEN: base.using(k=args.k, **options, learn=False),
+        LEARNING: base.using(k=args.k, **options),
+        WATCHING: base.using(k=0, **options),
+    }
+
+
+def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) -> list[int]:
+    begin = time.perf_counter()
+    (out,) = llm.generate([ids], params)
+    into.seconds[name] += time.perf_counter() - begin
+    into.accepted[name] += out.stats.accepted
+    into.reached[name] += out.stats.reached
+    into.emitted[name] += out.stats.emitted
+    into.steps[name] += out.stats.steps
+    said: list[int] = out.token_ids
+    return said
+
+
+def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
+    """Everything asked; the bins, and how many answers differed from plain decoding's."""
+    bins: list[Bin] = []
+    differ, per_bin, tokens = 0, max(1, args.prompts // args.bins), 0
+    tokenizer = llms[PLAIN].tokenizer
+    for domain in DOMAINS:
+        for number, text in enumerate(texts(args.data, domain, args.prompts)):
+            if number % per_bin == 0 and (number // per_bin < args.bins):
+                bins.append(Bin(domain))
+            ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+            params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=domain)
+            order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
+            said = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
+            differ += sum(each != said[PLAIN] for each in said.values())
+            tokens += len(said[PLAIN])
+            bins[-1].prompts, bins[-1].tokens = bins[-1].prompts + 1, tokens
+            if (number + 1) % per_bin == 0:
+                b = bins[-1]
+                console.print(
+                    f"{domain} {number + 1}: α {b.alpha(FROZEN):.3f} frozen, {b.alpha(LEARNING):.3f} learning"
+                )
+    return bins, differ
+
+
+def table(bins: list[Bin]) -> Table:
+    shown = Table(box=box.SIMPLE)
+    for name in ("domain", "tokens seen", "α frozen", "α learning", "gain", "τ frozen", "τ learning"):
+        shown.add_column(name, justify="left" if name == "domain" else "right")
+    for b in bins:
+        frozen, learning = b.alpha(FROZEN), b.alpha(LEARNING)
+        row = (f"{frozen:.3f}", f"{learning:.3f}", f"{learning - frozen:+.3f}")
+        shown.add_row(b.domain, str(b.tokens), *row, f"{b.tau(FROZEN):.2f}", f"{b.tau(LEARNING):.2f}")
+    return shown
+
+
+def plot(bins: list[Bin]) -> str:
+    """A figure of its own: the colours that a page would bring are inside."""
+    axes = Axes("Acceptance against tokens seen", "thousands of tokens seen (code, then writing)", "α")
+    series = [
+        Series(name, [Point(round(b.tokens / 1000, 1), b.alpha(name)) for b in bins]) for name in (FROZEN, LEARNING)
+    ]
+    css = "text{font:12px sans-serif;fill:#555}.grid{stroke:#ddd}.line{fill:none;stroke-width:2}"
+    css += "".join(f".line.s{i}{{stroke:{c}}}.dot.s{i}{{fill:{c}}}" for i, c in enumerate(COLOURS))
+    head, rest = lines(axes, series).split(">", 1)
+    key = "".join(
+        f'<text x="70" y="{26 + 16 * i}" style="fill:{c}">{name}</text>'
+        for i, (c, name) in enumerate(zip(COLOURS, (FROZEN, LEARNING), strict=True))
+    )
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{key}{rest}'
+
+
+def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
+    """By domain: α over all of it and in its last bin; and what learning cost."""
+    result: dict[str, Any] = {}
+    for domain in DOMAINS:
+        mine = [b for b in bins if b.domain == domain]
+        reached = {n: sum(b.reached[n] for b in mine) for n in (FROZEN, LEARNING)}
+        alpha = {n: sum(b.accepted[n] for b in mine) / max(reached[n], 1) for n in reached}
+        result[domain] = {"alpha": alpha, "gain": alpha[LEARNING] - alpha[FROZEN]}
+        result[domain] |= {"first": mine[0].alpha(LEARNING), "last": mine[-1].alpha(LEARNING)}
+        result[domain]["gain_last"] = mine[-1].alpha(LEARNING) - mine[-1].alpha(FROZEN)
+    seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
+    result["seconds"] = seconds
+    result["overhead_of_plain"] = seconds[WATCHING] / seconds[PLAIN] - 1
+    result["learning"] = {n: llms[n].learning for n in (LEARNING, WATCHING)}
+    result["drift"] = llms[LEARNING].drift.as_json()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=1000, help="of each domain")
+    parser.add_argument("--bins", type=int, default=6, help="of each domain")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--head", default=None, help="a trained head's folder; default: no training at all")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--share", type=float, default=0.04, help="of serving time that may be spent on learning")
+    parser.add_argument("--cap-ms", type=float, default=5.0)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--svg", type=Path, default=None)
+    args = parser.parse_args()
+    console = Console(stderr=True)
+    llms = engines(args)
+    bins, differ = stream(args, llms, console)
+    facts = summary(bins, llms) | {"divergent_answers": differ, "model": llms[PLAIN].name, "dtype": llms[PLAIN].dtype}
+    facts |= {"device": llms[PLAIN].device, "environment": environment(), "command": sys.argv}
+    facts["arguments"] = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
+    facts["bins"] = [
+        {"domain": b.domain, "tokens": b.tokens, FROZEN: b.alpha(FROZEN), LEARNING: b.alpha(LEARNING)} for b in bins
+    ]
+    if args.svg:
+        args.svg.write_text(plot(bins), encoding="utf-8")
+    out = Console()
+    out.print(table(bins))
+    for domain in DOMAINS:
+        out.print(
+            f"{domain}: α {facts[domain]['gain']:+.3f} over all of it, {facts[domain]['gain_last']:+.3f} at its end"
+        )
+    learning = [facts["learning"][n] for n in (LEARNING, WATCHING)]
+    wall, own = (max(each[name] for each in learning) * 1e3 for name in ("slowest", "busiest"))
+    out.print(
+        f"learning costs {facts['overhead_of_plain']:+.1%} of plain serving; its slowest step took {wall:.1f} ms "
+        f"({own:.1f} ms of its own) of {args.cap_ms:g} ms allowed; {differ} answers differed from plain decoding's"
+    )
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
