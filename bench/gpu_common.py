@@ -23,11 +23,11 @@ from rich.table import Table
 import twin
 from outrider import LLM
 from outrider.bench import Question, questions
-from outrider.models.output import embedding_of
 from outrider.models import device_of
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.head import Head, HeadConfig, read_head
+from outrider.models.output import embedding_of
 from outrider.profile import target_costs
 from outrider.prompts import Prompt, bundled, from_file
 

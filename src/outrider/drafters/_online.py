@@ -46,6 +46,10 @@ class AdaptedHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.bare, name)
 
+    def read(self, rows: Rows, plane: Any, shown: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `Head.read`."""
+        return self.scores(rows, plane, self.bare.fuse([shown]), masked)
+
     @torch.inference_mode()
     def scores(self, rows: Rows, plane: Any, features: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Head.scores`: [R, D] and [T, H]."""
@@ -120,7 +124,8 @@ class TapRollout(Remembering):
         Rollout.__init__(self, nothing, cache, nothing, source="online")
         self.head: Any = tap
         self.last = last
-        self.outputs, self.states = {}, {}
+        self.outputs, self.states, self.drafts = {}, {}, None
+        self.floor, self.runs, self.words = 0.0, 0, tap.ids.tolist()
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         state = torch.stack([self.last.at(seq, len(seq.tokens) - 2) for seq in seqs])  # [B, H]
