@@ -72,7 +72,7 @@ class Tally:
 
 def contenders(heads: list[str], k: str) -> dict[str, dict[str, Any]]:
     """By name, as `LLM.using` takes them."""
-    many: dict[str, dict[str, Any]] = {"plain": {"drafter": "off"}, "auto": {"drafter": "auto", "k": k}}
+    many: dict[str, dict[str, Any]] = {"plain": {"drafter": "off"}, "auto": {"drafter": "auto", "head": "none", "k": k}}
     for head in heads:
         name = f" {Path(head).name}" if len(heads) > 1 else ""
         many[f"head{name}"] = {"drafter": "head", "head": head, "k": k}

@@ -26,6 +26,7 @@ _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # splitmix64's constants
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 # The largest g that a 32-bit uniform can give: no token further below the leader than this can win.
+_REACH = 14.0  # P(noise > 14) is 8e-7; guesses may miss what the target's choice must not
 _HIGHEST_NOISE = -math.log(-math.log(1 - 0.5 / 2**32))
 
 
@@ -175,11 +176,17 @@ def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> lis
     if seq.params.greedy:
         confidence, ids = torch.softmax(logits.float(), -1).topk(min(width, logits.shape[-1]))
     else:
-        names, scores = candidates(logits, seq)
+        names, scores = _within_reach(*candidates(logits, seq), width)
         noised = scores + gumbel(key(seq.seed, len(seq.tokens) + len(emitted), CHOICE), names)
         confidence, order = torch.softmax(noised, 0).topk(min(width, names.numel()))
         ids = names[order]
     return list(zip(ids.tolist(), confidence.tolist(), strict=True))
+
+
+def _within_reach(names: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The candidates [C] that noise can bring to the front but once in a million times; noise for all takes longest."""
+    near = scores >= scores.max() - _REACH
+    return (names[near], scores[near]) if int(near.sum()) >= width else (names, scores)
 
 
 def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
