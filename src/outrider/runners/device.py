@@ -90,9 +90,9 @@ def mark(device: torch.device) -> Any:
 class Recording:
     """Work that was captured once and is replayed; where nothing can be captured, it is done anew each time."""
 
-    def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
+    def __init__(self, work: Callable[[], Any], device: torch.device, pool: Pool | None) -> None:
         self._work, self._graph, self.result = work, None, None
-        if device.type != "cuda":
+        if pool is None:
             return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -101,7 +101,7 @@ class Recording:
             work()  # kernels are compiled and libraries wake up outside the capture
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            self._graph.capture_begin(pool=pool)
+            self._graph.capture_begin(pool=pool.handle)
             try:
                 self.result = work()
             finally:
@@ -127,9 +127,17 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def pool(device: torch.device) -> Any:
+class Pool:
     """Memory that all recordings of an engine share: they never run at the same time."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        # torch refuses to record into a pool whose recordings have all been dropped: this one never is.
+        self._first = Recording(lambda: torch.zeros(1, device=device), device, self)
+
+
+def pool(device: torch.device) -> Pool | None:
+    return Pool(device) if device.type == "cuda" else None
 
 
 def filled(array: npt.NDArray[Any], values: Any, rest: Any) -> None:
