@@ -28,16 +28,18 @@ from outrider.models.rope import RopeScaling
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
 from outrider.train.answers import Answer, Order, Store, generate, missing, spoken
+from outrider.train.asking import Answering
 from outrider.train.batches import Batches, collate
 from outrider.train.crowd import absorb_parts, together
 from outrider.train.distil import Distilled, cut_config, cut_from, hf_config
 from outrider.train.evaluate import Acceptance
 from outrider.train.features import TargetNet, default_taps
+from outrider.train.invent import Invention, invent, opening
 from outrider.train.loop import Plan, Stopped
 from outrider.train.net import HeadNet
 from outrider.train.objectives import Blocks, Eagle
 from outrider.train.questions import Question, read_file, read_questions
-from outrider.train.recipe import Answering, Recipe, train
+from outrider.train.recipe import Recipe, train
 from outrider.train.report import thinned
 from outrider.train.teacher import divergence, listen, repeat
 from outrider.train.vocabulary import choose
@@ -431,7 +433,7 @@ def test_a_crowd_gives_the_answers_of_one(home: Path, tmp_path: Path) -> None:
     every = missing(asked, order, set())
     job = Answering(str(home / "tiny"), "float32", "cpu", order, 1)
     alone, store = Store(tmp_path / "alone.jsonl", header), Store(tmp_path / "crowd.jsonl", header)
-    job(every, alone, lambda answers, tokens: None, lambda: False)
+    job(every, every, alone, lambda answers, tokens: None, lambda: False)
     whole = alone.read()
     Store(tmp_path / "crowd.jsonl.part5", header).append(whole[:2])
     absorb_parts(store)
@@ -443,6 +445,35 @@ def test_a_crowd_gives_the_answers_of_one(home: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("crowd*")] == ["crowd.jsonl"]
     with pytest.raises(OutriderError, match="1 of 1 processes that generate answers ended early"):
         together(replace(job, target=str(tmp_path / "nothing")), every, store, 1, lambda *counts: None, lambda: False)
+
+
+def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """From where a user would begin to speak; stopped and gone on with, it invents the same."""
+    model = str(tiny.save(tmp_path_factory.mktemp("talkative")))
+    tokenizer = open_checkpoint(model).tokenizer
+    asked = tokenizer.encode_chat([{"role": "user", "content": WORDS[0]}])
+    begun = opening(tokenizer)
+    assert begun == asked[: len(begun)]
+    assert WORDS[0] not in tokenizer.decode(begun)
+    assert WORDS[0] in tokenizer.decode(asked[len(begun) :])
+    wish = Invention(tmp_path / "whole.jsonl", 24, model, dtype="float32", max_tokens=60, batch=4)
+    count = invent(wish)
+    prompts = read_file(wish.out)
+    assert len(prompts) == count > 0
+    assert {p.category for p in prompts} == {"invented"}
+    assert len({p.text for p in prompts}) == count
+    steps = iter(range(30))
+    again = replace(wish, out=tmp_path / "cut.jsonl")
+    with pytest.raises(Stopped):
+        invent(again, stop=lambda: next(steps, None) is None)
+    assert not again.out.exists()
+    assert invent(again) == count
+    assert again.out.read_text() == wish.out.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "whole.jsonl"]
+    done = CliRunner().invoke(app, ["invent", "--target", model, "--count", "24", "--device", "cpu",
+                                    "--out", str(tmp_path / "typed.jsonl"), "--max-tokens", "60"])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "prompts in" in done.stdout
 
 
 # ---------------------------------------------------------------- the loop

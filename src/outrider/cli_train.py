@@ -85,19 +85,52 @@ def train(
         _run(Recipe(**given), stop_after, as_json)
 
 
-def _run(recipe: Recipe, seconds: float, as_json: bool) -> None:
-    from .train.loop import Stopped
-    from .train.recipe import train as make
+@app.command()
+def invent(
+    out: Annotated[Path, typer.Option(help="Where the prompts go: JSONL, for --prompts of `outrider train`.")],
+    count: Annotated[int, typer.Option(min=1, help="How many are tried; some do not come to an end.")] = 1000,
+    target: Annotated[str | None, typer.Option(help="Who invents; default: SmolLM2-135M.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_tokens: Annotated[int, typer.Option(min=4, help="The longest prompt.")] = 160,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 32,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; more for small targets on a GPU.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same prompts.")] = 0,
+    stop_after: Annotated[float, typer.Option(min=0.0, help="Seconds after which to stop as Ctrl-C does.")] = 0.0,
+    debug: Debug = False,
+) -> None:
+    """Let a chat model write its own training prompts: it goes on where a user would begin to speak."""
+    with _sentences(debug):
+        from .machine import choose_device
+        from .train.invent import Invention, invent as make
 
-    if recipe.html is not None and not recipe.html.expanduser().absolute().parent.is_dir():
-        raise OutriderError(f"{recipe.html} cannot be written: its folder does not exist.")
+        where = str(choose_device(device or "auto"))
+        wish = Invention(out, count, target, where, dtype or "auto", max_tokens, batch, workers, seed)
+        with _stopped(), _asked_to_stop(stop_after) as stop, _progress() as bar:
+            found = make(wish, _spoken(bar), stop)
+        typer.echo(f"{found} prompts in {out}.")
+
+
+@contextmanager
+def _stopped() -> Iterator[None]:
+    """A wish to stop is no failure: say how to go on."""
+    from .train.loop import Stopped
+
     try:
-        with _asked_to_stop(seconds) as stop, _progress() as bar:
-            result = make(recipe, _spoken(bar), stop)
+        yield
     except Stopped as reason:
         errors.print(f"\n{escape(str(reason))} Nothing is lost; go on with:", soft_wrap=True)
         errors.print(escape(_again()), soft_wrap=True, highlight=False)
         raise typer.Exit(130) from None
+
+
+def _run(recipe: Recipe, seconds: float, as_json: bool) -> None:
+    from .train.recipe import train as make
+
+    if recipe.html is not None and not recipe.html.expanduser().absolute().parent.is_dir():
+        raise OutriderError(f"{recipe.html} cannot be written: its folder does not exist.")
+    with _stopped(), _asked_to_stop(seconds) as stop, _progress() as bar:
+        result = make(recipe, _spoken(bar), stop)
     if not as_json:
         _show(Console(), result, recipe)
     typer.echo(json.dumps(_brief(result), ensure_ascii=False))
@@ -105,7 +138,7 @@ def _run(recipe: Recipe, seconds: float, as_json: bool) -> None:
 
 def _again() -> str:
     words = [word for word in sys.argv[1:] if word != "--resume"]
-    return shlex.join(["outrider", *words, "--resume"])
+    return shlex.join(["outrider", *words, *(["--resume"] if "train" in words else [])])
 
 
 @contextmanager

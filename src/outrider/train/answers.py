@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,13 @@ class Order:
     seed: int = 0
     batch: int = 8
     sampled: float = 0.5  # share of training answers that are drawn, at temperatures from 0.7 to 1
+    top_p: float = 1.0
+
+    def prompt(self, tokenizer: Tokenizer, question: Question) -> list[int]:
+        """What the target goes on from: the question under its chat template, if it has one."""
+        if tokenizer.chat_template is None:
+            return tokenizer.encode_prompt(question.text)
+        return tokenizer.encode_chat([{"role": "user", "content": question.text}])
 
     def temperature(self, number: int, question: Question, again: bool) -> float:
         """Held-out answers are greedy; a prompt that comes again is always drawn, a greedy one would be a copy."""
@@ -148,15 +155,14 @@ def digest(questions: list[Question]) -> str:
 
 def generate(
     llm: LLM,
-    wanted: list[Asked],
+    wanted: Iterable[Asked],
     order: Order,
     store: Store,
     counted: Counted = lambda answers, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Add these answers to the store. `stop` ends it between two steps; nothing is lost."""
-    if wanted:
-        _Run(llm, order, store, counted).go(wanted, stop)
+    _Run(llm, order, store, counted).go(wanted, stop)
 
 
 def spoken(progress: Progress | None, known: int, total: int) -> Counted:
@@ -198,7 +204,7 @@ class _Run:
         self.running: dict[int, tuple[Sequence, Asked]] = {}
         self.ends = llm.tokenizer.eos_ids | llm.target.config.eos_ids
 
-    def go(self, wanted: list[Asked], stop: Callable[[], bool]) -> None:
+    def go(self, wanted: Iterable[Asked], stop: Callable[[], bool]) -> None:
         engine, queue = self.llm.engine, iter(wanted)
         try:
             while not stop():
@@ -214,13 +220,14 @@ class _Run:
 
     def _ask(self, each: Asked) -> None:
         number, question, temperature = each
-        ids = encode(self.llm.tokenizer, question.text)
+        ids = self.order.prompt(self.llm.tokenizer, question)
         room = self.llm.engine.cache.length - len(ids)
         if room < 2:  # no place for an answer: an empty one keeps its number
             self._write([Answer(number, question.kind, question.held, ids[:1], [], temperature, 0)])
             return
         seed = self.order.seed * 1_000_003 + number
-        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=min(self.order.max_tokens, room))
+        longest = min(self.order.max_tokens, room)
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=longest, top_p=self.order.top_p)
         seq = Sequence(number, ids, params, seed, self.ends, rule=self.llm.config.rule)
         self.running[number] = (seq, each)
         self.llm.engine.add(seq)
@@ -243,10 +250,3 @@ class _Run:
         self.store.append(answers)
         self.answers += len(answers)
         self.counted(self.answers, self.tokens)
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A question under the target's chat template, if it has one."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode_prompt(text)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])

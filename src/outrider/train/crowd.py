@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +20,11 @@ _GLANCE = 0.5  # seconds between two looks at how far everybody is
 
 
 class Job(Protocol):
-    """What a process does: add these answers to a store. It must survive being sent to another process."""
+    """What a process does: add to a store what comes from the queue, which is some of what is wanted."""
 
-    def __call__(self, wanted: list[Asked], store: Store, counted: Counted, stop: Callable[[], bool]) -> None: ...
+    def __call__(
+        self, wanted: list[Asked], queue: Iterable[Asked], store: Store, counted: Counted, stop: Callable[[], bool]
+    ) -> None: ...
 
 
 def absorb_parts(store: Store) -> None:
@@ -34,14 +36,11 @@ def absorb_parts(store: Store) -> None:
 def together(
     job: Job, wanted: list[Asked], store: Store, workers: int, counted: Counted, stop: Callable[[], bool]
 ) -> None:
-    """Everybody takes every n-th answer; ends when all have ended."""
+    """Everybody takes the next answer that nobody has taken; ends when all have ended."""
     spawn = multiprocessing.get_context("spawn")
-    halt, counts = spawn.Event(), spawn.Array("q", 2 * workers)
-    shares = [wanted[i::workers] for i in range(workers)]
-    crowd = [
-        spawn.Process(target=_work, args=(job, share, _part(store, i), store.header, i, counts, halt), daemon=True)
-        for i, share in enumerate(shares)
-    ]
+    halt, counts, taken = spawn.Event(), spawn.Array("q", 2 * workers), spawn.Value("q", 0)
+    shared = (job, wanted, store.path, store.header, counts, taken, halt)
+    crowd = [spawn.Process(target=_work, args=(i, *shared), daemon=True) for i in range(workers)]
     for process in crowd:
         process.start()
     try:
@@ -64,17 +63,24 @@ def together(
         )
 
 
-def _part(store: Store, number: int) -> Path:
-    return store.path.with_name(f"{store.path.name}.part{number}")
-
-
 def _work(
-    job: Job, wanted: list[Asked], path: Path, header: dict[str, Any], number: int, counts: Any, halt: Any
+    number: int, job: Job, wanted: list[Asked], path: Path, header: dict[str, Any], counts: Any, taken: Any, halt: Any
 ) -> None:
-    """One process."""
+    """One process. It must be possible to send all of this to it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def counted(answers: int, tokens: int) -> None:
         counts[2 * number], counts[2 * number + 1] = answers, tokens
 
-    job(wanted, Store(path, header), counted, halt.is_set)
+    part = Store(path.with_name(f"{path.name}.part{number}"), header)
+    job(wanted, _untaken(wanted, taken), part, counted, halt.is_set)
+
+
+def _untaken(wanted: list[Asked], taken: Any) -> Iterator[Asked]:
+    """What nobody has begun, as long as there is any. `taken` counts for everybody."""
+    while True:
+        with taken.get_lock():
+            at, taken.value = taken.value, taken.value + 1
+        if at >= len(wanted):
+            return
+        yield wanted[at]

@@ -6,7 +6,6 @@ a `config.json` is a finished drafter. What is needed to go on lies in its `trai
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import shlex
@@ -22,10 +21,11 @@ from ..errors import ConfigError, OutriderError
 from ..machine import choose_device, device_name, prepare
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.head_file import target_hash
-from .answers import Answer, Asked, Counted, Order, Store, digest, encode, generate, missing, spoken
+from .answers import Answer, Order, Store, digest, missing, spoken
+from .asking import Answering, ask
 from .batches import Batches
 from .card import card
-from .crowd import absorb_parts, together
+from .crowd import absorb_parts
 from .evaluate import held_out
 from .features import TargetNet
 from .loop import Loop, Plan, Stopped
@@ -38,7 +38,6 @@ Progress = Callable[[str, float], None]
 KINDS = ("eagle3", "block", "exit", "model")
 ON_DISK = -1  # instead of a number of answers: those that are there
 _EPOCHS = 3  # when neither steps nor tokens are given
-_MOST_SLOTS = 1_000_000  # K/V places while answers are generated
 _FREE = (
     "out",
     "answers_file",
@@ -222,43 +221,11 @@ def collect(
     lacking = missing(questions, order, known)
     if lacking:
         job = Answering(recipe.target, recipe.dtype, str(device), order, recipe.workers)
-        counted = spoken(progress, len(known), len(known) + len(lacking))
-        if recipe.workers > 1:
-            together(job, lacking, store, recipe.workers, counted, stop)
-        else:
-            job(lacking, store, counted, stop)
+        ask(job, lacking, store, spoken(progress, len(known), len(known) + len(lacking)), stop)
     if stop():
         raise Stopped("Stopped while the target was answering.")
     wanted = {n for n, _, _ in missing(questions, order, set())}
     return [a for a in store.read() if a.number in wanted]
-
-
-@dataclass(frozen=True)
-class Answering:
-    """Lets the target answer with Outrider's own batched engine, here or in another process."""
-
-    target: str | None
-    dtype: str
-    device: str
-    order: Order
-    share: int  # processes that use the device at the same time
-
-    def __call__(self, wanted: list[Asked], store: Store, counted: Counted, stop: Callable[[], bool]) -> None:
-        from ..llm import LLM
-
-        prepare()
-        checkpoint, batch = open_checkpoint(self.target), self.order.batch
-        longest = max(len(encode(checkpoint.tokenizer, q.text)) for _, q, _ in wanted)
-        length = min(checkpoint.config.context_length, longest + self.order.max_tokens)
-        slots = min(batch * length, _MOST_SLOTS // self.share)
-        sizes: Json = {"max_length": length, "max_batch": batch, "cache_tokens": slots}
-        sizes["max_rows"] = max(512, 2 * batch)  # a pass has room for every answer, and for new prompts
-        llm = LLM(checkpoint, drafter="off", dtype=self.dtype, device=self.device, **sizes)
-        generate(llm, wanted, self.order, store, counted, stop)
-        del llm  # its caches are most of the memory, and it knows itself: only the collector frees them
-        gc.collect()
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
 
 
 def _loop(recipe: Recipe, made: Made, checkpoint: Checkpoint, answers: list[Answer]) -> Loop:
