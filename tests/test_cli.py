@@ -374,11 +374,12 @@ def test_help_is_fast_because_torch_is_not_loaded() -> None:
     )
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = os.times()
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
         )
-        seconds.append(time.perf_counter() - begin)
+        end = os.times()  # what the processor did: others may be using the machine
+        seconds.append(end.children_user + end.children_system - begin.children_user - begin.children_system)
     assert done.stdout.splitlines()[-1] == "[]"
     for word in ("generate", "chat", "verify", "trace"):
         assert word in done.stdout
