@@ -34,7 +34,7 @@ class Eager:
         def run() -> Output:
             output = self._pass(rows, taps)
             highest, greedy = ops.top(output.logits)
-            choices = [c if who.params.plain else -1 for c, who in zip(greedy.tolist(), rows.speakers, strict=True)]
+            choices = [c if who.params.plain and who.matcher is None else -1 for c, who in zip(greedy.tolist(), rows.speakers, strict=True)]
             return replace(output, highest=highest.tolist(), choices=choices)
 
         if not overlapped:

@@ -1,0 +1,51 @@
+"""Drafts that a request brings along, before and around those of the drafter.
+
+A prediction goes first: where the answer stands in it, nobody else is asked. A guide knows what it forbids and where it
+leaves but one way to go on: what it forbids is cut off a chain, what it forces is drafted for free.
+
+Like everything about drafts this decides how far a pass reaches, never what is said. It knows sequences and trees; it
+does not know which drafter is at work.
+"""
+
+from __future__ import annotations
+
+from .drafters import Drafter
+from .drafters.prediction import foretold
+from .types import Draft, Sequence, Tree, chain
+
+FORCED = "forced"  # the source of a draft that is a guide's
+CERTAIN = 0.99  # the survival of a forced token: another spelling of the same text is rare
+
+
+def propose(drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> Draft:
+    """At most budget[i] nodes after seqs[i].tokens, from the request itself where it can tell."""
+    if all(seq.matcher is None and seq.prediction is None for seq in seqs):
+        return drafter.draft(seqs, budget)
+    trees = [_guided(seq, foretold(seq, room), room) for seq, room in zip(seqs, budget, strict=True)]
+    others = [i for i, tree in enumerate(trees) if not tree.tokens or tree.source == FORCED]
+    if not others:
+        return Draft.pack(trees)
+    answer = drafter.draft([seqs[i] for i in others], [budget[i] for i in others])
+    for i, tree in zip(others, answer.trees, strict=True):
+        theirs = _guided(seqs[i], tree, budget[i])
+        if not trees[i].tokens or theirs.tokens[: len(trees[i].tokens)] == trees[i].tokens:
+            trees[i] = theirs
+    return Draft.pack(trees, answer.unread)
+
+
+def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:
+    """A chain as far as the guide allows it, and what the guide forces after that.
+
+    A token that was drawn from q is never discarded for its own value: under the other rules such a chain stays whole.
+    """
+    if seq.matcher is None or not tree.is_chain or tree.q is not None or min(tree.tokens, default=0) < 0:
+        return tree
+    said = seq.generated
+    tree = tree.cut(seq.matcher.follow(said, tree.tokens))
+    more = seq.matcher.forced(said + tree.tokens, room - len(tree.tokens))
+    if not more:
+        return tree
+    last = [1.0] if tree.survival is None else tree.survival[-1:] or [1.0]
+    sure = [last[0] * CERTAIN ** (i + 1) for i in range(len(more))]
+    survival = None if tree.tokens and tree.survival is None else (tree.survival or []) + sure
+    return chain(tree.tokens + more, survival, source=tree.source or FORCED)
