@@ -73,7 +73,8 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config guides learn.drift machine models prediction profile profiles text trace models.checkpoint models.load",
+    "llm": f"{FLOW} build config guides learn.drift machine models prediction profile profiles text trace "
+    "models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
@@ -148,6 +149,7 @@ def test_the_rule_bites() -> None:
     assert not may_see("engine", "drafters.ngram")
     assert not may_see("engine", "models.transformer")
     assert not may_see("verify", "sampling")
+    assert not may_see("guides", "sampling")
     assert not may_see("cli", "engine")
     assert not may_see("drafters.ngram", "engine")
     assert may_see("models.transformer", "models.linear")

@@ -22,15 +22,23 @@ def propose(drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> Draft:
     if all(seq.matcher is None and seq.prediction is None for seq in seqs):
         return drafter.draft(seqs, budget)
     trees = [_guided(seq, foretold(seq, room), room) for seq, room in zip(seqs, budget, strict=True)]
-    others = [i for i, tree in enumerate(trees) if not tree.tokens or tree.source == FORCED]
-    if not others:
+    open_ = [i for i, tree in enumerate(trees) if _may_be_better(seqs[i], tree, budget[i])]
+    if not open_:
         return Draft.pack(trees)
-    answer = drafter.draft([seqs[i] for i in others], [budget[i] for i in others])
-    for i, tree in zip(others, answer.trees, strict=True):
+    answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+    for i, tree in zip(open_, answer.trees, strict=True):
         theirs = _guided(seqs[i], tree, budget[i])
-        if not trees[i].tokens or theirs.tokens[: len(trees[i].tokens)] == trees[i].tokens:
+        if theirs.tokens[: len(trees[i].tokens)] == trees[i].tokens:
             trees[i] = theirs
     return Draft.pack(trees, answer.unread)
+
+
+def _may_be_better(seq: Sequence, own: Tree, room: int) -> bool:
+    """Whether the drafter is asked too: it may go on where forced tokens end.
+
+    Under the rules that draw from q, whose draft is verified must not depend on what was drawn.
+    """
+    return not own.tokens or (own.source == FORCED and len(own.tokens) < room and seq.rule == "match")
 
 
 def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:
@@ -45,7 +53,8 @@ def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:
     more = seq.matcher.forced(said + tree.tokens, room - len(tree.tokens))
     if not more:
         return tree
-    last = [1.0] if tree.survival is None else tree.survival[-1:] or [1.0]
-    sure = [last[0] * CERTAIN ** (i + 1) for i in range(len(more))]
-    survival = None if tree.tokens and tree.survival is None else (tree.survival or []) + sure
-    return chain(tree.tokens + more, survival, source=tree.source or FORCED)
+    survival = tree.survival if tree.tokens else []
+    if survival is not None:
+        last = survival[-1] if survival else 1.0
+        survival = survival + [last * CERTAIN ** (i + 1) for i in range(len(more))]
+    return chain(tree.tokens + more, survival, source=tree.source if tree.tokens else FORCED)

@@ -128,7 +128,9 @@ def _check_pattern(pattern: str) -> None:
     for low, high in _COUNTED.findall(pattern):
         digits = max(low, high, key=lambda text: int(text[:9] or 0))
         cost *= max(int(digits[:9] or 1), 1)
-    _insist(cost <= MOST_REPEATS, f"A regular expression counts up to more than {MOST_REPEATS} repetitions", "use + or *")
+    _insist(
+        cost <= MOST_REPEATS, f"A regular expression counts up to more than {MOST_REPEATS} repetitions", "use + or *"
+    )
 
 
 def _grammar(text: Any) -> Format:

@@ -4,9 +4,9 @@
     seq.matcher = guide.matcher()          # one for each sequence; `SamplingParams(guide=…)` does all of this
 
 The promise: what is allowed is a function of the generated tokens alone. A matcher keeps a grammar's state for speed,
-as a cache keeps K/V, and reconciles it to the tokens it is asked about; drafts, batches and preemption leave no trace in
-it. Compiling is done once for each content and tokenizer, within limits. It knows tokens and grammars (by llguidance);
-it knows neither logits nor drafts.
+as a cache keeps K/V, and reconciles it to the tokens it is asked about; drafts, batches and preemption leave no trace
+in it. Compiling is done once for each content and tokenizer, within limits. It knows tokens and grammars (by
+llguidance); it knows neither logits nor drafts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from .errors import ConfigError
 from .formats import GRAMMAR, JSON_SCHEMA, Format, format_of
 
 KEPT = 64  # compiled guides of a tokenizer that are remembered
-# JSON is written as most models write it, on one line: one way to write it means more tokens that are forced, and no
-# model can lose itself in blanks.
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def _limits() -> LLParserLimits:
@@ -207,7 +204,17 @@ class State:
 
 def _grammar(form: Format) -> str:
     if form.kind == JSON_SCHEMA:
-        return LLMatcher.grammar_from_json_schema(form.text, overrides={**_JSON, "lenient": form.lenient})
+        return LLMatcher.grammar_from_json_schema(
+            form.text,
+            # Written as most models write it, on one line: one way to write it means more tokens that are forced, and
+            # no model can lose itself in blanks.
+            overrides={
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+                "lenient": form.lenient,
+            },
+        )
     if form.kind == GRAMMAR:
         return LLMatcher.grammar_from_lark(form.text)
     return LLMatcher.grammar_from_regex(form.text)

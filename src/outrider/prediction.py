@@ -42,7 +42,8 @@ class Prediction:
                 self._stand(self.place + 1, self.run + 1)
                 continue
             if self.place is not None:
-                self.place, self._floor, self.run = None, self.place, 0
+                self._floor, self.run = self.place, 0
+                self.place = None
             self._look_ahead()
         return self
 
