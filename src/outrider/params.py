@@ -54,6 +54,8 @@ class SamplingParams:
                 raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
+        if isinstance(self.prediction, tuple) and min(self.prediction, default=0) < 0:
+            raise ConfigError("A predicted token id is negative; give a text, or ids of the model's vocabulary.")
         if any(math.isnan(bias) for bias in self.logit_bias.values()):
             raise ConfigError("A logit bias is not a number; every value must be one, from -100 to 100 usually.")
 

@@ -9,11 +9,13 @@ It knows ids only. Where it thinks the answer stands decides what is drafted, ne
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from itertools import islice
 
 SURE = 3  # so many equal tokens are looked for in the whole of what lies ahead
 NEAR = {2: 64, 1: 8}  # fewer of them only so far ahead
+LOOKED_AT = 8  # of the places that so many equal tokens are found at, on either side
 LONG = 6  # so many equal tokens are a place even further back: the answer repeats or reorders
 
 
@@ -27,12 +29,8 @@ class Prediction:
         self._floor = 0  # where the answer left it
         self._said: list[int] = []  # the last few
         self._true = bytearray(len(tokens))  # [n] 1: the answer has this token here
+        self.came_true = 0  # how many predicted tokens the answer has where they stand
         self._places: dict[tuple[int, ...], list[int]] | None = None
-
-    @property
-    def came_true(self) -> int:
-        """How many predicted tokens the answer has where they stand."""
-        return sum(self._true)
 
     def hear(self, tokens: list[int]) -> Prediction:
         """These were said next."""
@@ -53,7 +51,9 @@ class Prediction:
 
     def _stand(self, place: int, run: int) -> None:
         self.place, self.run = place, run
-        self._true[place - min(run, LONG) : place] = b"\1" * min(run, LONG)
+        start = place - min(run, LONG)
+        self.came_true += self._true.count(0, start, place)
+        self._true[start:place] = b"\1" * (place - start)
 
     def _look_ahead(self) -> None:
         """Stand where the longest end of what was said stands, ahead of where the prediction was left."""
@@ -71,7 +71,9 @@ class Prediction:
             for end in range(SURE, len(self.tokens) + 1):
                 self._places[tuple(self.tokens[end - SURE : end])].append(end)
         found = self._places.get(tuple(self._said[-SURE:]), [])
-        ends = [end for end in found if end > self._floor or self._equal(end) >= LONG]
+        left = bisect_right(found, self._floor)
+        ends = found[left : left + LOOKED_AT]
+        ends += [end for end in found[max(left - LOOKED_AT, 0) : left] if self._equal(end) >= LONG]
         for n, reach in NEAR.items():
             said = self._said[-n:]
             window = range(max(self._floor + 1, n), min(self._floor + reach, len(self.tokens)) + 1)
