@@ -16,6 +16,7 @@ from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, drafters
 from outrider.drafters import lookup
 from outrider.formats import format_of
 from outrider.guides import State, guide_for
+from outrider.sampling import ranked
 from outrider.trace import Recorder, Trace, recorded, replay
 from outrider.types import Sequence, Tree
 
@@ -281,6 +282,14 @@ def test_a_matcher_has_no_memory(llm: LLM, form: str) -> None:
             assert walked.allows(said, token)
             assert walked.follow(said, [token]) == 1
             texts.append([*said, token])
+
+
+def test_a_draft_model_with_other_padding_is_guided_too(llm: LLM) -> None:
+    seq = Sequence(1, [5, 6], matcher=llm.guide_for({"regex": "QZ"}).matcher())
+    (q,) = llm.tokenizer.encode("Q")
+    size = llm.target.config.vocab_size
+    for rows in (size, size + 7, size - 1):
+        assert [token for token, chance in ranked(torch.randn(rows), seq, [], 3) if chance > 0] == [q]
 
 
 def test_guides_are_compiled_once(llm: LLM) -> None:

@@ -189,8 +189,11 @@ def _filters(seq: Sequence) -> bool:
 
 
 def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
-    """What is not allowed ([V] bool) cannot be chosen. logits [V] -> [V]"""
-    return logits.masked_fill(~allowed, -math.inf)
+    """What is not allowed ([V] bool) cannot be chosen. logits [V] -> [V]; a draft model may have padded V otherwise."""
+    padding = logits.shape[-1] - allowed.shape[-1]
+    if padding:
+        allowed = torch.nn.functional.pad(allowed, (0, padding))
+    return logits.masked_fill(~allowed.to(logits.device), -math.inf)
 
 
 def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
