@@ -271,9 +271,9 @@ def test_a_matcher_has_no_memory(llm: LLM, form: str) -> None:
         if dice.random() < 0.1:
             said = [*said[: dice.randrange(len(said) + 1)], dice.randrange(250)]
         allowed = walked.mask(said, guess=dice.random() < 0.3)
-        fresh = State(guide).mask(said)
+        fresh = State(guide, guide.fresh()).mask(said)
         assert torch.equal(allowed, fresh)
-        assert walked.complete(said) == State(guide).complete(said)
+        assert walked.complete(said) == State(guide, guide.fresh()).complete(said)
         token = dice.randrange(allowed.numel())
         assert walked.allows(said, token) == bool(allowed[token])
         walked.forced(said, 5)
@@ -290,6 +290,15 @@ def test_a_draft_model_with_other_padding_is_guided_too(llm: LLM) -> None:
     size = llm.target.config.vocab_size
     for rows in (size, size + 7, size - 1):
         assert [token for token, chance in ranked(torch.randn(rows), seq, [], 3) if chance > 0] == [q]
+
+
+def test_a_guide_that_exceeds_its_limits_does_so_at_the_same_place_every_time(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=120, temperature=1.0, seed=1, guide={"regex": "(.*a.{200}b|.*c.{200}d)+"})
+    every = [llm.generate(PROMPTS[0], params, speculate=i % 2 == 0)[0] for i in range(4)]
+    assert len({tuple(result.token_ids) for result in every}) == 1
+    assert {result.finish_reason for result in every} <= {"guide", "length"}
+    ours = with_drafter(llm, "model", k=8).generate(PROMPTS[0], params)[0]
+    assert ours.token_ids == every[0].token_ids
 
 
 def test_guides_are_compiled_once(llm: LLM) -> None:
@@ -398,6 +407,7 @@ HOSTILE = {
     "contradiction": ({"json": {"type": "string", "pattern": "^a$", "minLength": 5}}, "cannot be used|no text"),
     "inner pattern": ({"json": {"type": "string", "pattern": "(a{1,1000}){1,1000}"}}, "repetitions"),
     "long pattern": ({"regex": "a" * 2000}, "longer than 1024"),
+    "many counts": ({"regex": "(a{1,50}b{1,50}){1,200}"}, "repetitions"),
     "counting": ({"regex": "((a{99}){99}){99}"}, "repetitions"),
     "huge count": ({"regex": "a{99999999999999999999}"}, "repetitions"),
     "broken": ({"regex": "(a"}, "cannot be used"),
@@ -426,6 +436,25 @@ def test_what_cannot_be_a_guide_is_refused_with_a_sentence(llm: LLM, case: str) 
         llm.generate(PROMPTS[0], SamplingParams(guide=asked))
     assert len(str(caught.value)) < 600
     assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))  # nothing is broken afterwards
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[a-z]{1,64}@[a-z]{1,255}\.[a-z]{2,24}",
+        r"([0-9]{1,3}\.){3}[0-9]{1,3}",
+        r"\{9999999\}",
+        r"[{99999}]{3}",
+        "(a{9}|b)*",
+    ],
+)
+def test_ordinary_counts_are_fine(llm: LLM, pattern: str) -> None:
+    assert llm.guide_for({"regex": pattern}) is not None
+
+
+def test_a_schema_brings_no_settings_of_its_own(llm: LLM) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "[a-z]*"}}
+    assert llm.guide_for({"json": schema}) is llm.guide_for({"type": "json_object"})
 
 
 def test_everybodys_spelling(llm: LLM) -> None:

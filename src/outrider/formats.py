@@ -27,7 +27,7 @@ MOST_CHOICES = 1024
 
 JSON_SCHEMA, REGEX, GRAMMAR = "json schema", "regex", "grammar"
 _SPELLINGS = ("regex", "grammar", "json", "choice")
-_COUNTED = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_PARTS = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+),?(\d*)\}|.)", re.DOTALL)  # an escape, a class, a count
 
 
 class Format(NamedTuple):
@@ -80,16 +80,15 @@ def _schema(asked: Any, lenient: bool) -> Format:
         if isinstance(asked, str):
             _insist(len(asked) <= MOST_CHARACTERS, f"The JSON schema is longer than {MOST_CHARACTERS} characters")
             asked = json.loads(asked)
-        elif isinstance(asked, Mapping):
-            _check_parts(asked)  # before it is written out: whoever nests deeper than Python can write is refused here
-        text = json.dumps(asked, ensure_ascii=False, allow_nan=False)
+        _insist(isinstance(asked, Mapping), "The JSON schema is not an object", "give one such as {'type': 'object'}")
+        _check_parts(asked)  # before it is written out: nobody nests deeper than Python can write
+        known = {name: value for name, value in asked.items() if name != "x-guidance"}  # no settings from strangers
+        text = json.dumps(known, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"The JSON schema is not JSON: {error}.") from error
     _insist(len(text) <= MOST_CHARACTERS, f"The JSON schema is longer than {MOST_CHARACTERS} characters")
-    _insist(isinstance(asked, Mapping), "The JSON schema is not an object", "give one such as {'type': 'object'}")
-    _check_parts(asked)
     return Format(JSON_SCHEMA, text, lenient)
 
 
@@ -124,13 +123,30 @@ def _regex(pattern: Any) -> Format:
 
 def _check_pattern(pattern: str) -> None:
     _insist(len(pattern) <= MOST_PATTERN, f"A regular expression is longer than {MOST_PATTERN} characters")
-    cost = 1
-    for low, high in _COUNTED.findall(pattern):
-        digits = max(low, high, key=lambda text: int(text[:9] or 0))
-        cost *= max(int(digits[:9] or 1), 1)
     _insist(
-        cost <= MOST_REPEATS, f"A regular expression counts up to more than {MOST_REPEATS} repetitions", "use + or *"
+        _repeats(pattern) <= MOST_REPEATS,
+        f"A regular expression counts up to more than {MOST_REPEATS} repetitions",
+        "use + or *",
     )
+
+
+def _repeats(pattern: str) -> int:
+    """How large a pattern is when its counted repetitions are written out; nested ones multiply."""
+    sizes, last = [0], 0  # of each open group so far; of the latest part in the innermost
+    for part, low, high in _PARTS.findall(pattern):
+        if part == "(":
+            sizes, last = [*sizes, 0], 0
+            continue
+        if part == ")" and len(sizes) > 1:
+            last = sizes.pop()
+        elif low or high:  # the latest part so often, once of which is counted already
+            more = last * (max(int(low[:9] or 0), int(high[:9] or 0), 1) - 1)
+            sizes[-1], last = sizes[-1] + more, last + more
+            continue
+        else:
+            last = 1
+        sizes[-1] += last
+    return sum(sizes)
 
 
 def _grammar(text: Any) -> Format:

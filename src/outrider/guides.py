@@ -29,12 +29,12 @@ KEPT = 64  # compiled guides of a tokenizer that are remembered
 
 
 def _limits() -> LLParserLimits:
-    """What compiling and each step may cost: about a tenth of a second, and 14 ms."""
+    """What compiling and each step may cost: about a tenth of a second, and a hundredth."""
     return LLParserLimits(
         initial_lexer_fuel=2_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_items_in_row=2_000,
+        step_lexer_fuel=150_000,
+        step_max_items=10_000,
+        max_items_in_row=500,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,  # what was asked for does not belong into a log
@@ -91,19 +91,24 @@ class Guide:
 
     def __init__(self, form: Format, press: Press) -> None:
         self.form, self.size, self.ends, self.end = form, press.size, press.ends, press.end
+        self._tokens = press.tokens
         try:
-            self.pristine = LLMatcher(press.tokens, _grammar(form), log_level=0, limits=_limits())
+            self.pristine = self.fresh()
         except (ValueError, TypeError) as error:
             raise ConfigError(f"The {form.kind} cannot be understood: {error}.") from error
         if self.pristine.is_error():
             why = self.pristine.get_error().partition("\n<")[0].strip()
             raise ConfigError(f"The {form.kind} cannot be used as a guide: {why[:400]}")
-        if not self.matcher().mask([]).any():
+        if not State(self, self.fresh()).mask([]).any():
             raise ConfigError(f"The {form.kind} allows no text at all; loosen it.")
 
+    def fresh(self) -> LLMatcher:
+        """The grammar at its beginning, sharing nothing: copies share what they have built, and its limits."""
+        return LLMatcher(self._tokens, _grammar(self.form), log_level=0, limits=_limits())
+
     def matcher(self) -> Walk:
-        """For one sequence."""
-        return Walk(State(self), State(self))
+        """For one sequence. What its judge may still build must not depend on what others have built."""
+        return Walk(State(self, self.fresh()), State(self, self.pristine.deep_copy()))
 
 
 class Walk:
@@ -143,9 +148,8 @@ class Walk:
 class State:
     """A grammar's state after some tokens; asked about others, it goes back to where they part and on from there."""
 
-    def __init__(self, guide: Guide) -> None:
-        self.guide = guide
-        self.grammar = guide.pristine.deep_copy()
+    def __init__(self, guide: Guide, grammar: LLMatcher) -> None:
+        self.guide, self.grammar = guide, grammar
         self.said: list[int] = []  # what the grammar has consumed
 
     def at(self, said: list[int]) -> bool:
@@ -154,7 +158,7 @@ class State:
         if not self.guide.ends.isdisjoint(said[shared:]):
             return False
         if self.grammar.is_error() or (shared < len(self.said) and not self._back(len(self.said) - shared)):
-            self.grammar, self.said, shared = self.guide.pristine.deep_copy(), [], 0
+            self.grammar, self.said, shared = self.guide.fresh(), [], 0
         if shared < len(said):
             rest = said[shared:]
             self.said = self.said + rest[: self.grammar.try_consume_tokens(rest)]
@@ -212,6 +216,7 @@ def _grammar(form: Format) -> str:
                 "whitespace_flexible": False,
                 "item_separator": ", ",
                 "key_separator": ": ",
+                "coerce_one_of": True,
                 "lenient": form.lenient,
             },
         )
