@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from outrider import LLM, ConfigError, SamplingParams, drafters
+from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, chain, drafters
 from outrider.drafters import lookup
 from outrider.prediction import Prediction
+from outrider.types import Sequence
 
 import tiny
 
@@ -81,6 +83,33 @@ def test_a_batch_in_which_some_predict(llm: LLM) -> None:
         assert [result.token_ids for result in results] == each
         assert results[0].stats.rejected_prediction_tokens == 0
         assert results[1].stats.accepted_prediction_tokens == results[1].stats.rejected_prediction_tokens == 0
+
+
+class Dear(Drafter):
+    """Takes long, and is never right."""
+
+    name = "dear"
+    calls = 0
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        Dear.calls += 1
+        time.sleep(0.02)
+        return Draft.pack(chain([3] * k, [0.9] * k, source=self.name) for k in budget)
+
+
+def test_a_drafter_that_is_not_worth_asking_does_not_stand_in_the_way(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    ours, ids = llm.using(drafter=Dear, k="auto"), said(llm, params)
+    ours.generate(PROMPTS[0], params)  # it is found out
+    (tired,), before = ours.generate(PROMPTS[0], params), Dear.calls
+    (result,) = ours.generate(PROMPTS[0], replace(params, prediction=ids))
+    assert (tired.token_ids, result.token_ids) == (ids, ids)
+    assert result.stats.steps < 25 < 80 < tired.stats.steps
+    assert Dear.calls - before <= 3
+    guided = SamplingParams(max_tokens=40, guide={"regex": "QZXJKVW#{20}"})
+    (forced,) = ours.generate(PROMPTS[0], guided)
+    assert forced.token_ids == said(llm, guided)
+    assert forced.stats.steps < 10
 
 
 def test_a_text_is_a_prediction_too(llm: LLM) -> None:

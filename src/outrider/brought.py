@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from .drafters import Drafter
 from .drafters.prediction import foretold
-from .types import Draft, Sequence, Tree, chain
+from .types import BROUGHT, Draft, Sequence, Tree, Turn, chain
 
-FORCED = "forced"  # the source of a draft that is a guide's
+_, FORCED = BROUGHT  # the source of a draft that is a guide's
 CERTAIN = 0.99  # the survival of a forced token: another spelling of the same text is rare
 
 
-def propose(drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> Draft:
-    """At most budget[i] nodes after seqs[i].tokens, from the request itself where it can tell."""
-    if all(seq.matcher is None and seq.prediction is None for seq in seqs):
+def propose(drafter: Drafter, turns: list[Turn]) -> Draft:
+    """At most turn.budget nodes for each sequence, from the request itself where it can tell."""
+    seqs, budget = [turn.seq for turn in turns], [turn.budget for turn in turns]
+    if not any(seq.brings for seq in seqs):
         return drafter.draft(seqs, budget)
     trees = [_guided(seq, foretold(seq, room), room) for seq, room in zip(seqs, budget, strict=True)]
-    open_ = [i for i, tree in enumerate(trees) if _may_be_better(seqs[i], tree, budget[i])]
+    open_ = [i for i, (turn, tree) in enumerate(zip(turns, trees, strict=True)) if _may_be_better(turn, tree)]
     if not open_:
         return Draft.pack(trees)
     answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
@@ -33,12 +34,13 @@ def propose(drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> Draft:
     return Draft.pack(trees, answer.unread)
 
 
-def _may_be_better(seq: Sequence, own: Tree, room: int) -> bool:
+def _may_be_better(turn: Turn, own: Tree) -> bool:
     """Whether the drafter is asked too: it may go on where forced tokens end.
 
     Under the rules that draw from q, whose draft is verified must not depend on what was drawn.
     """
-    return not own.tokens or (own.source == FORCED and len(own.tokens) < room and seq.rule == "match")
+    goes_on = own.source == FORCED and len(own.tokens) < turn.budget and turn.seq.rule == "match"
+    return turn.asks and (not own.tokens or goes_on)
 
 
 def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:

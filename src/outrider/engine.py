@@ -116,7 +116,7 @@ class Engine:
         if asked:
             try:
                 self.drafter.stop_below = self.controller.stop_below
-                answer = propose(self.drafter, [turns[i].seq for i in asked], [turns[i].budget for i in asked])
+                answer = propose(self.drafter, [turns[i] for i in asked])
                 unread = answer.unread
                 for i, tree in zip(asked, answer.trees, strict=True):
                     trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)

@@ -21,6 +21,7 @@ from .params import SamplingParams as SamplingParams
 from .prediction import Prediction
 
 ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
+BROUGHT = ("prediction", "forced")  # sources of drafts that a request brings along: nobody need be asked for them
 BONUS = "b"  # a token the target added itself; `ACCEPTED` and `BONUS` are also the origins of emitted tokens
 
 
@@ -99,9 +100,15 @@ class Turn:
     feed: int  # pending tokens of this step; the rest of a long prompt waits for the next one
     whole: bool  # True when nothing stays pending: the sequence gets logits, a draft and a verdict
     budget: int = 0
+    own: bool = False  # only what the request itself brings along is drafted: the drafter is not worth asking
 
-    def allow(self, budget: int) -> Turn:
-        return replace(self, budget=budget)
+    def allow(self, budget: int, own: bool = False) -> Turn:
+        return replace(self, budget=budget, own=own)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the drafter is asked for it."""
+        return self.budget > 0 and not self.own
 
 
 @dataclass(frozen=True)
@@ -278,6 +285,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+    @property
+    def brings(self) -> bool:
+        """Whether the request itself may have something to draft."""
+        return self.matcher is not None or (self.prediction is not None and self.prediction.place is not None)
 
     @property
     def done(self) -> bool:
