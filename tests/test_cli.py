@@ -480,3 +480,39 @@ def test_verify_on_the_default_model() -> None:
     report = one_object(done.stdout)
     assert (done.exit_code, report["divergences"]) == (0, 0)
     assert report["compared_tokens"] == 64
+
+
+# ---------------------------------------------------------------- what a request brings along
+
+
+def test_a_schema_a_regex_a_grammar_and_a_prediction(folder: Path, tmp_path: Path) -> None:
+    schema, grammar, text = tmp_path / "schema.json", tmp_path / "rules.lark", tmp_path / "text.txt"
+    schema.write_text('{"enum": ["fox", "dog"]}')
+    grammar.write_text('start: "QZ" /[0-9]{3}/')
+    said = one_object(generate(folder, "the fox", "--json", "--json-schema", schema).stdout)
+    assert (json.loads(said["text"]) in ("fox", "dog"), said["finish_reason"]) == (True, "stop")
+    said = one_object(generate(folder, "the fox", "--json", "--grammar", grammar).stdout)
+    assert re.fullmatch("QZ[0-9]{3}", said["text"])
+    said = one_object(generate(folder, "the fox", "--json", "--regex", "[a-z]{9}", "--compare").stdout)
+    assert re.fullmatch("[a-z]{9}", said["text"])
+    plain = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "-d", "off").stdout)
+    text.write_text(plain["text"])
+    said = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "--prediction", text).stdout)
+    assert said["token_ids"] == plain["token_ids"]
+    assert said["accepted_prediction_tokens"] > 0
+    shown = generate(folder, "the fox", "--raw", "-n", 20, "--prediction", text)
+    assert "came true" in shown.stderr
+
+
+def test_guides_that_cannot_be_are_sentences(folder: Path, tmp_path: Path) -> None:
+    for option, value, sentence in (
+        ("--json-schema", tmp_path / "nowhere.json", "cannot be read"),
+        ("--regex", "(a", "cannot be used"),
+        ("--prediction", tmp_path, "cannot be read"),
+    ):
+        result = generate(folder, "the fox", option, value)
+        assert result.exit_code == 1
+        assert sentence in result.stderr
+        assert "Traceback" not in result.stderr
+    both = generate(folder, "the fox", "--regex", "a", "--grammar", __file__)
+    assert (both.exit_code, "one thing" in both.stderr) == (1, True)

@@ -15,6 +15,7 @@ from outrider.engine import Engine
 from outrider.models import WHOLE, ops
 from outrider.models.toy import RandomWeights, toy_config
 from outrider.models.transformer import Transformer
+from outrider.prediction import Prediction
 from outrider.runners.chains import BATCHES
 from outrider.runners.desk import DEPTHS, Desk
 from outrider.runners.graphs import Graphs, rung
@@ -124,6 +125,40 @@ def test_every_drafter_says_what_the_target_says(
         options = options | {"draft_model": model(blur=0.15)}
     guided = engine(target, drafter, 4, **options)
     assert say(guided, params) == plain
+
+
+class Odd:
+    """A guide that allows odd tokens only (`types.Matcher`)."""
+
+    def allows(self, said: list[int], token: int) -> bool:
+        return token % 2 == 1
+
+    def mask(self, said: list[int], guess: bool = False) -> torch.Tensor:
+        return torch.arange(toy_config(1).vocab_size) % 2 == 1
+
+    def complete(self, said: list[int]) -> bool:
+        return True
+
+    def follow(self, said: list[int], tokens: list[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if token % 2 == 0), len(tokens))
+
+    def forced(self, said: list[int], most: int) -> list[int]:
+        return []
+
+
+def test_a_guide_and_a_prediction_beside_a_draft_that_nobody_reads(target: Transformer) -> None:
+    def texts(running: Engine, predicted: list[int]) -> list[list[int]]:
+        seqs = [Sequence(i + 1, prompt, WARM, seed=40 + i) for i, prompt in enumerate(PROMPTS)]
+        seqs[0].matcher, seqs[1].prediction = Odd(), Prediction(predicted)
+        for seq in seqs:
+            running.add(seq)
+        while running.busy:
+            assert not running.step().failure
+        return [seq.generated for seq in seqs]
+
+    plain = texts(engine(target, "off", 0), [])
+    assert all(token % 2 for token in plain[0])
+    assert texts(engine(target, "model", 3, draft_model=model(blur=0.15)), plain[1]) == plain
 
 
 def test_an_early_exit_drafts_and_whole_passes_verify() -> None:

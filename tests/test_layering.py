@@ -21,7 +21,12 @@ ALLOWED = {
     "": "errors types text llm drafters",  # the package's front page, loaded lazily
     "errors": "",
     "paths": "",
-    "types": "errors",
+    "params": "errors",
+    "prediction": "",
+    "types": "params prediction",
+    "formats": "errors",
+    "guides": "errors formats",  # grammars and tokens: neither logits nor drafts
+    "brought": "types drafters drafters.prediction",
     "verify": "types",
     "sampling": FLOW,
     "cache": "types",
@@ -30,7 +35,7 @@ ALLOWED = {
     "trace": f"{FLOW} verify",
     "scheduler": "types cache",
     "profile": "types cache costs machine paths",
-    "engine": f"{FLOW} cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
+    "engine": f"{FLOW} brought cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
     "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.output "
@@ -68,7 +73,8 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config learn.drift machine models profile profiles text trace models.checkpoint models.load",
+    "llm": f"{FLOW} build config guides learn.drift machine models prediction profile profiles text trace "
+    "models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
@@ -143,6 +149,7 @@ def test_the_rule_bites() -> None:
     assert not may_see("engine", "drafters.ngram")
     assert not may_see("engine", "models.transformer")
     assert not may_see("verify", "sampling")
+    assert not may_see("guides", "sampling")
     assert not may_see("cli", "engine")
     assert not may_see("drafters.ngram", "engine")
     assert may_see("models.transformer", "models.linear")

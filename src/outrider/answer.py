@@ -85,6 +85,9 @@ class Run:
             result["learning"] = llm.learning
         if drift := llm.drift.as_json():
             result["drift"] = drift
+        if seq.prediction is not None:
+            result["accepted_prediction_tokens"] = stats.accepted_prediction_tokens
+            result["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
         return result if plain is None else result | {"plain_tokens_per_second": plain}

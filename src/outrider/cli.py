@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .errors import ConfigError, OutriderError
-from .options import arguments, from_elsewhere, sampling
+from .options import arguments, brought, from_elsewhere, sampling
 from .teaching import Teaching
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", help="Any other parameter, as name=value: top_p=0.9, tree=true, ngram_max=5, …"),
 ]
+JsonSchema = Annotated[Path | None, typer.Option(help="A file with a JSON schema that the answer must fit.")]
+Regex = Annotated[str | None, typer.Option(help="A regular expression that the whole answer must match.")]
+Grammar = Annotated[Path | None, typer.Option(help="A file with a Lark grammar that the answer must follow.")]
+Prediction = Annotated[Path | None, typer.Option(help="A file with what the answer is expected to be: it is drafted.")]
 Learn = Annotated[
     bool | None,
     typer.Option("--learn/--no-learn", help="Let the drafter learn from what is verified, and keep what it learnt."),
@@ -96,6 +100,10 @@ def generate(
     seed: Seed = None,
     max_tokens: MaxTokens = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    prediction: Prediction = None,
     set_: Set = None,
     learn: Learn = None,
     learn_from: LearnFrom = None,
@@ -113,7 +121,9 @@ def generate(
         prompt = sys.stdin.read() if prompt == "-" else prompt
         given = arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
         given |= from_elsewhere(speculative_config, profile)
-        params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()))
+        own = brought(json_schema, regex, grammar, prediction)
+        own |= {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())}
+        params = sampling(given, **own)
         from .answer import Run, plain_speed
 
         with _recorder(trace) as recorder:

@@ -13,7 +13,7 @@ from operator import add
 from typing import Protocol
 
 from .costs import Asking, Costs as Costs, Experience, Threshold
-from .types import Draft, Step, Tree, Turn, Verdict
+from .types import BROUGHT, Draft, Step, Tree, Turn, Verdict
 
 
 class Controller(Protocol):
@@ -152,10 +152,13 @@ class Adaptive:
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
         self.ahead = self.steady  # if so, this step's pass has been started already
         asked = self._ask_for(turns, able) if able else {}
-        self.unasked = 0 if asked else self.unasked + 1
+        free = max(2, min(self.k_max, self.FREELY // max(len(turns), 1)))
+        own = {turn.seq.id: free for turn in turns if turn.seq.brings and turn.seq.id not in asked}
+        self.unasked = 0 if asked or own else self.unasked + 1
         # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
-        self.steady = self.asking.rest > 0 if self.asking.resting else self.unasked >= self.SETTLED
-        return [turn.allow(room_for(turn, asked.get(turn.seq.id, 0))) for turn in turns]
+        self.steady = not own and (self.asking.rest > 0 if self.asking.resting else self.unasked >= self.SETTLED)
+        rooms = own | asked
+        return [turn.allow(room_for(turn, rooms.get(turn.seq.id, 0)), turn.seq.id in own) for turn in turns]
 
     def _ask_for(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
         """Nodes for each sequence that may be drafted for."""
@@ -259,7 +262,9 @@ class Adaptive:
                 kept[i] = len(tree.tokens)
             elif tree.tokens and not kept[i]:
                 refused[name] = i
-                if self.paid and tree.survival is not None:  # its word is worth less than was hoped before asking
+                if (
+                    self.paid and turn.asks and tree.survival is not None
+                ):  # its word is worth less than was hoped before asking
                     self._of(name).refuse()
                     self.overall.refuse()
         for name in self._look_again(now, list(refused)):
@@ -300,7 +305,7 @@ class Adaptive:
     def observe(self, step: Step) -> None:
         self._learn_host(step)
         rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
-        if any(turn.budget for turn in step.turns):
+        if any(turn.asks for turn in step.turns):
             self._learn_price(step)
         elif self.draft_most is not None:
             self.draft_most *= self.FORGET
@@ -318,7 +323,7 @@ class Adaptive:
             self.asking.spent(len(step.turns), self.ahead, step.clock["host"])
 
     def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
-        if not self.asking.hides or not any(turn.budget for turn in step.turns) or "read" in step.output.seconds:
+        if not self.asking.hides or not any(turn.asks for turn in step.turns) or "read" in step.output.seconds:
             return  # nothing to learn, or the drafter was reading a prompt
         batch = len(decoded)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + step.output.seconds.get("draft", 0.0)
@@ -334,14 +339,14 @@ class Adaptive:
     def _learn_price(self, step: Step) -> None:
         seconds, batch = step.clock["draft"], len(step.turns)
         free = seconds <= self.CHEAP * self.costs(batch, batch)
-        if not free and any(turn.budget and turn.feed > 1 for turn in step.turns):
+        if not free and any(turn.asks and turn.feed > 1 for turn in step.turns):
             return  # the drafter has read a prompt as well: that is not what a draft costs
         each = seconds / max(self.largest, 1)
         if self.draft_node is None:  # the first time tells most
             self.draft_node, self.draft_call = each, seconds
         self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price
         self.draft_call += 0.2 * (min(seconds, 3 * self.draft_call) - self.draft_call)
-        if max(turn.budget for turn in step.turns) == self.k_max:
+        if max(turn.budget for turn in step.turns if turn.asks) == self.k_max:
             known = seconds if self.draft_most is None else self.draft_most
             self.draft_most = known + 0.2 * (min(seconds, 3 * known) - known)
 
@@ -350,7 +355,7 @@ class Adaptive:
         if tree.tokens:
             for record in (self._of(name), self.overall):
                 record.add(tree, path, fates)
-            if tree.is_chain and tree.survival is not None:
+            if tree.is_chain and tree.survival is not None and tree.source not in BROUGHT:
                 self.threshold.learn(len(tree.tokens), len(path), turn.budget)
         if path:
             self.patience.pop(name, None)

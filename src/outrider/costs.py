@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from operator import mul
 
-from .types import ACCEPTED, REJECTED, Tree
+from .types import ACCEPTED, BROUGHT, REJECTED, Tree
 
 Seconds = Mapping[int, float] | Mapping[tuple[int, int], float]  # by rows (of one sequence), or by (sequences, rows)
 
@@ -192,7 +192,8 @@ class Experience:
 
     def add(self, tree: Tree, path: list[int], fates: str) -> None:
         self.added += 1
-        self._walk(len(path) + (REJECTED in fates), len(path))
+        if tree.source not in BROUGHT:  # by depth it is the drafter who is known
+            self._walk(len(path) + (REJECTED in fates), len(path))
         for claim, fate in zip(tree.survival or (), fates, strict=False):
             self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
 

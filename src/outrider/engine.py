@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from .brought import propose
 from .cache import Cache, Plane
 from .control import Controller
 from .drafters import Drafter
@@ -109,13 +110,13 @@ class Engine:
     # ------------------------------------------------------------ the parts of a step
 
     def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
-        """Ask the drafter for every turn with a budget, and believe nothing it says about shapes."""
+        """Ask for every turn with a budget, and believe nothing that is said about shapes."""
         asked = [i for i, turn in enumerate(turns) if turn.budget]
         trees, failure, unread = [Tree([], [])] * len(turns), "", None
         if asked:
             try:
                 self.drafter.stop_below = self.controller.stop_below
-                answer = self.drafter.draft([turns[i].seq for i in asked], [turns[i].budget for i in asked])
+                answer = propose(self.drafter, [turns[i] for i in asked])
                 unread = answer.unread
                 for i, tree in zip(asked, answer.trees, strict=True):
                     trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)

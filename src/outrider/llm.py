@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Iterator, Sequence as Listing
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Listing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .errors import ConfigError
 from .learn.drift import Monitor
 from .machine import choose_device, device_name, prepare
 from .models import device_of
+from .prediction import Prediction
 from .profile import CostFile
 from .profiles import load_profile
 from .text import Piece, Reader
@@ -31,6 +32,7 @@ from .trace import Recorder
 from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
 
 if TYPE_CHECKING:
+    from .guides import Guide
     from .models.checkpoint import Checkpoint
 
 Messages = list[dict[str, Any]]
@@ -224,7 +226,19 @@ class LLM:
         finally:
             self._rejected.pop(seq.id, None)
 
+    def guide_for(self, asked: Mapping[str, Any] | None) -> Guide | None:
+        """A guide compiled for this model, as `SamplingParams(guide=asked)` will use it; a sentence if it cannot be."""
+        if asked is None:
+            return None
+        from .guides import guide_for
+
+        return guide_for(asked, self.tokenizer, self.target.config.vocab_size, self._eos)
+
     # ------------------------------------------------------------ inside
+
+    @property
+    def _eos(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_ids | self.target.config.eos_ids)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
@@ -252,9 +266,14 @@ class LLM:
         return seqs
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
-        eos = self.tokenizer.eos_ids | self.target.config.eos_ids
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
-        return Sequence(next(self._ids), list(ids), params, seed, ends, self._bad_words(params), self.config.rule)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        seq = Sequence(next(self._ids), list(ids), params, seed, ends, self._bad_words(params), self.config.rule)
+        if (guide := self.guide_for(params.guide)) is not None:
+            seq.matcher = guide.matcher()
+        if params.prediction:
+            text = params.prediction
+            seq.prediction = Prediction(self.tokenizer.encode(text) if isinstance(text, str) else list(text))
+        return seq
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each banned word as it is spelled at the start of a text and after a space."""

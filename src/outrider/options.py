@@ -42,6 +42,23 @@ def from_elsewhere(speculative_config: str | None, profile: Path | None) -> dict
     return {name: value for name, value in said.items() if value is not None}
 
 
+def brought(
+    json_schema: Path | None, regex: str | None, grammar: Path | None, prediction: Path | None
+) -> dict[str, Any]:
+    """What a request brings along: the form its text must have, and what the text is expected to be."""
+    said = {"json": json_schema and _text(json_schema), "regex": regex, "grammar": grammar and _text(grammar)}
+    guide = {name: value for name, value in said.items() if value is not None}
+    own: dict[str, Any] = {"guide": guide} if guide else {}
+    return own if prediction is None else own | {"prediction": _text(prediction)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}.") from error
+
+
 def _value(text: str) -> Any:
     """true, 5, 0.9, [1, 2] and {"a": 1} as JSON has them; anything else is a string."""
     try:

@@ -1,7 +1,8 @@
 """From logits to choices: the target's own decision at every node, and nothing else.
 
 The promise: a choice is a pure function of (logits, parameters, seed, position, the tokens before it). It does not
-depend on drafts, batches, threads or earlier calls, so plain and speculative decoding make the same choices.
+depend on drafts, batches, threads or earlier calls, so plain and speculative decoding make the same choices. A guide
+has the last word about what may be chosen; top-k, top-p and min-p then filter what it leaves.
 
 At temperature 0 the choice is the argmax, lowest id first on ties. Above it, the choice is
 `argmax(logits / T + g)` with Gumbel noise g hashed from (seed, position, token): an exact draw from the softmax
@@ -99,10 +100,11 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
 
 
 def adjusts(seq: Sequence) -> bool:
-    """Whether the logits themselves change with what was said before: bias, penalties, bans."""
+    """Whether the logits themselves change with what was said before: bias, penalties, bans, a guide."""
     p = seq.params
     return bool(
         p.logit_bias
+        or seq.matcher is not None
         or p.min_tokens
         or seq.bad_words
         or p.repetition_penalty != 1
@@ -153,12 +155,25 @@ def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, seq: Sequence, emitted: list[int]) -> int:
-    """The token that comes after seq.tokens + emitted. logits [V]."""
-    logits = adjust(logits, seq, emitted)
+    """The token that comes after seq.tokens + emitted; -1 where its guide leaves none. logits [V]."""
+    logits, position = adjust(logits, seq, emitted), len(seq.tokens) + len(emitted)
+    if seq.matcher is None:
+        return _choose(logits, seq, position)
+    said = seq.generated + emitted
+    if not _filters(seq) and bool(logits.max() > -math.inf):
+        token = _choose(logits, seq, position)
+        if seq.matcher.allows(said, token):  # the best of all is the best of those that are allowed: no need of a mask
+            return token
+    logits = _masked(logits, seq.matcher.mask(said))
+    return _choose(logits, seq, position) if bool(logits.max() > -math.inf) else -1
+
+
+def _choose(logits: Tensor, seq: Sequence, position: int) -> int:
+    """The choice among all of these, as they are. logits [V]."""
     if seq.params.greedy:
         return int(logits.argmax())
     ids, scores = candidates(logits, seq)
-    place = key(seq.seed, len(seq.tokens) + len(emitted), CHOICE)
+    place = key(seq.seed, position, CHOICE)
     leader = int(scores.argmax())
     # A token can only win if even the highest possible noise would lift it over the leader: hash no others.
     floor = scores[leader] + gumbel(place, ids[leader : leader + 1])[0] - _HIGHEST_NOISE
@@ -167,12 +182,26 @@ def choose(logits: Tensor, seq: Sequence, emitted: list[int]) -> int:
     return int(ids[(scores + gumbel(place, ids)).argmax()])
 
 
+def _filters(seq: Sequence) -> bool:
+    """Whether what is left to choose from depends on all of it together."""
+    p = seq.params
+    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+
+
+def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """What is not allowed ([V] bool) cannot be chosen. logits [V] -> [V]; a draft model may have padded V otherwise."""
+    padding = logits.shape[-1] - allowed.shape[-1]
+    if padding:
+        allowed = torch.nn.functional.pad(allowed, (0, padding))
+    return logits.masked_fill(~allowed.to(logits.device), -math.inf)
+
+
 def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
     """The `width` likeliest choices under this seed's noise, best first, with a confidence each: for drafting trees.
 
     A drafter that ranks by *noised* scores proposes what the target, under the same noise, is likely to choose.
     """
-    logits = adjust(logits, seq, emitted)
+    logits = _guess_within(adjust(logits, seq, emitted), seq, emitted)
     if seq.params.greedy:
         confidence, ids = torch.softmax(logits.float(), -1).topk(min(width, logits.shape[-1]))
     else:
@@ -183,6 +212,14 @@ def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> lis
     return list(zip(ids.tolist(), confidence.tolist(), strict=True))
 
 
+def _guess_within(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+    """What the guide allows after a guessed path; where that is nothing, the guess is lost anyway. logits [V] -> [V]"""
+    if seq.matcher is None:
+        return logits
+    masked = _masked(logits, seq.matcher.mask(seq.generated + emitted, guess=True))
+    return masked if bool(masked.max() > -math.inf) else logits
+
+
 def _within_reach(names: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The candidates [C] that noise can bring to the front but once in a million times; noise for all takes longest."""
     near = scores >= scores.max() - _REACH
@@ -190,9 +227,13 @@ def _within_reach(names: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Te
 
 
 def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-    """The distribution that `choose` draws from. [V] float64; one-hot at temperature 0."""
+    """The distribution that `choose` draws from. [V] float64; one-hot at temperature 0; all zeros: nothing to say."""
     logits = adjust(logits, seq, emitted)
     p = torch.zeros(logits.shape[-1], dtype=torch.float64)
+    if seq.matcher is not None:
+        logits = _masked(logits, seq.matcher.mask(seq.generated + emitted))
+        if not bool(logits.max() > -math.inf):
+            return p
     if seq.params.greedy:
         p[logits.argmax()] = 1
     else:
@@ -202,8 +243,10 @@ def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
 
 
 def draw(p: Tensor, key: int) -> int:
-    """One token from the weights p [V], decided by the key alone."""
+    """One token from the weights p [V], decided by the key alone; -1 if there are none."""
     ids = torch.nonzero(p > 0).flatten()
+    if not ids.numel():
+        return -1
     return int(ids[(torch.log(p[ids].double()) + gumbel(key, ids)).argmax()])
 
 

@@ -67,6 +67,8 @@ def summary(stats: Stats, seconds: float, drafter: str, plain: float | None = No
         table.add_row(f"drafter {drafter}", f"{stats.accepted} accepted", detail)
     else:
         table.add_row(f"drafter {drafter}", "nothing drafted", stats.why)
+    if predicted := stats.accepted_prediction_tokens + stats.rejected_prediction_tokens:
+        table.add_row("prediction", f"{stats.accepted_prediction_tokens} came true", f"of {predicted} predicted tokens")
     if plain:
         verdict = f"[bold]{speed / plain:.2f} x[/bold] the plain speed, the same text"
         table.add_row("plain", f"{plain:.1f} tokens/s", verdict)

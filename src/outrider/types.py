@@ -8,105 +8,21 @@ This file knows ids, shapes and fates. It knows neither text nor models nor wher
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from .params import SamplingParams as SamplingParams
+from .prediction import Prediction
 
 ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
+BROUGHT = ("prediction", "forced")  # sources of drafts that a request brings along: nobody need be asked for them
 BONUS = "b"  # a token the target added itself; `ACCEPTED` and `BONUS` are also the origins of emitted tokens
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the target chooses its next token, and when it stops. Every field means the same with and without drafts."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: tuple[str, ...] = ()
-    seed: int | None = None  # None draws a fresh one; the seed used is always reported
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None  # how many alternatives to report beside each token
-    learn: bool = True  # False: this request teaches the drafter nothing and leaves no trace in its statistics
-    kind: str = ""  # the caller's word for this kind of text: acceptance is watched by it
-
-    def __post_init__(self) -> None:
-        try:
-            self._normalise()
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"A sampling parameter has the wrong type: {error}.") from error
-        for name, kind, low, high in _RANGES:
-            value: Any = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
-                continue
-            fits = isinstance(value, kind) and not isinstance(value, bool)
-            if not fits or not low <= value <= high:  # NaN is never within
-                wanted = "a whole number" if kind is int else "a number"
-                raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
-        if "" in self.stop:
-            raise ConfigError("A stop string is empty; give at least one character or leave it out.")
-        if any(math.isnan(bias) for bias in self.logit_bias.values()):
-            raise ConfigError("A logit bias is not a number; every value must be one, from -100 to 100 usually.")
-
-    def _normalise(self) -> None:
-        """One form for every field that may be spelled in several."""
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
-        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)  # -1 is how vLLM spells "off"
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def plain(self) -> bool:
-        """True when the choice is the bare argmax of the logits: nothing has to be processed."""
-        return self.greedy and not (
-            self.logit_bias
-            or self.bad_words
-            or self.min_tokens
-            or self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-        )
-
-
-_NUMBER = (int, float)
-_RANGES: tuple[tuple[str, type | tuple[type, ...], float, float], ...] = (
-    ("temperature", _NUMBER, 0.0, 100.0),
-    ("top_k", int, 0, 10**9),
-    ("top_p", _NUMBER, 1e-9, 1.0),
-    ("min_p", _NUMBER, 0.0, 1.0),
-    ("repetition_penalty", _NUMBER, 1e-3, 100.0),
-    ("presence_penalty", _NUMBER, -100.0, 100.0),
-    ("frequency_penalty", _NUMBER, -100.0, 100.0),
-    ("seed", int, 0, 2**63 - 1),
-    ("max_tokens", int, 1, 10**9),
-    ("min_tokens", int, 0, 10**9),
-    ("n", int, 1, 1024),
-    ("logprobs", int, 0, 1000),
-)
 
 
 class Tree(NamedTuple):
@@ -184,9 +100,15 @@ class Turn:
     feed: int  # pending tokens of this step; the rest of a long prompt waits for the next one
     whole: bool  # True when nothing stays pending: the sequence gets logits, a draft and a verdict
     budget: int = 0
+    own: bool = False  # only what the request itself brings along is drafted: the drafter is not worth asking
 
-    def allow(self, budget: int) -> Turn:
-        return replace(self, budget=budget)
+    def allow(self, budget: int, own: bool = False) -> Turn:
+        return replace(self, budget=budget, own=own)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the drafter is asked for it."""
+        return self.budget > 0 and not self.own
 
 
 @dataclass(frozen=True)
@@ -228,7 +150,7 @@ class Verdict:
     """What became of one sequence's tree."""
 
     path: list[int]  # accepted nodes, root to leaf
-    tokens: list[int]  # what is emitted: the path, then one token that the target chose itself
+    tokens: list[int]  # what is emitted: the path, then one token that the target chose itself, if it has one to say
     fates: str  # one letter per node
 
     @property
@@ -269,6 +191,8 @@ class Stats:
     preempted: int = 0
     reused: int = 0  # prompt tokens whose K/V another request had already computed
     failures: int = 0  # times the drafter raised; the text went on without it
+    accepted_prediction_tokens: int = 0  # of the request's prediction: those that the answer has where they stood,
+    rejected_prediction_tokens: int = 0  # and all others, as OpenAI counts them
     why: str = ""  # the controller's last reason, in words
 
     @property
@@ -300,6 +224,37 @@ class Stats:
             self.reached_at[depth] += 1
             self.accepted_at[depth] += depth < len(verdict.path)
 
+    def count_prediction(self, prediction: Prediction) -> None:
+        self.accepted_prediction_tokens = prediction.came_true
+        self.rejected_prediction_tokens = len(prediction.tokens) - prediction.came_true
+
+
+class Matcher(Protocol):
+    """What a guide allows one sequence to say. An answer depends on the generated tokens `said` and on nothing else.
+
+    The judge and those who guess ask different copies, so that no guess can ever touch a choice.
+    """
+
+    def allows(self, said: list[int], token: int) -> bool:
+        """May this token follow?"""
+        ...
+
+    def mask(self, said: list[int], guess: bool = False) -> Tensor:
+        """Which tokens may follow: [V] bool. None of them: nothing can be said any more."""
+        ...
+
+    def complete(self, said: list[int]) -> bool:
+        """May the text end here?"""
+        ...
+
+    def follow(self, said: list[int], tokens: list[int]) -> int:
+        """A guess: how many of these tokens may follow, one after the other."""
+        ...
+
+    def forced(self, said: list[int], most: int) -> list[int]:
+        """A guess: what will follow where there is but one way to go on."""
+        ...
+
 
 @dataclass
 class Sequence:
@@ -314,8 +269,10 @@ class Sequence:
     rule: str = "match"
     speculate: bool = True  # False: plain decoding for this one, in the same batch
     watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
+    matcher: Matcher | None = None  # what its guide allows; None: anything
+    prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that
     prompt_len: int = -1
-    finish: str | None = None  # stop, length, cancelled
+    finish: str | None = None  # stop, length, guide, cancelled
     origins: str = ""  # one letter per generated token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
@@ -328,6 +285,11 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+    @property
+    def brings(self) -> bool:
+        """Whether the request itself may have something to draft."""
+        return self.matcher is not None or (self.prediction is not None and self.prediction.place is not None)
 
     @property
     def done(self) -> bool:
@@ -350,10 +312,14 @@ class Sequence:
         kept = verdict.cut(room if end is None else end + 1, tree)
         self.tokens.extend(kept.tokens)
         self.origins += kept.origins
+        if self.prediction is not None:
+            self.stats.count_prediction(self.prediction.hear(kept.tokens))
         if end is not None:
             self.finish = "stop"
         elif self.room <= 0:
             self.finish = "length"
+        elif len(verdict.tokens) == len(verdict.path):  # the target had nothing to say: its guide allows nothing more
+            self.finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
         return kept
 
 

@@ -8,6 +8,8 @@ pass reaches, never what is said.
 `reject` (Leviathan, Chen) and `block` (arXiv 2403.10444) keep the *distribution* instead of the very text: they take
 drawn chains with their q and accept more of them at high temperature. At temperature 0 all three agree.
 
+A guide may leave the target nothing to say: its choice is then -1, and the step ends without a token of its own.
+
 Pure functions over ids and distributions; models, caches and text are unknown here.
 """
 
@@ -50,6 +52,8 @@ def match(tree: Tree, target: Voice, coins: Coins | None = None) -> Verdict:
     emitted: list[int] = []
     while True:
         choice = target.choose(node + 1, emitted)
+        if choice < 0:
+            return Verdict(path, emitted, "".join(fates))
         emitted.append(choice)
         hit = None
         for child in children.get(node, ()):
@@ -72,12 +76,12 @@ def reject(tree: Tree, target: Voice, coins: Coins) -> Verdict:
         if not coins.flip(depth, float(p[token] / q[token])):
             emitted.append(coins.draw(depth, residual(p, q)))
             fates[depth] = REJECTED
-            return Verdict(list(range(depth)), emitted, "".join(fates))
+            return _verdict(list(range(depth)), emitted, fates)
         emitted.append(token)
         fates[depth] = ACCEPTED
     last = len(tree.tokens)
     emitted.append(coins.draw(last, target.law(last, emitted)))
-    return Verdict(list(range(last)), emitted, "".join(fates))
+    return _verdict(list(range(last)), emitted, fates)
 
 
 def block(tree: Tree, target: Voice, coins: Coins) -> Verdict:
@@ -96,10 +100,15 @@ def block(tree: Tree, target: Voice, coins: Coins) -> Verdict:
     emitted = [*tree.tokens[:kept], coins.draw(kept, bonus_law)]
     for depth in range(min(kept + 1, n)):
         fates[depth] = ACCEPTED if depth < kept else REJECTED
-    return Verdict(list(range(kept)), emitted, "".join(fates))
+    return _verdict(list(range(kept)), emitted, fates)
 
 
 RULES: dict[str, Callable[[Tree, Voice, Coins], Verdict]] = {"match": match, "reject": reject, "block": block}
+
+
+def _verdict(path: list[int], emitted: list[int], fates: list[str]) -> Verdict:
+    """What was walked and said; a last token of -1 was not."""
+    return Verdict(path, emitted if emitted[-1] >= 0 else emitted[:-1], "".join(fates))
 
 
 def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:

@@ -125,7 +125,7 @@ class Refinement:
         said = [seq.tokens[p + 1] for p in rows.positions.tolist()]
         if seq.params.plain:
             return int((logits.argmax(-1) == torch.tensor(said)).sum())
-        before = (replace(seq, tokens=seq.tokens[: p + 1]) for p in rows.positions.tolist())
+        before = (replace(seq, tokens=seq.tokens[: p + 1], matcher=None) for p in rows.positions.tolist())
         return sum(choose(row, then, []) == token for row, then, token in zip(logits, before, said, strict=True))
 
     def _rows(self, seq: Sequence, positions: range, slots: list[int]) -> Rows:

@@ -43,7 +43,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._style, self._strip = _decoder(core)
         self._template: ChatTemplate | None = None
-        self.bos_id, self.add_bos = bos_id, add_bos and bos_id is not None
+        self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos and bos_id is not None
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
         self.chat_template = chat_template
 

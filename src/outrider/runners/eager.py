@@ -34,7 +34,8 @@ class Eager:
         def run() -> Output:
             output = self._pass(rows, taps)
             highest, greedy = ops.top(output.logits)
-            choices = [c if who.params.plain else -1 for c, who in zip(greedy.tolist(), rows.speakers, strict=True)]
+            plain = (who.params.plain and who.matcher is None for who in rows.speakers)
+            choices = [c if bare else -1 for c, bare in zip(greedy.tolist(), plain, strict=True)]
             return replace(output, highest=highest.tolist(), choices=choices)
 
         if not overlapped:
