@@ -57,7 +57,12 @@ class Letter:
         said: Json = {"message": {"role": "assistant", "content": told.text, "refusal": None}}
         if self.kind == "text_completion":
             said = {"text": told.text}
-        choice = {"index": index, **said, "logprobs": self._logprobs(index, told.logprobs), "finish_reason": told.finish}
+        choice = {
+            "index": index,
+            **said,
+            "logprobs": self._logprobs(index, told.logprobs),
+            "finish_reason": told.finish,
+        }
         return choice | self._ids(index, told.tokens, first=True)
 
     # ------------------------------------------------------------ in chunks

@@ -25,7 +25,7 @@ from .problems import Problem
 from .routes import Service, endpoints
 from .settings import Settings
 from .traces import Traces
-from .worker import Worker
+from .worker import Watcher, Worker
 
 GRACE = 5.0  # seconds that a connection may take to close after its last word
 
@@ -44,7 +44,7 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
     name = settings.name or llm.name
     metrics = Metrics(name)
     traces = Traces(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
-    watchers = [metrics, Journal(llm, settings.log_text), *([traces] if traces is not None else [])]
+    watchers: list[Watcher] = [metrics, Journal(llm, settings.log_text), *([traces] if traces is not None else [])]
     worker = Worker(llm, settings.limits.queue, watchers)
     metrics.watch(worker)
     service = Service(llm, name, settings, worker, metrics, traces)
@@ -61,9 +61,8 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
     app.include_router(endpoints(service))
     _speak_openai(app)
     if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["authorization", "content-type"]
-        )  # fmt: skip
+        carried = ["authorization", "content-type"]
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=carried)
     return Application(Guard(app, settings, metrics), service)
 
 
@@ -113,7 +112,9 @@ def serve(application: Application) -> None:
         lifespan="on",
     )
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: None)  # uvicorn raises the signal again when it has drained: that is the end, not a crash
+        signal.signal(
+            name, lambda *_: None
+        )  # uvicorn raises the signal again when it has drained: that is the end, not a crash
     Leaving(config, lambda: application.service.worker.drain(settings.drain_seconds)).run()
 
 

@@ -1,7 +1,7 @@
 """A request in the library's words: prompts, sampling parameters, and how far it may be sped up.
 
-Whatever the library refuses becomes a problem with its sentence. No path, template or model of a request is ever opened:
-its model is compared with the one name that is served, its messages are data for the model's own template.
+Whatever the library refuses becomes a problem with its sentence. No path, template or model of a request is ever
+opened: its model is compared with the one name that is served, its messages are data for the model's own template.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:
 def _messages(request: ChatRequest) -> Messages:
     """As templates know them: OpenAI's 'developer' is what they call 'system'."""
     return [
-        {"role": "system" if m.role == "developer" else m.role, "content": m.text} | ({"name": m.name} if m.name else {})
+        {"role": "system" if m.role == "developer" else m.role, "content": m.text}
+        | ({"name": m.name} if m.name else {})
         for m in request.messages
     ]
 

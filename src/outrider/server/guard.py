@@ -105,8 +105,10 @@ class Guard:
             if whole:
                 return await receive()  # what comes now is a client that hangs up
             try:
-                message = await asyncio.wait_for(receive(), max(visit.begun + limits.body_seconds - time.monotonic(), 0.1))
-            except asyncio.TimeoutError:
+                message = await asyncio.wait_for(
+                    receive(), max(visit.begun + limits.body_seconds - time.monotonic(), 0.1)
+                )
+            except TimeoutError:
                 raise Problem(408, "The request's body did not arrive in time.", "slow_body") from None
             seen += len(message.get("body", b""))
             whole = not message.get("more_body", False)

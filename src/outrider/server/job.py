@@ -38,9 +38,11 @@ class Mailbox:
 
     async def get(self, seconds: float) -> Words | Problem | None:
         """The next event; None if there is none for so long."""
+        if not self._events.empty():
+            return self._events.get_nowait()  # waiting with a limit costs a task
         try:
             return await asyncio.wait_for(self._events.get(), max(seconds, 0.0))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None
 
 

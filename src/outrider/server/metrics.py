@@ -78,13 +78,16 @@ class Metrics:
 
     def watch(self, worker: Worker) -> None:
         """Read what is under way off the worker whenever somebody asks."""
-        cache = lambda: worker.llm.engine.cache  # noqa: E731 - a restart replaces it
+        self._worker = worker
         self._gauge("num_requests_running", "Answers in the batch").set_function(lambda: worker.running)
         self._gauge("num_requests_waiting", "Answers in the queue").set_function(lambda: worker.waiting)
         usage = self._gauge("kv_cache_usage_perc", "Slots in use; 1 is all of them")
-        usage.set_function(lambda: 1 - cache().available / cache().slots)
+        usage.set_function(self._usage)
         self.enabled.set(worker.llm.config.drafter_name != "off")
-        self._controller = lambda: worker.llm.engine.controller
+
+    def _usage(self) -> float:
+        cache = self._worker.llm.engine.cache  # asked for each time: a restart replaces it
+        return 1 - cache.available / cache.slots
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -121,7 +124,7 @@ class Metrics:
 
     def _look_at_prices(self, now: float) -> None:
         self._looked = now
-        prices = getattr(self._controller(), "now", None)
+        prices = getattr(self._worker.llm.engine.controller, "now", None)
         if prices is not None:
             self.break_even.set(prices.break_even(max(prices.sequences, 1)))
 

@@ -39,8 +39,15 @@ class Error(BaseModel):
     error: ErrorBody
 
 
-_WORDS = {400: "The request asks for what cannot be", 401: "No key", 404: "No such model", 408: "It took too long",
-          413: "The body is too large", 429: "The queue is full; Retry-After says when", 503: "Shutting down"}  # fmt: skip
+_WORDS = {
+    400: "The request asks for what cannot be",
+    401: "The key is missing or wrong",
+    404: "There is no such thing here",
+    408: "It took too long",
+    413: "The body is too large",
+    429: "The queue is full; Retry-After says when to try again",
+    503: "Shutting down",
+}
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": Error, "description": w} for code, w in _WORDS.items()}
 
 

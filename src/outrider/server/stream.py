@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -26,7 +26,7 @@ QUIET = 10.0  # seconds of silence after which a stream says that it is alive
 END = b"data: [DONE]\n\n"
 
 
-async def follow(job: Job, worker: Worker, deadline: float) -> AsyncIterator[Words | None]:
+async def follow(job: Job, worker: Worker, deadline: float) -> AsyncGenerator[Words | None, None]:
     """Everything that becomes of a job until its last answer has ended; None now and then while nothing happens."""
     left = len(job.answers)
     try:

@@ -1,7 +1,7 @@
 """Recorded answers in a folder: what was drafted and what became of it, one file each, the oldest making room.
 
-Traces hold what was said, as ids. They are off unless a folder is given. A disk that is full or gone costs traces, never
-an answer: files are written by a thread of their own, and what cannot be written is dropped and counted.
+Traces hold what was said, as ids. They are off unless a folder is given. A disk that is full or gone costs traces,
+never an answer: files are written by a thread of their own, and what cannot be written is dropped and counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from ..errors import OutriderError
 from ..llm import LLM
@@ -63,9 +62,9 @@ class Traces:
 
     def ended(self, answer: Answer) -> None:
         lines = self._recorder.by_sequence.pop(answer.seq.id, [])
-        facts = {"model": self.llm.name, "drafter": self.llm.config.drafter_name, "rule": answer.seq.rule}
+        facts: Line = {"model": self.llm.name, "drafter": self.llm.config.drafter_name, "rule": answer.seq.rule}
         facts |= {"prompt_tokens": answer.seq.prompt_len, "seed": answer.seq.seed}
-        header: dict[str, Any] = {"outrider_trace": VERSION, "level": "summary", "dtype": self.llm.dtype, **facts}
+        header: Line = {"outrider_trace": VERSION, "level": "summary", "dtype": self.llm.dtype, **facts}
         footer = {"end": True, "finish": answer.finish, "emitted": len(answer.seq.generated)}
         with self._lock:
             if self._pending >= UNWRITTEN:
