@@ -45,7 +45,7 @@ class Visit:
         if self.status:
             return  # it has begun: nothing more can be said
         body = json.dumps(problem.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **(problem.headers or {})}
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self.reply({"type": "http.response.start", "status": problem.status, "headers": pairs})
         await self.reply({"type": "http.response.body", "body": body})

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import HTTPException
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
-class Problem(Exception):
+class Problem(HTTPException):  # the framework lets its own kind through, wherever it is raised
     """Answered with `status` and `body()`. `retry_after` is in seconds, where trying again makes sense."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, retry_after: int = 0
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
+        headers = {"retry-after": str(retry_after)} if retry_after else {}
+        super().__init__(status, message, headers | ({"www-authenticate": "Bearer"} if status == 401 else {}))
+        self.status, self.message, self.code, self.param = status, message, code, param
 
     @property
     def kind(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
-        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
