@@ -21,7 +21,7 @@ from ..llm import LLM
 from .guard import Guard, unreadable
 from .logs import Journal
 from .metrics import Metrics
-from .problems import Problem
+from .problems import Problem, broken
 from .routes import Service, endpoints
 from .settings import Settings
 from .traces import Traces
@@ -75,6 +75,10 @@ def _speak_openai(app: FastAPI) -> None:
     @app.exception_handler(Problem)
     async def known(_: Request, problem: Problem) -> Response:
         return said(problem)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> Response:
+        return said(broken())  # it is raised again afterwards, for the log
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:

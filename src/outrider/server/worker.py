@@ -201,30 +201,29 @@ class Worker:
     def _end_all(self, problem: Problem) -> None:
         with self._changed:
             every = [*self._running.values(), *self._waiting.remove(lambda answer: True)]
-        for job in {answer.job for answer in every}:
-            job.mailbox.put(problem)
         for answer in every:
             self._end(answer, "error")
+        for job in {answer.job for answer in every}:
+            job.mailbox.put(problem)
 
     def _recover(self, error: Exception) -> None:
         """A step has failed: nobody knows what it left behind. Those under way are told, and the engine starts anew."""
         log.error("step_failed", exc_info=error)
         problem = broken() if not isinstance(error, OutriderError) else Problem(500, str(error), "model_error")
-        with self._changed:
-            every = list(self._running.values())
-        for job in {answer.job for answer in every}:
-            job.mailbox.put(problem)
-            with self._changed:
-                self._gone.add(job)  # those of its answers that still wait
         try:
-            self.llm.restart()
+            self.llm.restart()  # first: whoever asks again at once should find an engine
         except Exception as worse:
             log.critical("restart_failed", exc_info=worse)
             self.dead = "The engine failed and could not be started again; the log says why."
-            self._end_all(broken())
+            self._end_all(problem)
             return
+        with self._changed:
+            every = list(self._running.values())
+            self._gone |= {answer.job for answer in every}  # those of their answers that still wait
         for answer in every:
             self._end(answer, "error")
+        for job in {answer.job for answer in every}:
+            job.mailbox.put(problem)
 
     def _guarded(self, hear: object, told: object) -> None:
         try:
