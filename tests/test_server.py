@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.server.settings import Limits, Settings
 from outrider.trace import read, recorded, replay
+from serving import HELLO, client, events, is_openai_error
 
 import tiny
-from serving import HELLO, client, events, is_openai_error
 
 KEY = "a-key-for-tests"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
@@ -213,7 +213,10 @@ def test_what_is_no_request_at_all(web: TestClient) -> None:
         answer = web.post(path, content=data, headers={"content-type": "application/json"})
         assert answer.status_code == 400, data[:20]
         assert is_openai_error(answer.json())
-    assert web.post(path, content=json.dumps({"messages": HELLO}), headers={"content-type": "text/plain"}).status_code == 400
+    assert (
+        web.post(path, content=json.dumps({"messages": HELLO}), headers={"content-type": "text/plain"}).status_code
+        == 400
+    )
     for answer, status in ((web.get("/nowhere"), 404), (web.get(path), 405), (web.post("/health"), 405)):
         assert answer.status_code == status
         assert is_openai_error(answer.json())
@@ -251,7 +254,12 @@ def test_models_are_compared_never_opened(web: TestClient, llm: LLM, folder: Pat
 
 def test_keys_are_wanted_everywhere_but_at_the_pulse(llm: LLM) -> None:
     with client(llm, Settings(host="0.0.0.0", keys=("another-key", KEY))) as web:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY + "x"}, {"authorization": "Bearer é"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": KEY + "x"},
+            {"authorization": "Bearer é"},
+        ):
             for path in ("/v1/models", "/metrics", "/traces", "/openapi.json"):
                 answer = web.get(path, headers={k: v.encode() for k, v in headers.items()})
                 assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
@@ -275,7 +283,9 @@ def test_a_page_in_a_browser_cannot_ask_in_our_name(web: TestClient, llm: LLM) -
     with client(llm, Settings(origins=("https://mine.example",))) as web:
         allowed = web.get("/health", headers={"origin": "https://mine.example"})
         assert allowed.headers["access-control-allow-origin"] == "https://mine.example"
-        assert "access-control-allow-origin" not in web.get("/health", headers={"origin": "https://evil.example"}).headers
+        assert (
+            "access-control-allow-origin" not in web.get("/health", headers={"origin": "https://evil.example"}).headers
+        )
 
 
 def test_large_bodies_are_not_read(llm: LLM) -> None:

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 from outrider import LLM
 from outrider.server.protocol import ChatRequest, CompletionRequest
 from outrider.server.settings import Limits, Settings
+from serving import client, is_openai_error
 
 import tiny
-from serving import client, is_openai_error
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 NASTY: tuple[Any, ...] = (

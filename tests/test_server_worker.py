@@ -18,9 +18,9 @@ from outrider.server.settings import Limits, Settings
 from outrider.server.traces import Traces
 from outrider.server.worker import Worker
 from outrider.types import Sequence
+from serving import HELLO, client, events, is_openai_error, wait_for
 
 import tiny
-from serving import HELLO, client, events, is_openai_error, wait_for
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.7, seed=1)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7, seed=1)
