@@ -1,4 +1,4 @@
-"""A server on a real port: OpenAI's own package, schemathesis, clients that hang up under load, SIGTERM, our own client."""
+"""A server on a real port: OpenAI's own package, schemathesis, clients that hang up, SIGTERM, our own client."""
 
 from __future__ import annotations
 

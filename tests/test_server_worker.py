@@ -1,4 +1,4 @@
-"""The engine's thread under stress: fair turns, full queues, clients that leave, drafters and disks that fail, the end."""
+"""The engine's thread under stress: fair turns, full queues, clients that leave, drafters and disks that fail."""
 
 from __future__ import annotations
 
