@@ -2,9 +2,9 @@
 
     python bench/serve_load.py [--seconds 180] [--streams 64] [--leave 0.33] [--max-batch 16] [--model FILE]
 
-The server runs in this process on a real port, its clients in another one. A pool of requests is answered first by plain
-decoding, one at a time, through the library; under load every stream that ended must have the same ids. Afterwards the
-cache is checked slot by slot. Memory is sampled every ten seconds. The last line is one JSON object.
+The server runs in this process on a real port, its clients in another one. A pool of requests is answered first by
+plain decoding, one at a time, through the library; under load every stream that ended must have the same ids. Then
+the cache is checked slot by slot. Memory is sampled every ten seconds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def client(url: str, bodies: list[Body], expected: list[list[int]], plan: argpar
         dice = random.Random(number)
         while time.monotonic() < end:
             i = dice.randrange(len(bodies))
-            leave = dice.randint(0, 20) if dice.random() < plan.leave else None
+            leave = dice.randint(0, bodies[i]["max_tokens"] // 4) if dice.random() < plan.leave else None
             found, gaps, latest = [], [], 0.0
             outcome = "ended"
             try:

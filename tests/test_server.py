@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from serving import HELLO, client, events, is_openai_error
 import tiny
 
 KEY = "a-key-for-tests"
+NAME = re.compile(r"outrider:\w+")
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 WARM: dict[str, Any] = {"messages": HELLO, "temperature": 0.8, "seed": 7, "max_tokens": 24, "return_token_ids": True}
 
@@ -355,3 +357,34 @@ def test_traces_are_kept_bounded_and_replayed(llm: LLM, tmp_path: Path) -> None:
     assert trace.footer["finish"] == "length"
     with client(llm) as web:
         assert "--traces" in web.get("/traces").json()["error"]["message"]
+
+
+def test_spans_hold_times_and_sizes_and_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    with client(llm) as web:
+        data = said(web, **WARM)
+    (span,) = kept.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["gen_ai.usage.output_tokens"] == data["usage"]["completion_tokens"]
+    assert [event.name for event in span.events] == ["started", "first_token"]
+    assert span.start_time <= span.events[0].timestamp <= span.events[1].timestamp <= span.end_time
+    assert data["choices"][0]["message"]["content"] not in str(span.attributes)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(llm: LLM) -> None:
+    dashboard = (Path(__file__).parents[1] / "examples" / "grafana.json").read_text()
+    asks = [target["expr"] for panel in json.loads(dashboard)["panels"] for target in panel["targets"]]
+    asked = {name for expression in asks for name in NAME.findall(expression)}
+    with client(llm) as web:
+        said(web, **WARM)
+        text = web.get("/metrics").text
+    there = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert asked
+    assert {name.removesuffix("_bucket") for name in asked} <= there

@@ -24,6 +24,7 @@ from .metrics import Metrics
 from .problems import Problem, broken
 from .routes import Service, endpoints
 from .settings import Settings
+from .spans import spans_for
 from .traces import Traces
 from .worker import Watcher, Worker
 
@@ -44,7 +45,8 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
     name = settings.name or llm.name
     metrics = Metrics(name)
     traces = Traces(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
-    watchers: list[Watcher] = [metrics, Journal(llm, settings.log_text), *([traces] if traces is not None else [])]
+    watchers: list[Watcher] = [metrics, Journal(llm, settings.log_text), *spans_for(name)]
+    watchers += [traces] if traces is not None else []
     worker = Worker(llm, settings.limits.queue, watchers)
     metrics.watch(worker)
     service = Service(llm, name, settings, worker, metrics, traces)
