@@ -2,6 +2,8 @@
 
     pip install openai && outrider serve &
     python examples/openai_client.py
+
+Both answers below are the same text.
 """
 
 from __future__ import annotations

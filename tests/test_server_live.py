@@ -169,6 +169,7 @@ def test_streams_under_load_are_those_of_each_request_alone(llm: LLM) -> None:
         wait_for(lambda: not worker.running and not worker.waiting)
         llm.engine.cache.check()
         assert len(ended) >= 30
+        assert 'finished_reason="cancelled"' in application.service.metrics.text().decode()
         for i, found in ended.items():
             assert found == ids(url, bodies[i]), i
 

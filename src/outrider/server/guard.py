@@ -87,7 +87,8 @@ class Guard:
         preflight = visit.scope["method"] == "OPTIONS" and self.settings.origins
         if not self._keys or visit.scope["path"] in OPEN or preflight:
             return
-        said = visit.header(b"authorization").removeprefix(b"Bearer ").strip()
+        scheme, _, said = visit.header(b"authorization").partition(b" ")
+        said = said.strip() if scheme.lower() == b"bearer" else b""
         fits = [hmac.compare_digest(said, key) for key in self._keys]  # all of them: how many fit takes the same time
         if not any(fits):
             words = "The API key is missing or wrong; send it as 'Authorization: Bearer …'."

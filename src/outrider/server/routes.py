@@ -12,11 +12,12 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..llm import LLM
+from ..types import Sequence
 from .answers import Letter
-from .asked import Reading
+from .asked import Asked, Reading
 from .job import Job, Mailbox
 from .metrics import Metrics
-from .problems import Problem
+from .problems import Problem, refused
 from .protocol import ChatRequest, CompletionRequest
 from .settings import Settings
 from .stream import EventStream, collect, unless_gone
@@ -39,7 +40,7 @@ class Error(BaseModel):
     error: ErrorBody
 
 
-_WORDS = {
+_WORDS: dict[int | str, str] = {
     400: "The request asks for what cannot be",
     401: "The key is missing or wrong",
     404: "There is no such thing here",
@@ -47,6 +48,7 @@ _WORDS = {
     413: "The body is too large",
     429: "The queue is full; Retry-After says when to try again",
     503: "Shutting down",
+    "default": "Any other error",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": Error, "description": w} for code, w in _WORDS.items()}
 
@@ -69,11 +71,11 @@ class Service:
     async def answer(self, request: Request, wish: ChatRequest | CompletionRequest) -> Response:
         """Understand, take on, and tell, at once or as it comes."""
         kind, prefix = ("chat.completion", "chatcmpl") if isinstance(wish, ChatRequest) else ("text_completion", "cmpl")
-        asked = self.read(wish)
+        self.worker.insist_on_room(1)  # before any work is done for it
         job = Job(f"{prefix}-{request.state.id}", request.state.client, bool(wish.stream), Mailbox())
         # Long prompts take a while to become ids; other streams should not wait for that.
-        job.add(await asyncio.to_thread(asked.sequences, self.llm))
-        self._insist_on_length(job)
+        asked, seqs = await asyncio.to_thread(self._understood, wish)
+        job.add(seqs)
         deadline = job.arrived + min(wish.timeout or self.settings.limits.seconds, self.settings.limits.seconds)
         self.worker.submit(job)
         letter = Letter(self.llm, self.name, job, asked, bool(wish.return_token_ids), kind)
@@ -83,11 +85,14 @@ class Service:
         told = await unless_gone(request, collect(job, self.worker, deadline))
         return Response(status_code=HUNG_UP) if told is None else JSONResponse(letter.whole(told))
 
-    def _insist_on_length(self, job: Job) -> None:
-        longest, most = max(answer.seq.prompt_len for answer in job.answers), self.settings.limits.prompt_tokens
+    def _understood(self, wish: ChatRequest | CompletionRequest) -> tuple[Asked, list[Sequence]]:
+        asked = self.read(wish)
+        seqs = asked.sequences(self.llm)
+        longest, most = max(seq.prompt_len for seq in seqs), self.settings.limits.prompt_tokens
         if most is not None and longest > most:
             words = f"The prompt has {longest} tokens, but this server takes at most {most}."
-            raise Problem(400, words, "context_length_exceeded", "messages")
+            raise refused(words, code="context_length_exceeded")
+        return asked, seqs
 
 
 def endpoints(service: Service) -> APIRouter:

@@ -60,16 +60,21 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Take a job on, or raise the problem that stands against it."""
         with self._changed:
+            self.insist_on_room(len(job.answers))
+            for answer in job.answers:
+                self._waiting.put(job.client, answer)
+            self._changed.notify()
+
+    def insist_on_room(self, answers: int) -> None:
+        """Raise the problem that so many more would have right now."""
+        with self._changed:
             if self.dead:
                 raise Problem(503, "The engine could not be restarted after a failure.", "engine_dead")
             if self.draining:
                 raise leaving()
             busy = len(self._waiting) + len(self._running)
-            if busy + len(job.answers) > self.places + self.queue:
+            if busy + answers > self.places + self.queue:
                 raise self._full(busy)
-            for answer in job.answers:
-                self._waiting.put(job.client, answer)
-            self._changed.notify()
 
     def cancel(self, job: Job) -> None:
         """Its client has gone, or has all it wanted: whatever is still under way ends before the next step."""
