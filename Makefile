@@ -39,7 +39,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing Outrider into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""The command line: `outrider generate | chat | verify | trace`.
+"""The command line: `outrider generate | chat | verify | trace`, and what the other `cli_` files add.
 
 It sees the library's front door and traces, nothing below. With --json, standard output is exactly one JSON object;
 everything for people goes to standard error then. Errors are sentences; --debug shows where they come from.
@@ -164,10 +164,16 @@ def chat(
     learn_to: LearnTo = None,
     speculative_config: SpecConfig = None,
     profile: Profile = None,
+    server: Annotated[str | None, typer.Option(help="Talk to the model that this server has instead.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="The key that server wants.")] = None,
     debug: Debug = False,
 ) -> None:
     """Talk to the model; the drafter learns from what was said. An empty line or Ctrl-D leaves."""
     with _sentences(debug):
+        if server is not None:
+            asked = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+            cli_serve.talk(server, api_key, system, {name: value for name, value in asked.items() if value is not None})
+            return
         given = arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
         given |= from_elsewhere(speculative_config, profile)
         params = sampling(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
@@ -354,4 +360,4 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_drafter, cli_measure, cli_train  # noqa: E402, F401 - they register their commands
+from . import cli_drafter, cli_measure, cli_serve, cli_train  # noqa: E402, F401 - they register their commands

@@ -36,10 +36,13 @@ Limit = Annotated[int, typer.Option(min=1, help="How many prompts, kinds of text
 Tokens = Annotated[int, typer.Option("--tokens", "-n", min=2, help="The longest answer.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured.")]
 SWEEP = range(1, 17)
+bench_app = typer.Typer()
+app.add_typer(bench_app, name="bench")
 
 
-@app.command()
+@bench_app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     model: Model = None,
     drafter: Drafters = None,
     k: Ks = None,
@@ -62,6 +65,8 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Measure the speedup over plain decoding, by drafter and kind of text; ends with one JSON line."""
+    if context.invoked_subcommand is not None:
+        return
     with _sentences(debug):
         from .bench import Plan, questions
 

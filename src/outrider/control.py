@@ -13,7 +13,7 @@ from operator import add
 from typing import Protocol
 
 from .costs import Asking, Costs as Costs, Experience, Threshold
-from .types import BROUGHT, Draft, Step, Tree, Turn, Verdict
+from .types import BROUGHT, Draft, Sequence, Step, Tree, Turn, Verdict
 
 
 class Controller(Protocol):
@@ -26,6 +26,10 @@ class Controller(Protocol):
     def prune(self, turns: list[Turn], draft: Draft) -> Draft: ...
 
     def observe(self, step: Step) -> None: ...
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence is finished or cancelled: nothing about it need be remembered."""
+        ...
 
 
 class Fixed:
@@ -46,10 +50,15 @@ class Fixed:
     def observe(self, step: Step) -> None:
         pass
 
+    def end(self, seq: Sequence) -> None:
+        pass
+
 
 def room_for(turn: Turn, k: int) -> int:
-    """At most k nodes, and never more than could still be emitted before the bonus."""
-    return max(0, min(k, turn.seq.room - 1)) if turn.whole and turn.seq.speculate else 0
+    """At most k nodes, and never more than its request allows or could still be emitted before the bonus."""
+    seq = turn.seq
+    most = k if seq.most_drafted is None else min(k, seq.most_drafted)
+    return max(0, min(most, seq.room - 1)) if turn.whole and seq.speculate else 0
 
 
 MARGIN = 0.03  # tokens that a draft must bring each sequence, beyond its rows: less is lost in small costs
@@ -359,9 +368,10 @@ class Adaptive:
                 self.threshold.learn(len(tree.tokens), len(path), turn.budget)
         if path:
             self.patience.pop(name, None)
-        if turn.seq.done:
-            for memory in (self.own, self.idle, self.patience):
-                memory.pop(name, None)
+
+    def end(self, seq: Sequence) -> None:
+        for memory in (self.own, self.idle, self.patience):
+            memory.pop(seq.id, None)
 
     def _of(self, seq: int) -> Experience:
         if seq not in self.own:

@@ -169,6 +169,7 @@ class Engine:
 
     def _close(self, seq: Sequence) -> None:
         self.scheduler.remove(seq, keep=True)
+        self.controller.end(seq)
         self._ask("end", seq)
 
     def _ask(self, verb: str, *arguments: object) -> None:

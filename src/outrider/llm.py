@@ -181,7 +181,7 @@ class LLM:
         batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
         self._run([seq for seqs in batch for seq in seqs])
         return [
-            Result(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self._close, seqs)])
+            Result(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self.close, seqs)])
             for prompt, i, seqs in zip(asked, ids, batch, strict=True)
         ]
 
@@ -196,11 +196,7 @@ class LLM:
         self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
     ) -> Iterator[Piece]:
         """Continue a prompt (or answer messages), one piece per step. Leaving the loop cancels the request."""
-        asked: Any = prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            asked = self.tokenizer.encode_chat(prompt)
-        one = replace(params or SamplingParams(), n=1)
-        (seq,) = self._sequences(self._encode(asked), one, speculate, isinstance(asked, str))
+        (seq,) = self.prepare(prompt, replace(params or SamplingParams(), n=1), speculate)
         return self._pieces(seq)
 
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
@@ -221,7 +217,7 @@ class LLM:
             self.engine.cancel(seq)
             raise
         except BaseException:
-            self._restart()
+            self.restart()
             raise
         finally:
             self._rejected.pop(seq.id, None)
@@ -233,6 +229,24 @@ class LLM:
         from .guides import guide_for
 
         return guide_for(asked, self.tokenizer, self.target.config.vocab_size, self._eos)
+
+    # ------------------------------------------------------------ for whoever drives the engine himself
+
+    def prepare(
+        self,
+        prompt: str | list[int] | Messages,
+        params: SamplingParams,
+        speculate: bool = True,
+        most_drafted: int | None = None,
+    ) -> list[Sequence]:
+        """The sequences that answer a prompt, not under way yet: `engine.add` them, and `close` each in the end."""
+        asked: Any = prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            asked = self.tokenizer.encode_chat(prompt)
+        seqs = self._sequences(self._encode(asked), params, speculate, isinstance(asked, str))
+        for seq in seqs:
+            seq.most_drafted = most_drafted
+        return seqs
 
     # ------------------------------------------------------------ inside
 
@@ -287,10 +301,10 @@ class LLM:
             while self.engine.busy:
                 self.engine.step()
         except BaseException:
-            self._restart()
+            self.restart()
             raise
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         """An interrupted step may have left anything: cancel what was under way, and start clean."""
         for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             seq.finish = seq.finish or "cancelled"
@@ -299,7 +313,8 @@ class LLM:
         self._engine()
         self.engine.drafter.inherit(old)
 
-    def _close(self, seq: Sequence) -> Completion:
+    def close(self, seq: Sequence) -> Completion:
+        """What a sequence has said, ended or cancelled; nothing about it is remembered here afterwards."""
         reader = _reader(seq)
         reader.finish()
         self._rejected.pop(seq.id, None)

@@ -180,6 +180,7 @@ class Stats:
     """Counters of one sequence, after the cut at the end of the text."""
 
     steps: int = 0  # target passes that gave a verdict
+    drafts: int = 0  # those among them that judged a draft
     passes: int = 0  # target passes in all, prefill chunks included
     drafted: int = 0
     reached: int = 0
@@ -211,6 +212,7 @@ class Stats:
 
     def count(self, tree: Tree, verdict: Verdict) -> None:
         self.steps += 1
+        self.drafts += bool(tree.tokens)
         self.emitted += len(verdict.tokens)
         self.drafted += len(tree.tokens)
         self.accepted += len(verdict.path)
@@ -268,6 +270,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     rule: str = "match"
     speculate: bool = True  # False: plain decoding for this one, in the same batch
+    most_drafted: int | None = None  # nodes of one step, whatever the controller would allow
     watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
     matcher: Matcher | None = None  # what its guide allows; None: anything
     prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that

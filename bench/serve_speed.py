@@ -1,0 +1,125 @@
+"""Serving with and without speculation, at several concurrencies, and many clients against one after another.
+
+    python bench/serve_speed.py --prompts spec_bench.jsonl [--concurrency 1 8 64] [--rounds 3] [--tokens 48]
+
+Two servers of the same model, one with its drafter and one with none, are asked the same prompts in turns, each first
+as often. Every round has prompts of its own: what a drafter remembers is not the same answer again. The
+machine may be busy with other things, so ratios are of pairs of runs that follow each other, by the wall's clock and by
+the processor time that each server took. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from outrider.environment import environment
+from outrider.load import LoadPlan, run, summary
+from outrider.prompts import from_file
+from outrider.remote import RemoteError, Server
+
+DRAFTERS = {"auto": 8911, "off": 8912}  # and their ports
+ENOUGH = 1600  # characters of a prompt: longer ones would measure prefill
+
+
+def start(drafter: str, plan: argparse.Namespace) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-m", "outrider", "serve", "-d", drafter, "--port", str(DRAFTERS[drafter])]
+    program += [
+        "--max-batch",
+        str(plan.max_batch),
+        "--set",
+        "max_length=2048",
+        *(["-m", plan.model] if plan.model else []),
+    ]
+    return subprocess.Popen(
+        program, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def ready(server: Server) -> bool:
+    try:
+        return bool(server.models())
+    except RemoteError:
+        return False
+
+
+def cpu(process: subprocess.Popen[bytes]) -> float:
+    """Processor seconds of a server so far, all threads together (Linux)."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(plan: argparse.Namespace, texts: list[str], processes: dict[str, Any]) -> list[dict[str, Any]]:
+    servers = {drafter: Server(f"http://127.0.0.1:{port}") for drafter, port in DRAFTERS.items()}
+    while not all(map(ready, servers.values())):
+        time.sleep(0.5)
+    rows, used = [], 0
+    for turn in range(plan.rounds):
+        for many in plan.concurrency:
+            count = max(many, plan.requests)
+            prompts = [texts[(used + i) % len(texts)] for i in range(count)]
+            used += count
+            order = list(servers)[:: 1 if turn % 2 else -1]
+            row: dict[str, Any] = {"concurrency": many, "round": turn}
+            for drafter in order:
+                before = cpu(processes[drafter])
+                told = run(servers[drafter], LoadPlan(prompts, count, many, tokens=plan.tokens))
+                row[drafter] = summary(told) | {"cpu_seconds": cpu(processes[drafter]) - before}
+                row[drafter]["text"] = [sample.text for sample in told]
+            row["same_text"] = row["auto"].pop("text") == row["off"].pop("text")
+            row["ratio"] = row["auto"]["tokens_per_second"] / row["off"]["tokens_per_second"]
+            row["cpu_ratio"] = row["off"]["cpu_seconds"] / row["auto"]["cpu_seconds"]  # the same tokens in both
+            rows.append(row)
+            speeds = {drafter: row[drafter]["tokens_per_second"] for drafter in servers}
+            print(
+                many,
+                turn,
+                speeds,
+                round(row["ratio"], 3),
+                round(row["cpu_ratio"], 3),
+                row["same_text"],
+                row["auto"]["errors"],
+                file=sys.stderr,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--model")
+    plan = parser.parse_args()
+    texts = [prompt.text for prompt in from_file(plan.prompts) if len(prompt.text) < ENOUGH]
+    processes = {drafter: start(drafter, plan) for drafter in DRAFTERS}
+    try:
+        rows = measure(plan, texts, processes)
+    finally:
+        for process in processes.values():
+            process.terminate()
+            process.wait()
+    print("| clients | plain tok/s | speculative tok/s | ratio | by processor time | the same text |")
+    print("|---|---|---|---|---|---|")
+    for many in plan.concurrency:
+        mine = [row for row in rows if row["concurrency"] == many]
+        plain, fast = (statistics.median(row[d]["tokens_per_second"] for row in mine) for d in ("off", "auto"))
+        ratio, by_cpu = (statistics.median(row[name] for row in mine) for name in ("ratio", "cpu_ratio"))
+        same = all(row["same_text"] for row in mine)
+        print(f"| {many} | {plain:.0f} | {fast:.0f} | {ratio:.2f} | {by_cpu:.2f} | {same} |")
+    facts = {name: str(value) if isinstance(value, Path) else value for name, value in vars(plan).items()}
+    print(json.dumps({"rows": rows, "plan": facts, "environment": environment()}))
+
+
+if __name__ == "__main__":
+    main()
