@@ -26,6 +26,8 @@ class Account:
     busy: float = 0.0  # seconds of drafting ahead
     exposed: float = 0.0  # seconds of it that the engine waited for
     jit: float = 0.0  # seconds that the engine waited for drafts just in time
+    first: float = 0.0  # seconds until a round's forks are known, of late
+    deeper: float = 0.0  # seconds of one more depth of all of them
     accepted: float = 2.4  # of tokens that the target looked at, the recent past first, with a prior
     reached: float = 4.0
     inside: Curve = field(default_factory=lambda: Curve(Law(0.6, 0.5)))  # after a rejection
@@ -35,12 +37,23 @@ class Account:
     def alpha(self) -> float:
         return min(self.accepted / self.reached, 0.99)
 
+    def round(self, seconds: float, first: float, deeper: float, depth: int) -> None:
+        """So long took a round of preparations, of which this much is there."""
+        self.busy += seconds
+        self.first = _moved(self.first, first)
+        if depth:
+            self.deeper = _moved(self.deeper, deeper)
+
+    def hides(self, verify: float) -> int | None:
+        """How many depths a pass of the target hides (K = T_verify ÷ t_step); None: not known yet."""
+        return int(max(verify - self.first, 0.0) / self.deeper) if self.deeper and verify else None
+
     def verdict(self, accepted: int, reached: int) -> None:
         self.accepted = FADE * self.accepted + accepted
         self.reached = FADE * self.reached + reached
 
     def outcome(self, accepted: int, length: int, rank: int | None, forks: int) -> None:
-        """So many tokens of a draft of this length were accepted; the token after them was the rank-th fork, or none."""
+        """So many of `length` drafted tokens were accepted; the token after them was the rank-th fork, or none."""
         name = "end" if accepted == length else str(accepted)
         (self.misses if rank is None else self.hits)[name] += 1
         if forks:
@@ -72,5 +85,12 @@ class Account:
             "hidden_seconds": max(self.busy - self.exposed, 0.0),
             "exposed_seconds": self.exposed,
             "just_in_time_seconds": self.jit,
+            "first_pass_seconds": self.first,
+            "depth_seconds": self.deeper,
             "miss": curves,
         }
+
+
+def _moved(known: float, seconds: float) -> float:
+    """An average of late; a hiccup moves it little, and the first is believed."""
+    return known + 0.1 * (min(seconds, 3 * known) - known) if known else seconds

@@ -111,7 +111,7 @@ class Forker:
         if not plans:
             yield 0
             return
-        rows = iter(self._glue(plans).split([1 + len(plan.trunk) for plan in plans]))
+        rows = iter(self.glue(plans).split([1 + len(plan.trunk) for plan in plans]))
         for plan in plans:
             self._fork(plan, next(rows))
         yield 0
@@ -126,7 +126,7 @@ class Forker:
         nodes = len(plan.trunk) + sum(plan.forks) * depth
         return self.cache.reserve(plan.seq, len(plan.seq.tokens), nodes)
 
-    def _glue(self, plans: list[Plan]) -> Tensor:
+    def glue(self, plans: list[Plan]) -> Tensor:
         """Logits after each text and after each token of its trunk. [sum of 1 + trunk, V]"""
         starts = [self._catch_up(plan.seq) for plan in plans]
         packed = Packing(self.cache)

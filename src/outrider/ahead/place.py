@@ -44,7 +44,8 @@ class Place:
         self.ear: Bell | None = None  # to listen at
         self._late = False  # did not answer in time, and has not since
         self._backoff, self._again = BACKOFF, 0.0
-        self._moved, self._beat = 0.0, -1
+        self._moved, self._beat = 0.0, -1  # when it last did something, and what
+        self._before = 0  # the last request before it was started: none of its business
 
     # ------------------------------------------------------------ for the drafter
 
@@ -70,6 +71,8 @@ class Place:
 
     def post(self) -> int:
         """What the mailbox asks is a request now; returns its number."""
+        if self._idle:
+            self._moved = self.clock()
         self.number += 1
         self.mail["number"][0] = self.number
         if self.bell is not None:
@@ -112,7 +115,7 @@ class Place:
         self.mail.clear()
         self.starts += 1
         self._born = self._moved = now
-        self._late, self._beat = False, -1
+        self._late, self._beat, self._before = False, -1, self.number
         try:
             self.bell, self.ear = self._start()
         except OSError as error:
@@ -126,11 +129,14 @@ class Place:
         self.mail.clear()
         self._again, self._backoff = now + self._backoff, min(2 * self._backoff, LONGEST)
 
+    @property
+    def _idle(self) -> bool:
+        return self.number in (self._before, self.mail.one("answered")) and not self._late
+
     def _stuck(self, now: float) -> bool:
-        """Nothing to do, or a pass since we last looked, is moving."""
+        """Has it neither run a pass since we last looked, nor had nothing to do?"""
         beat, loading = self.mail.one("beat"), not self.mail.one("ready")
-        idle = not loading and self.mail.one("answered") == self.number and not self._late
-        if beat != self._beat or idle:
+        if beat != self._beat or (self._idle and not loading):
             self._beat, self._moved = beat, now
         return now - self._moved > (LOADING if loading else HANGS)
 
@@ -157,14 +163,14 @@ class Thread(Place):
         self.make = make
         self._thread: threading.Thread | None = None
         self._pipes: list[int] = []
-        self._failed: list[str] = []
+        self._failed: list[str] = []  # by the worker
         self._release = weakref.finalize(self, _shut, self._pipes)
 
     def _start(self) -> tuple[Bell, Bell]:
         (heard, ring), (told, tell) = os.pipe(), os.pipe()
         self._pipes[:] = [ring, told]
-        self._failed = failed = []  # type: list[str]
-        mail, make = self.mail, self.make
+        self._failed = []
+        mail, make, failed = self.mail, self.make, self._failed
 
         def run() -> None:  # knows nothing of this place, so that dropping it ends the thread
             try:
@@ -209,11 +215,17 @@ class Process(Place):
         home = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
         env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self.spec["threads"])}
-        self._words = tempfile.TemporaryFile()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process lives
         fd = self.memory.fileno()
         command = [sys.executable, "-m", "outrider.ahead.worker", str(fd), json.dumps(self.spec)]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, pass_fds=(fd,), env=env, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            pass_fds=(fd,),
+            env=env,
+            bufsize=0,
         )
         self._running[:] = [process]
         assert process.stdin is not None
@@ -258,6 +270,7 @@ def _kill(running: list[subprocess.Popen[bytes]]) -> None:
 def _memory(size: int) -> IO[bytes]:
     """Memory without a name, so that nobody has to remember to remove it."""
     shared = "/dev/shm"
-    file = tempfile.TemporaryFile(dir=shared if os.access(shared, os.W_OK) else None)
+    where = shared if os.access(shared, os.W_OK) else None
+    file = tempfile.TemporaryFile(dir=where)  # noqa: SIM115 - as long as its place
     file.truncate(size)
     return file

@@ -3,7 +3,7 @@
 A request that comes while another is being worked on replaces it: the old one is left after the pass at hand. The loop
 ends when the engine closes its end of the pipe, in whatever way the engine ended, so nobody is left behind.
 
-    python -m outrider.ahead.worker FD JSON      # how `place.Process` starts it: memory by its descriptor, the rest as JSON
+    python -m outrider.ahead.worker FD JSON      # as `place.Process` starts it: shared memory, and what to load
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def load(spec: dict[str, Any]) -> Forker:
     from ..models.load import load_model
 
     prepare()
-    model = load_model(open_checkpoint(spec["model"]), spec["dtype"], spec["length"], device=choose_device(spec["device"]))
+    model = load_model(
+        open_checkpoint(spec["model"]), spec["dtype"], spec["length"], device=choose_device(spec["device"])
+    )
     skip = frozenset(spec["skip_layers"])
     forker = Forker(model, spec["slots"], spec["lines"], spec["length"], Part(skip_attention=skip, skip_mlp=skip))
     forker.noised = bool(spec.get("noised", True))

@@ -1,8 +1,8 @@
 """Whether drafting ahead pays: tokens per second with it and without it, each tried now and then.
 
-Ahead, a round's drafting is hidden behind the target's pass, but it takes cores or a part of the device from that very
-pass. What that costs cannot be computed; it is measured. Both ways are tried for a while, the faster one is kept, and the
-other is tried again after longer and longer whiles.
+Ahead, a round's drafting is hidden behind the target's pass, but it may take cores or a part of the device from that
+very pass. What that costs cannot be computed; it is measured. Both ways are tried for a while, the faster one is kept,
+and the other is tried again after longer and longer whiles.
 """
 
 from __future__ import annotations

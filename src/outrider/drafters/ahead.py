@@ -1,15 +1,15 @@
 """Draft the next round while the target verifies this one (speculative speculative decoding, arXiv 2603.03251).
 
 While the target is busy with a draft, a draft model prepares for what may become of it: so many tokens accepted, then
-this token of the target's own. When the verdict is an outcome that was prepared for, the next draft is there at once, and
-drafting has cost no time. Else the sequence (not the batch) falls back: to a free drafter that has something to say, or
-to a draft made just in time.
+this token of the target's own. When the verdict is an outcome that was prepared for, the next draft is there at once,
+and drafting has cost no time. Else the sequence (not the batch) falls back: to a free drafter that has something to
+say, or to a draft made just in time.
 
 It promises what every drafter does. Besides, it never waits for a draft model longer than a deadline: one that hangs is
-bypassed, one that dies is started anew, and the text goes on meanwhile. The model runs in a process of its own (on other
-cores, or another GPU), or in a thread; it sees ids, never the target's states, so trained heads cannot be wrapped: they
-can be the fallback. Forks are for the rule `match`; under `reject` and `block` what is drafted must not depend on what
-took how long, so drafts are made just in time there.
+bypassed, one that dies is started anew, and the text goes on meanwhile. The model runs in a process of its own (on
+other cores, or another GPU), or in a thread; it sees ids, never the target's states, so trained heads cannot be
+wrapped: they can be the fallback. Forks are for the rule `match`; under `reject` and `block` what is drafted must not
+depend on what took how long, so drafts are made just in time there.
 """
 
 from __future__ import annotations
@@ -145,14 +145,19 @@ class Ahead(Drafter):
     def notes(self) -> dict[str, Any]:
         place = self.place
         where = {"place": place.kind, "ready": place.ready, "starts": place.starts, "deaths": place.deaths}
-        return {"ahead": where | {"bypassed": place.bypassed, "trouble": place.trouble, "why": self.why} | self.account.as_json()}
+        return {
+            "ahead": where
+            | {"bypassed": place.bypassed, "trouble": place.trouble, "why": self.why}
+            | self.account.as_json()
+        }
 
     @property
     def why(self) -> str:
         """Whether it pays, in words."""
         if not self.place.ready:
             trouble = f": {self.place.trouble}" if self.place.trouble else ""
-            return f"the draft model is not there ({'starting' if self.place.bell else 'it ended'}{trouble}); fallback only"
+            state = "it starts or is late" if self.place.bell else "it ended"
+            return f"the draft model is not there ({state}{trouble}): only the fallback drafts"
         return self.worth.why
 
     # ------------------------------------------------------------ where drafts come from
@@ -179,8 +184,10 @@ class Ahead(Drafter):
                     rows[i] = row
             self._wait(min([mail.one("depth"), *(max(budget[i] for i in rows) for _ in rows)]) if rows else 0)
         self.account.exposed += self.clock() - waited
-        self.account.busy += float(mail["seconds"][0]) if self.place.has(0) else 0.0
         deep = mail.one("published") if self.place.has(0) else 0
+        if self.place.has(0):
+            seconds, first, deeper = mail["seconds"].tolist()
+            self.account.round(seconds, first, deeper, deep)
         for i, row in rows.items():
             trees[i] = self._chain(row, min(deep, budget[i]), "ahead")
 
@@ -227,18 +234,15 @@ class Ahead(Drafter):
         return chain([int(mail["keys"][row, 2]), *after.tokens], survival, source=after.source)
 
     def _wait(self, depth: int) -> bool:
-        first, more = map(float, self.place.mail["seconds"][1:])
-        usual = first + depth * more
+        usual = self.account.first + depth * self.account.deeper
         return self.place.wait(depth, min(max(LENIENT * usual, SOONEST), LATEST) if usual else LATEST)
 
     @property
     def depth(self) -> int:
         """As deep as the target's pass hides, and as anybody asks for; at least one."""
         wanted = max(min(self.k, DEPTH), 1)
-        if self.fixed:
-            return min(self.fixed, wanted)
-        first, more = map(float, self.place.mail["seconds"][1:])
-        return max(1, min(wanted, int((self.verify - first) / more))) if more and self.verify else min(wanted, 2)
+        hidden = self.fixed or self.account.hides(self.verify)
+        return max(1, min(wanted, 2 if hidden is None else hidden))
 
 
 def trunk(tree: Tree) -> list[int] | None:
@@ -266,7 +270,9 @@ def _place(space: Workspace) -> Place:
     noised = bool(space.option("ahead_noise", default=True))
     if kind == "process":
         if in_memory:
-            raise ConfigError("A process reads its draft model from a file: give draft_model=PATH, or ahead_place=thread.")
+            raise ConfigError(
+                "A process reads its draft model from a file: give draft_model=PATH, or ahead_place=thread."
+            )
         checkpoint = opened(space, wanted)
         spec = {
             "model": str(wanted), "dtype": str(space.option("draft_dtype", default="auto")),
