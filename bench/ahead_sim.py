@@ -1,13 +1,13 @@
-"""What drafting ahead would bring, from measured times and hit rates: a simulator, so a *projection*, not a measurement.
+"""What drafting ahead would bring, from measured times and hit rates: a *projection*, not a measurement.
 
-    python bench/ahead_sim.py --verify 4.0 --draft 0.74 --first 0.9 --deeper 0.8 --alpha 0.8 --hit-end 0.9 --hit-inside 0.5
-    python bench/ahead_sim.py --from bench/results/ahead.json      # the times and hit rates that bench/ahead.py measured
+    python bench/ahead_sim.py --verify 4 --draft 0.7 --first 0.9 --deeper 0.8 --alpha 0.8 --hit-end 0.9 --hit-inside 0.5
+    python bench/ahead_sim.py --from bench/results/ahead.json      # what bench/ahead.py measured
 
 Times are milliseconds: `verify` of the target's pass alone, `slow` how many times longer it takes while somebody drafts
-beside it (one device; with two it is 1), `draft` of one depth of a draft just in time, `first` until a round's forks are
-known, `deeper` of one more depth of all of them. A step is: verify; then either what was prepared (waiting for whatever
-is not ready), or, on a miss, K depths just in time. tests/test_ahead_sim.py holds it against the real engine in invented
-time. The last line is one JSON object.
+beside it (one device; with two it is 1), `draft` of one depth of a draft just in time, `first` until a round's forks
+are known, `deeper` of one more depth of all of them. A step is: verify; then either what was prepared (waiting for what
+is not ready), or, on a miss, K depths just in time; that the pass of a stale round must end first is not counted.
+tests/test_ahead_sim.py holds it against the real engine in invented time. The last line is one JSON object.
 """
 
 from __future__ import annotations

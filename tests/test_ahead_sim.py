@@ -1,7 +1,7 @@
 """The simulator of bench/ahead_sim.py against the real engine with the real drafter, in invented time.
 
-Target and draft model are clocks: a pass takes what it is said to take, and an oracle that knows the text answers as often
-rightly as the setting says. Everything between (the engine's step, requests, outcomes, waiting, falling back) is real.
+Target and draft model are clocks: a pass takes what it is said to take, and an oracle that knows the text answers as
+often rightly as the setting says. Everything between (the engine's step, requests, outcomes, waiting) is real.
 """
 
 from __future__ import annotations
