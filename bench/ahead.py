@@ -4,13 +4,13 @@
     python bench/ahead.py --model DIR --device cuda --draft-model DIR --draft-device cpu --draft-dtype int8
 
 First the curve. The target answers prompts at each temperature; a draft model reads the answers, and its ranking of
-every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F first.
-`rejection`: the same where the drafted token (the first of the noised ranking) was wrong, without it. These are the hit
-rates of forks, because the text before an outcome is the target's own.
+every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F
+first. `rejection`: the same where the drafted token (the first of the noised ranking) was wrong, without it. These are
+the hit rates of forks, because the text before an outcome is the target's own.
 
 Then the race, prompt by prompt in turns: plain decoding, ordinary speculation with the same drafter, `ahead` (always,
-and where it decides by itself). Ids are compared. Without --draft-model the target drafts for itself with layers left out
-(--skip). The last line is one JSON object, which bench/ahead_sim.py reads.
+and where it decides by itself). Ids are compared. Without --draft-model the target drafts for itself with layers left
+out (--skip). The last line is one JSON object, which bench/ahead_sim.py reads.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, drafters
 from outrider.ahead import place as place_module
@@ -27,12 +28,14 @@ from outrider.ahead.mail import Mail, Outcome, Sizes, find, rank
 from outrider.ahead.place import Process, Thread
 from outrider.ahead.worth import Worth
 from outrider.build import build_engine
+from outrider.cli import app
 from outrider.config import Config
 from outrider.drafters.ahead import Ahead, trunk
 from outrider.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.toy import toy
 from outrider.testing import Scenario, check_drafter, decode, reference
+from outrider.trace import read
 from outrider.types import Sequence, Tree, chain
 
 import tiny
@@ -438,3 +441,20 @@ def _exists(pid: int) -> bool:
     except OSError:
         return False
     return not (status.rsplit(")", 1)[1].split()[0] == "Z" and f" {os.getpid()} " not in status)
+
+
+def test_statistics_and_the_trace_tell_of_it(folder: Path, tmp_path: Path) -> None:
+    llm = LLM(folder, drafter="ahead", draft_model=str(folder), ahead_place="thread", k=4, device="cpu", **ALWAYS)
+    assert llm.engine.drafter.place.ready_within(30)
+    llm.generate("the quick", SamplingParams(max_tokens=20, ignore_eos=True))
+    told = llm.drafting["ahead"]
+    assert {"hit_rate", "hits_by_outcome", "hidden_seconds", "exposed_seconds", "miss", "why"} <= told.keys()
+    assert told["place"] == "thread"
+    assert llm.engine.drafter.added_memory.kv > 0
+    file = tmp_path / "run.jsonl"
+    settings = ["--set", "ahead_place=thread", "--set", "ahead_always=true", "--dtype", "float32", "--device", "cpu"]
+    command = ["generate", "the quick", "-m", str(folder), "-d", "ahead", "--draft-model", str(folder), "--k", "4"]
+    done = CliRunner().invoke(app, [*command, *settings, "-n", "20", "--trace", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "ahead" in read(file).footer["drafting"]
+    assert {line["source"] for line in read(file).lines} <= {"", "ahead", "ahead:now", "suffix", "ngram"}

@@ -46,6 +46,7 @@ class Worker:
         """Until nobody is there to ask."""
         mail, done = self.mail, 0
         self.forker.beat = self._beat
+        mail["bytes"][1] = self.forker.plane.bytes
         mail["ready"][0] = 1
         mouth.ring()
         while ears.heard(None):
@@ -173,7 +174,7 @@ def main(memory: int, spec: dict[str, Any], build: Callable[[dict[str, Any]], Fo
     torch.set_num_threads(spec["threads"])
     mail = Mail(Sizes(*spec["sizes"]), mmap.mmap(memory, Sizes(*spec["sizes"]).bytes))
     forker = build(spec)
-    mail["bytes"][:] = weigh(forker.model), forker.plane.bytes
+    mail["bytes"][0] = weigh(forker.model)
     Worker(mail, forker).serve(Bell(0), mouth)
 
 

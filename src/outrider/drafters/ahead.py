@@ -28,6 +28,7 @@ from ..ahead.place import Place, Process, Thread
 from ..ahead.worth import Worth
 from ..errors import ConfigError
 from ..models import Model, Part, device_of
+from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree, chain
 from . import Drafter, Memory, Workspace, register
 from .cascade import Cascade
@@ -68,11 +69,21 @@ class Ahead(Drafter):
         self.asked: set[int] = set()  # sequences that a draft was asked for in this step
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
+        self.heard = (-2, 0.0)  # the last step, and when
         self.place.tend()
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
         return {"draft_model": target}  # the target as its own drafter, in a thread
+
+    @property
+    def overlaps(self) -> bool:
+        """Only in steps that prepare something: a pass in a thread of its own is slower than one that is waited for."""
+        return bool(self.fallback and self.fallback.overlaps) or (bool(self.asked) and self._prepares)
+
+    @property
+    def _prepares(self) -> bool:
+        return self.worth.ahead and self.place.ready
 
     @property
     def added_memory(self) -> Memory:
@@ -100,7 +111,7 @@ class Ahead(Drafter):
         asked, self.asked, self.flight = self.asked, set(), {}
         if self.fallback and self.fallback.overlaps:
             self.fallback.overlap(seqs, draft)
-        if not self.worth.ahead or not self.place.ready:
+        if not self._prepares:
             return
         pairs = [(seq, trunk(tree)) for seq, tree in zip(seqs, draft.trees, strict=True) if seq.id in asked]
         wishes = [
@@ -115,7 +126,7 @@ class Ahead(Drafter):
     def observe(self, step: Step) -> None:
         if self.fallback:
             self.fallback.observe(step)
-        decoded = [verdict for verdict in step.verdicts if verdict is not None]
+        now, decoded = self.clock(), [verdict for verdict in step.verdicts if verdict is not None]
         for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True):
             if verdict is not None and tree.is_chain:
                 accepted = len(verdict.path)
@@ -123,8 +134,10 @@ class Ahead(Drafter):
         if decoded and all(turn.feed == 1 for turn in step.turns):
             took = step.clock["verify"]
             self.verify += 0.1 * (min(took, 3 * self.verify) - self.verify) if self.verify else took
-            seconds = sum(step.clock.get(phase, 0.0) for phase in ("draft", "verify", "judge"))
-            self.worth.took(len(decoded), bool(self.flight), sum(len(v.tokens) for v in decoded), seconds)
+            if step.index == self.heard[0] + 1:  # by the wall: it alone knows all that a step took, on every device
+                tokens = sum(len(verdict.tokens) for verdict in decoded)
+                self.worth.took(len(decoded), bool(self.flight), tokens, now - self.heard[1])
+        self.heard = step.index, now
 
     def end(self, seq: Sequence) -> None:
         self.flight.pop(seq.id, None)
@@ -292,7 +305,9 @@ def _place(space: Workspace) -> Place:
         forker.noised = noised
         return forker
 
-    return Thread(sizes, make)
+    place = Thread(sizes, make)
+    place.mail["bytes"][0] = weigh(model, beside=space.target)
+    return place
 
 
 def _threads(space: Workspace) -> int:
