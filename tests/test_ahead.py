@@ -85,9 +85,17 @@ def test_the_account_tells_outcomes_apart() -> None:
     facts = account.as_json()
     assert facts["hits_by_outcome"] == {"0": [0, 1], "end": [1, 1]}
     assert facts["hit_rate"] == pytest.approx(1 / 3)
-    assert account.hides(0.1) is None
+
+
+def test_preparations_are_as_deep_as_pays() -> None:
+    account = Account()
+    assert account.depth(0.1, 8) is None
     account.round(0.05, 0.01, 0.02, 2)
-    assert account.hides(0.1) == 4
+    account.accepted, account.reached = 30.0, 100.0
+    assert account.depth(0.1, 8) == 4  # what the pass hides, and no more
+    account.accepted = 98.0
+    assert account.depth(0.1, 8) == 8  # worth waiting for
+    assert account.depth(0.1, 3) == 3
 
 
 # ---------------------------------------------------------------- forks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from .curve import Curve, Law, chances, fan_out
@@ -44,9 +45,16 @@ class Account:
         if depth:
             self.deeper = _moved(self.deeper, deeper)
 
-    def hides(self, verify: float) -> int | None:
-        """How many depths a pass of the target hides (K = T_verify ÷ t_step); None: not known yet."""
-        return int(max(verify - self.first, 0.0) / self.deeper) if self.deeper and verify else None
+    def depth(self, verify: float, most: int) -> int | None:
+        """How deep to prepare, beside a pass of the target that takes so long; None: not known yet.
+
+        As deep as it hides (T_verify ÷ t_depth) costs nothing; beyond, every depth is waited for, and is worth it where
+        drafts are good: the depth with most tokens per second, when all outcomes are hits.
+        """
+        if not self.deeper or not verify:
+            return None
+        tokens = list(accumulate(self.alpha**depth for depth in range(most + 1)))  # expected of a draft so deep
+        return max(range(1, most + 1), key=lambda d: tokens[d] / max(verify, self.first + d * self.deeper))
 
     def verdict(self, accepted: int, reached: int) -> None:
         self.accepted = FADE * self.accepted + accepted

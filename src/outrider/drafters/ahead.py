@@ -53,7 +53,7 @@ class Ahead(Drafter):
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.most = _whole(space, "ahead_forks", FORKS, 1, 64)
-        self.fixed = _whole(space, "ahead_depth", 0, 0, DEPTH)  # 0: as deep as a pass of the target hides
+        self.fixed = _whole(space, "ahead_depth", 0, 0, DEPTH)  # 0: as deep as pays
         names = space.option("ahead_fallback", default="suffix,ngram")
         names = [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
         if "ahead" in names:
@@ -252,10 +252,9 @@ class Ahead(Drafter):
 
     @property
     def depth(self) -> int:
-        """As deep as the target's pass hides, and as anybody asks for; at least one."""
+        """As deep as pays, and as anybody asks for; at least one."""
         wanted = max(min(self.k, DEPTH), 1)
-        hidden = self.fixed or self.account.hides(self.verify)
-        return max(1, min(wanted, 2 if hidden is None else hidden))
+        return min(wanted, self.fixed or self.account.depth(self.verify, wanted) or 2)
 
 
 def trunk(tree: Tree) -> list[int] | None:
