@@ -30,7 +30,7 @@ from outrider.ahead.worth import Worth
 from outrider.build import build_engine
 from outrider.cli import app
 from outrider.config import Config
-from outrider.drafters.ahead import Ahead, trunk
+from outrider.drafters.ahead import Ahead, trunk, weak
 from outrider.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.toy import toy
@@ -94,7 +94,7 @@ def test_preparations_are_as_deep_as_pays() -> None:
     account.accepted, account.reached = 30.0, 100.0
     assert account.depth(0.1, 8) == 4  # what the pass hides, and no more
     account.accepted = 98.0
-    assert account.depth(0.1, 8) == 8  # worth waiting for
+    assert account.depth(0.1, 8) == 5  # one more is worth waiting for
     assert account.depth(0.1, 3) == 3
 
 
@@ -207,6 +207,14 @@ def test_the_trunk_is_the_leading_path() -> None:
     assert trunk(chain([4, 5])) == [4, 5]
     assert trunk(Tree([4, 9, 5, 6], [-1, -1, 0, 2])) == [4, 5, 6]
     assert trunk(chain([-1, -2])) is None  # still on a device
+
+
+def test_a_weak_guess_gives_way() -> None:
+    assert weak(chain([]))
+    assert weak(chain([1, 2], [0.2, 0.1], source="suffix"))
+    assert not weak(chain([1, 2], [0.9, 0.1], source="suffix"))
+    assert not weak(chain([1, 2], source="suffix"))
+    assert not weak(chain([1], [0.1], source="ahead"))
 
 
 # ---------------------------------------------------------------- the text

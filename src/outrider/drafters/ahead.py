@@ -37,6 +37,7 @@ from .model import load_draft_model, opened
 FORKS = 8  # outcomes prepared for, for each sequence
 ROWS = 24  # outcomes of an answer for each line of the table, at most
 SOONEST, LATEST = 0.1, 2.0  # seconds of a deadline
+WEAK = 0.35  # a fallback's draft whose first token is less likely than this gives way to the draft model's
 LENIENT = 8.0  # times what an answer usually takes
 
 
@@ -104,6 +105,7 @@ class Ahead(Drafter):
         self._take(seqs, budget, trees)
         unread = self._fall_back(seqs, budget, trees)
         self._just_in_time(seqs, budget, trees)
+        self.account.fallbacks += sum(bool(tree.tokens) and not tree.source.startswith("ahead") for tree in trees)
         return Draft.pack(trees, unread)
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
@@ -213,12 +215,11 @@ class Ahead(Drafter):
         answer = self.fallback.draft([seqs[i] for i in open_], [budget[i] for i in open_])
         for i, tree in zip(open_, answer.trees, strict=True):
             trees[i] = tree
-            self.account.fallbacks += bool(tree.tokens)
         return answer.unread
 
     def _just_in_time(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
-        """A chain for those who still have nothing, now. A prompt is read while the target reads it, not before."""
-        open_ = [i for i, tree in enumerate(trees) if not tree.tokens and budget[i] and seqs[i].generated]
+        """A chain for those who have nothing good yet, now. A prompt is read while the target reads it, not before."""
+        open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and seqs[i].generated]
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
@@ -255,6 +256,13 @@ class Ahead(Drafter):
         """As deep as pays, and as anybody asks for; at least one."""
         wanted = max(min(self.k, DEPTH), 1)
         return min(wanted, self.fixed or self.account.depth(self.verify, wanted) or 2)
+
+
+def weak(tree: Tree) -> bool:
+    """Nothing, or next to nothing. What was prepared is never weak: it has been paid for."""
+    if not tree.tokens or tree.source == "ahead":
+        return not tree.tokens
+    return tree.survival is not None and tree.survival[0] < WEAK
 
 
 def trunk(tree: Tree) -> list[int] | None:
