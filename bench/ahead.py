@@ -1,7 +1,8 @@
 """Drafting ahead: hit rate against fan-out, and tokens per second beside plain and ordinary speculative decoding.
 
     python bench/ahead.py [--draft-model DIR] [--skip 12,14,16] [--tokens 64] [--prompts 8] [--threads 1] [--k 3]
-    python bench/ahead.py --model DIR --device cuda --draft-model DIR --draft-device cpu --draft-dtype int8
+    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-device cuda --only race --k 5
+    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-dtype int8 --ahead-threads 8 --only race
 
 First the curve. The target answers prompts at each temperature; a draft model reads the answers, and its ranking of
 every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F
@@ -24,6 +25,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from gpu_common import TWINS
 from outrider import LLM, SamplingParams
 from outrider.ahead.curve import Curve, Law
 from outrider.ahead.forks import Forker, Plan, likeliest
@@ -131,8 +133,10 @@ def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     own |= {"draft_device": given.draft_device, "draft_dtype": given.draft_dtype, "ahead_forks": given.forks}
     own |= {"ahead_threads": given.ahead_threads, "ahead_fallback": given.fallback}
     if given.draft_model:
-        names = ("draft_model", "draft_device", "draft_dtype")
-        ordinary = base.using(drafter="model", k=given.k, **{name: own[name] for name in names})
+        kind = (
+            {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}
+        )  # else it drafts on the GPU, as it can
+        ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
     else:
         ordinary = base.using(drafter="layerskip", k=given.k, skip_layers=given.skip, refine=False)
     k: Any = given.k
@@ -256,7 +260,8 @@ def free_setting(
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
+    parser.add_argument("--model", help="a folder, a .gguf file, 7b or 30b (SmolLM2 widened, twin.py)")
+    parser.add_argument("--small", help="SmolLM2, for the twins")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft-model")
@@ -280,9 +285,12 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    base = LLM(
-        given.model, drafter="off", dtype=given.dtype, device=given.device, threads=given.threads, max_length=1024
-    )
+    target = given.model
+    if given.model in TWINS:  # SmolLM2 widened: a large model's cost, and text that SmolLM2 can draft
+        small = open_checkpoint(given.small)
+        target = TWINS[given.model](small, device=given.device, seed=1)
+        given.draft_model = given.draft_model or str(small.path)
+    base = LLM(target, drafter="off", dtype=given.dtype, device=given.device, threads=given.threads, max_length=1024)
     layers = base.target.config.layers
     middle = "" if given.draft_model else ",".join(map(str, range(layers // 3, 2 * layers // 3, 2)))
     given.skip = [int(number) for number in (middle if given.skip is None else given.skip).split(",") if number]
