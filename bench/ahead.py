@@ -135,7 +135,7 @@ def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     if given.draft_model:
         kind = (
             {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}
-        )  # else it drafts on the GPU, as it can
+        )  # else on the GPU, as it can
         ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
     else:
         ordinary = base.using(drafter="layerskip", k=given.k, skip_layers=given.skip, refine=False)
