@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .llm import LLM
-from .show import ghosts, learning_line, legend, piece, summary
+from .show import ahead_line, ghosts, learning_line, legend, piece, summary
 from .types import SamplingParams, Sequence
 
 errors = Console(stderr=True)
@@ -49,6 +49,8 @@ class Run:
         errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, plain))
         if (learning := self.llm.learning) is not None:
             errors.print(learning_line(learning))
+        if (ahead := self.llm.drafting.get("ahead")) is not None:
+            errors.print(ahead_line(ahead))
         for sentence in self.llm.drift.sentences():
             errors.print(f"[yellow]{sentence}[/yellow]")
 
@@ -83,6 +85,8 @@ class Run:
         }
         if llm.learning is not None:
             result["learning"] = llm.learning
+        if drafting := llm.drafting:
+            result["drafting"] = drafting
         if drift := llm.drift.as_json():
             result["drift"] = drift
         if seq.prediction is not None:

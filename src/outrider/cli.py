@@ -41,9 +41,9 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
 DrafterName = Annotated[
-    str | None, typer.Option("--drafter", "-d", help="Who drafts: auto (the default), suffix, ngram, model, …")
+    str | None, typer.Option("--drafter", "-d", help="Who drafts: auto (the default), suffix, ngram, model, ahead, …")
 ]
-DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model.")]
+DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model or ahead.")]
 K = Annotated[str | None, typer.Option("--k", help="Drafted tokens per step: a number, or auto (the default).")]
 Dtype = Annotated[str | None, typer.Option(help="auto (the fastest here, the default), int8, bfloat16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="auto (a GPU if there is one, the default), cpu, cuda, cuda:1, …")]
@@ -325,7 +325,8 @@ def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence) -> None:
         path = Path(recorder.file.name) if recorder.file else None
         drafted = [n[0] for line in read(path).lines for n in line["nodes"]] if path else []
         pieces = {t: llm.tokenizer.decode([t], skip_special=False) for t in {*seq.tokens, *drafted}}
-        recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds)
+        told = {"drafting": llm.drafting} if llm.drafting else {}
+        recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds, **told)
 
 
 @contextmanager

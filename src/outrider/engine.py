@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class Listener(Protocol):
-    """One that sets `reads_logits` to False lets a runner go ahead of it: it finds no logits in what it hears."""
+    """One that sets `reads_logits` to False lets a runner go on without it: it finds no logits in what it hears."""
 
     def observe(self, step: Step) -> None: ...
 

@@ -143,6 +143,11 @@ class LLM:
         """Where the target runs: cpu, cuda:0, …"""
         return str(device_of(self.target))
 
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """What the drafter tells about its own work, by name; most tell nothing."""
+        return self.engine.drafter.notes()
+
     # ------------------------------------------------------------ a drafter that learns
 
     @property

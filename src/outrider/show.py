@@ -84,6 +84,14 @@ def learning_line(facts: dict[str, Any]) -> str:
     return text + (f" ({facts['why']})" if facts["why"] else "")
 
 
+def ahead_line(facts: dict[str, Any]) -> str:
+    """What drafting ahead brought, in one line."""
+    rate = facts["hit_rate"]
+    text = "ahead: nothing was prepared" if rate is None else f"ahead: {rate:.0%} of outcomes were prepared for"
+    text += f", {facts['hidden_seconds'] * 1e3:.0f} ms of drafting hidden, {facts['exposed_seconds'] * 1e3:.0f} ms not"
+    return f"{text}; {facts['just_in_time']} drafts just in time, {facts['fallbacks']} by fallback ({facts['why']})"
+
+
 def steps(console: Console, trace: Trace, limit: int | None = None) -> None:
     """A recorded run, one line per step: what was drafted, what became of it, what it cost."""
     known: dict[str, str] = trace.footer.get("pieces") or {}

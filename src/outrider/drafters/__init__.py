@@ -163,6 +163,10 @@ class Drafter:
     def end(self, seq: Sequence) -> None:
         """A sequence finished or was cancelled."""
 
+    def notes(self) -> dict[str, Any]:
+        """What it would tell people about its work, for statistics and traces, under its name."""
+        return {}
+
     def inherit(self, old: Drafter) -> None:
         """An interrupted engine's drafter is replaced by this one: take over what it has learnt."""
 

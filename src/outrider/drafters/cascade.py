@@ -6,7 +6,7 @@ Put the cheap and sure one first: a suffix match costs nothing, and a model draf
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
@@ -73,6 +73,9 @@ class Cascade(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.end(seq))
+
+    def notes(self) -> dict[str, Any]:
+        return {name: told for drafter in self.drafters for name, told in drafter.notes().items()}
 
     def inherit(self, old: Drafter) -> None:
         for mine, its in zip(self.drafters, getattr(old, "drafters", ()), strict=False):

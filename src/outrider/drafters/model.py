@@ -6,7 +6,8 @@ the plane is asked what it lacks, and that is fed.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..machine import choose_device
@@ -15,6 +16,9 @@ from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step
 from . import Drafter, Memory, Workspace, register
 from ._rollout import Rollout
+
+if TYPE_CHECKING:
+    from ..models.checkpoint import Checkpoint
 
 DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
 
@@ -27,7 +31,7 @@ class SmallModel(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.model = _load(space)
+        self.model = load_draft_model(space)
         shape = self.model.plane_shape
         plane = space.cache.add_plane(*shape, device=device_of(self.model))
         self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=space.passes(self.model, plane))
@@ -53,7 +57,8 @@ class SmallModel(Drafter):
         """Nothing to do: tokens are the truth, and the plane reconciles to them at the next draft."""
 
 
-def _load(space: Workspace) -> Model:
+def load_draft_model(space: Workspace) -> Model:
+    """The model that was asked for, or given as it is."""
     wanted = space.option("draft_model", "assistant_model", default=None)
     if wanted is None:
         raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
@@ -61,18 +66,25 @@ def _load(space: Workspace) -> Model:
         model: Model = wanted
         _same_size(model.config.vocab_size, space.target.config.vocab_size)
         return model
-    from ..models.checkpoint import open_checkpoint  # heavy, and only needed for files
-    from ..models.load import load_model
+    from ..models.load import load_model  # heavy, and only needed for files
 
-    checkpoint = open_checkpoint(wanted)
-    if space.tokenizer is not None:
-        _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
+    checkpoint = opened(space, wanted)
     same = getattr(space.target, "compute", space.target.dtype)  # what the target computes in, if its weights are int8
     wish = str(space.option("draft_dtype", default=same)).removeprefix("torch.")
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
     device = choose_device(str(space.option("draft_device", default=device_of(space.target))))
     return load_model(checkpoint, wish, space.cache.length, device=device)
+
+
+def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
+    """A draft model's file, once it is clear that it speaks the target's ids; its weights are not read yet."""
+    from ..models.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(wanted)
+    if space.tokenizer is not None:
+        _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
+    return checkpoint
 
 
 def _same_vocabulary(ours: Any, theirs: Any, name: str) -> None:

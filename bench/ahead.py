@@ -1,0 +1,330 @@
+"""Drafting ahead: hit rate against fan-out, and tokens per second beside plain and ordinary speculative decoding.
+
+    python bench/ahead.py [--draft-model DIR] [--skip 12,14,16] [--tokens 64] [--prompts 8] [--threads 1] [--k 3]
+    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-device cuda --only race --k 5
+    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-dtype int8 --ahead-threads 8 --only race
+
+First the curve. The target answers prompts at each temperature; a draft model reads the answers, and its ranking of
+every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F
+first. `rejection`: the same where the drafted token (the first of the noised ranking) was wrong, without it. These are
+the hit rates of forks, because the text before an outcome is the target's own.
+
+Then the race, prompt by prompt in turns: plain decoding, ordinary speculation with the same drafter, `ahead` (always,
+and where it decides by itself). Ids are compared. Without --draft-model the target drafts for itself with layers left
+out (--skip). The last line is one JSON object, which bench/ahead_sim.py reads; with --only curve its `setting` holds
+CPU times of passes and the curve's hit rates, as if every thread had a core of its own, else what the race measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+from gpu_common import TWINS
+from outrider import LLM, SamplingParams
+from outrider.ahead.curve import Curve, Law
+from outrider.ahead.forks import Forker, Plan, likeliest
+from outrider.environment import environment
+from outrider.models import Part
+from outrider.models.checkpoint import open_checkpoint
+from outrider.models.load import load_model
+from outrider.prompts import bundled
+from outrider.sampling import ranked
+from outrider.types import Sequence
+
+WIDEST = 16
+SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+PLAIN, ORDINARY, AHEAD, CHOOSES = "plain", "ordinary", "ahead", "ahead, by itself"
+
+
+# ---------------------------------------------------------------- the curve
+
+
+class Ranks:
+    """Where the target's tokens stood in a ranking."""
+
+    def __init__(self) -> None:
+        self.end, self.inside = Curve(Law(0.5, 0.5)), Curve(Law(0.7, 0.4))
+        for curve in (self.end, self.inside):
+            curve.FADE = 1.0  # everything counts alike here
+
+    def add(self, order: list[int], drafted: int, token: int) -> None:
+        self.end.add(_place(order, token), WIDEST)
+        if token != drafted:
+            self.inside.add(_place([t for t in order if t != drafted], token), WIDEST)
+
+    def as_json(self) -> dict[str, Any]:
+        curves = {"end": self.end, "rejection": self.inside}
+        return {
+            name: {
+                "hits": dict(zip(range(1, WIDEST + 1), curve.measured(), strict=False)),
+                "c": round(curve.law.c, 4),
+                "r": round(curve.law.r, 4),
+                "outcomes": round(curve.tried[0]),
+            }
+            for name, curve in curves.items()
+        }
+
+
+def _place(order: list[int], token: int) -> int | None:
+    return order.index(token) + 1 if token in order else None
+
+
+def curve(forker: Forker, llm: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float) -> Any:
+    """α of the drafter and both rankings' hit rates over the target's own answers."""
+    ways, right, seen = {"noised": Ranks(), "plain": Ranks()}, 0, 0
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=min(given.tokens, 64), ignore_eos=True)
+        (answer,) = llm.generate([prompt], params)
+        seq = Sequence(number, prompt, params, seed=number)
+        plan = Plan(seq, answer.token_ids, [])
+        forker.open(seq)
+        forker.cache.reserve(seq, len(prompt), len(plan.trunk))
+        logits = forker.glue([plan])  # [1 + tokens, V]
+        for i, token in enumerate(answer.token_ids):
+            before = answer.token_ids[:i]
+            noised = [t for t, _ in ranked(logits[i], seq, before, WIDEST + 1)]
+            ways["noised"].add(noised, noised[0], token)
+            ways["plain"].add([t for t, _ in likeliest(logits[i], seq, before, WIDEST + 1)], noised[0], token)
+            right, seen = right + (token == noised[0]), seen + 1
+        forker.close(seq)
+    return {"temperature": temperature, "alpha": right / seen} | {name: way.as_json() for name, way in ways.items()}
+
+
+def show_curve(facts: dict[str, Any]) -> None:
+    print(f"\ntemperature {facts['temperature']:g}, α = {facts['alpha']:.3f}; hit rate by forks, miss(F) = c F^-r")
+    print(f"{'':22}" + "".join(f"{f:>7}" for f in SHOWN) + "       c      r")
+    for way in ("noised", "plain"):
+        for name, found in facts[way].items():
+            cells = "".join(f"{found['hits'].get(f, float('nan')):7.3f}" for f in SHOWN)
+            print(f"{way + ', ' + name:22}{cells}  {found['c']:6.3f} {found['r']:6.3f}")
+
+
+# ---------------------------------------------------------------- the race
+
+
+class Watch:
+    """Listens to decoding steps: seconds by phase, and whether somebody drafted beside the pass."""
+
+    reads_logits = False
+
+    def __init__(self, llm: LLM) -> None:
+        self.drafter: Any = llm.engine.drafter
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def observe(self, step: Any) -> None:
+        if all(turn.feed == 1 for turn in step.turns):
+            self.seconds["verify"].append(step.clock["verify"])
+            drafted = max(len(tree.tokens) for tree in step.draft.trees)
+            if drafted:
+                self.seconds["draft"].append(step.clock["draft"] / drafted)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name]) if self.seconds[name] else 0.0
+
+
+def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
+    own = {"draft_model": given.draft_model or given.model or "smollm2", "skip_layers": given.skip}
+    own |= {"draft_device": given.draft_device, "draft_dtype": given.draft_dtype, "ahead_forks": given.forks}
+    own |= {"ahead_threads": given.ahead_threads, "ahead_fallback": given.fallback}
+    if given.draft_model:
+        kind = {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}  # else on the GPU, as it can
+        ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
+    else:
+        ordinary = base.using(drafter="layerskip", k=given.k, skip_layers=given.skip, refine=False)
+    k: Any = given.k
+    return {
+        PLAIN: base,
+        ORDINARY: ordinary,
+        AHEAD: base.using(drafter="ahead", k=k, ahead_always=True, **own),
+        CHOOSES: base.using(drafter="ahead", k="auto", **own),
+    }
+
+
+def race(
+    llms: dict[str, LLM], prompts: list[list[int]], given: argparse.Namespace, temperature: float
+) -> dict[str, Any]:
+    watches = {name: Watch(llm) for name, llm in llms.items()}
+    for name, llm in llms.items():
+        llm.engine.listeners = (*llm.engine.listeners, watches[name])
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, list[int]] = {name: [0, 0] for name in llms}
+    differ = 0
+    for number, prompt in enumerate(prompts * given.rounds):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=given.tokens, ignore_eos=True)
+        order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
+        said = {}
+        for name in order:
+            llms[name].engine.cache.drop_retired()
+            begin = time.perf_counter()
+            (out,) = llms[name].generate([prompt], params)
+            seconds[name] += time.perf_counter() - begin
+            counts[name][0] += out.stats.emitted
+            counts[name][1] += out.stats.steps
+            said[name] = out.token_ids
+        differ += sum(ids != said[PLAIN] for ids in said.values())
+    rows = {
+        name: {
+            "tok_s": counts[name][0] / seconds[name],
+            "tau": counts[name][0] / counts[name][1],
+            "verify_ms": 1e3 * watches[name].median("verify"),
+            "drafting": llms[name].drafting.get("ahead"),
+            "why": llms[name].engine.controller.why,
+        }
+        for name in llms
+    }
+    return {"temperature": temperature, "differ": differ, "rows": rows} | {
+        "draft_ms": 1e3 * watches[ORDINARY].median("draft")
+    }
+
+
+def show_race(facts: dict[str, Any]) -> None:
+    print(f"\ntemperature {facts['temperature']:g}; {facts['differ']} answers differ from plain decoding's")
+    for name, row in facts["rows"].items():
+        text = f"{name:18} {row['tok_s']:7.1f} tokens/s  τ {row['tau']:.2f}  verify {row['verify_ms']:.2f} ms"
+        if (d := row["drafting"]) is not None and d["hit_rate"] is not None:
+            text += (
+                f"  hits {d['hit_rate']:.0%}, {d['hidden_seconds']:.1f} s hidden, {d['exposed_seconds']:.1f} s exposed"
+            )
+            text += f", {d['just_in_time_seconds']:.1f} s just in time; {d['why']}"
+        print(text)
+
+
+def setting(facts: dict[str, Any], k: int) -> dict[str, Any]:
+    """What bench/ahead_sim.py is told: medians of the race, and hit rates as they were."""
+    rows = facts["rows"]
+    drafting = rows[AHEAD]["drafting"]
+    by = drafting["hits_by_outcome"]
+    inside = [by[name] for name in by if name != "end"]
+    rate = lambda pairs: sum(h for h, _ in pairs) / max(sum(n for _, n in pairs), 1)  # noqa: E731
+    return {
+        "verify": rows[ORDINARY]["verify_ms"] * 1e-3,
+        "draft": facts["draft_ms"] * 1e-3,
+        "first": drafting["first_pass_seconds"],
+        "deeper": drafting["depth_seconds"],
+        "alpha": drafting["alpha"],
+        "hit_end": rate([by["end"]] if "end" in by else []),
+        "hit_inside": rate(inside),
+        "k": k,
+        "depth": k,
+        "slow": max(rows[AHEAD]["verify_ms"] / rows[ORDINARY]["verify_ms"], 1.0),
+    }
+
+
+# ---------------------------------------------------------------- what passes take, whoever else is busy
+
+
+def cpu_times(forker: Forker, prompt: list[int], k: int, forks: int) -> dict[str, float]:
+    """Fastest CPU seconds of 15: a pass over k + 1 rows, the same with forks, one depth of them, a depth of one row."""
+    seq, best = Sequence(0, prompt, SamplingParams(max_tokens=64)), defaultdict(lambda: float("inf"))
+    forker.open(seq)
+    forker.cache.reserve(seq, len(prompt), k)
+    spread = [forks // (k + 1) + (i < forks % (k + 1)) for i in range(k + 1)]
+    for _ in range(15):
+        rounds = {"first": (prompt[-k:], spread), "draft": ([], [1])}
+        marks = [time.process_time()]
+        forker.glue([Plan(seq, prompt[-k:], [])])
+        marks.append(time.process_time())
+        best["pass"] = min(best["pass"], marks[1] - marks[0])
+        for name, (trunk, given) in rounds.items():
+            marks = [time.process_time()]
+            marks += [time.process_time() for _ in forker.grow([Plan(seq, trunk, given)], 2)]
+            best[name] = min(best[name], marks[1] - marks[0])
+            best[f"{name}, deeper"] = min(best[f"{name}, deeper"], marks[3] - marks[2])
+    forker.close(seq)
+    return dict(best)
+
+
+def free_setting(
+    given: argparse.Namespace, base: LLM, forker: Forker, prompt: list[int], curves: Any
+) -> dict[str, Any]:
+    """For bench/ahead_sim.py: as if every thread had a core of its own, which a busy machine cannot show."""
+    target = cpu_times(Forker(base.target, 4096, 8, 1024), prompt, given.k, given.forks)
+    draft = cpu_times(forker, prompt, given.k, given.forks)
+    forks = str(max(given.forks // (given.k + 1), 1))
+    hits = {name: curves["noised"][name]["hits"][int(forks)] for name in ("end", "rejection")}
+    own = {"verify": target["pass"], "draft": draft["draft, deeper"], "first": draft["first"]}
+    own |= {"deeper": draft["first, deeper"], "alpha": curves["alpha"], "k": given.k, "depth": given.k}
+    return own | {"hit_end": hits["end"], "hit_inside": hits["rejection"], "slow": 1.0}
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, a .gguf file, 7b or 30b (SmolLM2 widened, twin.py)")
+    parser.add_argument("--small", help="SmolLM2, for the twins")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--draft-device", default="cpu")
+    parser.add_argument("--draft-dtype", default="auto")
+    parser.add_argument(
+        "--skip", help="layers that the draft model leaves out; default: every other of the middle third"
+    )
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--forks", type=int, default=8)
+    parser.add_argument("--fallback", default="", help="drafters to ask on a miss, before the draft model")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--ahead-threads", type=int, default=1)
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--only", choices=("curve", "race"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    target = given.model
+    if given.model in TWINS:  # SmolLM2 widened: a large model's cost, and text that SmolLM2 can draft
+        small = open_checkpoint(given.small)
+        target = TWINS[given.model](small, device=given.device, seed=1)
+        given.draft_model = given.draft_model or str(small.path)
+    base = LLM(target, drafter="off", dtype=given.dtype, device=given.device, threads=given.threads, max_length=1024)
+    layers = base.target.config.layers
+    middle = "" if given.draft_model else ",".join(map(str, range(layers // 3, 2 * layers // 3, 2)))
+    given.skip = [int(number) for number in (middle if given.skip is None else given.skip).split(",") if number]
+    texts = bundled()[:: max(1, len(bundled()) // given.prompts)][: given.prompts]
+    prompts = [base.tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in texts]
+    temperatures = [float(t) for t in given.temperatures.split(",")]
+    facts: dict[str, Any] = {"bench": "ahead", "command": " ".join(["python", *sys.argv]), "model": base.name}
+    facts |= {"dtype": base.dtype, "device": base.device, "skip_layers": given.skip, "environment": environment()}
+    if given.only != "race":
+        checkpoint = open_checkpoint(given.draft_model or given.model)
+        skip = frozenset(given.skip)
+        model = load_model(checkpoint, given.draft_dtype, 1024)
+        forker = Forker(model, 4096, 8, 1024, Part(skip_attention=skip, skip_mlp=skip))
+        facts["curves"] = [curve(forker, base, prompts, given, t) for t in temperatures]
+        for found in facts["curves"]:
+            show_curve(found)
+        facts["setting"] = free_setting(given, base, forker, prompts[0], facts["curves"][0])
+        print(
+            "\nCPU milliseconds:",
+            {n: round(1e3 * facts["setting"][n], 2) for n in ("verify", "draft", "first", "deeper")},
+        )
+    if given.only != "curve":
+        facts["race"] = []
+        for temperature in temperatures:
+            llms = engines(base, given)
+            for name in (AHEAD, CHOOSES):
+                place: Any = llms[name].engine.drafter
+                if not place.place.ready_within(300):
+                    sys.exit(f"The draft model's process does not start: {place.place.trouble}")
+            facts["race"].append(race(llms, prompts, given, temperature))
+            show_race(facts["race"][-1])
+            for name in (AHEAD, CHOOSES):
+                llms[name].engine.drafter.place.close()
+        facts["setting"] = setting(facts["race"][0], given.k)
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Drafting the next round while the target verifies this one: what the drafter `ahead` is made of.
+
+    curve.py    which outcomes are worth preparing for: acceptance and miss rates, measured, and the forks they buy
+    forks.py    a draft model that prepares for them, all at once, in a cache of its own
+    mail.py     ids and lengths in shared memory, the same for a thread and a process
+    worker.py   who prepares: a loop that reads requests and publishes answers, depth by depth
+    place.py    where that loop runs, and what happens when it dies or hangs
+    worth.py    whether all this pays
+
+Nothing here can change a text: what was prepared is verified like any other draft.
+"""

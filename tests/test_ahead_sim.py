@@ -1,0 +1,175 @@
+"""The simulator of bench/ahead_sim.py against the real engine with the real drafter, in invented time.
+
+Target and draft model are clocks: a pass takes what it is said to take, and an oracle that knows the text answers as
+often rightly as the setting says. Everything between (the engine's step, requests, outcomes, waiting) is real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import engine as engine_module
+from outrider.ahead.mail import Mail, Sizes
+from outrider.ahead.place import Place
+from outrider.cache import Cache
+from outrider.control import Fixed
+from outrider.drafters import Workspace, ahead as ahead_module, make
+from outrider.engine import Engine
+from outrider.models.toy import toy
+from outrider.scheduler import Scheduler
+from outrider.types import Output, SamplingParams, Sequence
+
+TOKENS, WRONG = 3000, 1
+
+
+def load() -> ModuleType:
+    path = Path(__file__).parents[1] / "bench" / "ahead_sim.py"
+    spec = importlib.util.spec_from_file_location("ahead_sim", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["ahead_sim"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+sim = load()
+
+
+class World:
+    """One clock."""
+
+    now = 0.0
+
+    def at_least(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+
+
+class Oracle(Place):
+    """Knows the text, and answers in time, and as often rightly, as it is told."""
+
+    kind, ready = "oracle", True  # type: ignore[assignment]
+
+    def __init__(self, world: World, text: list[int], setting: Any) -> None:
+        sizes = Sizes(4, len(text) + 64, 64)
+        super().__init__(Mail(sizes, bytearray(sizes.bytes)), clock=lambda: world.now)
+        self.world, self.text, self.s, self.dice = world, text, setting, random.Random(3)
+        self.due: Callable[[int], float] = lambda depth: 0.0
+
+    def tend(self) -> None:
+        pass
+
+    def post(self) -> int:
+        mail, s, begin = self.mail, self.s, self.world.now
+        self.number += 1
+        line = next(i for i, asked in enumerate(mail["asked"]) if asked >= 0)
+        trunk, root = mail["trunk"][line, : mail["asked"][line]].tolist(), int(mail["length"][line])
+        depth = mail.one("depth")
+        if not trunk and mail["forks"][line, 0] == 1:  # just in time
+            mail["keys"][0] = line, 0, self._right(root)
+            mail["chains"][0, :depth] = [self._right(root + 1 + i) for i in range(depth)]
+            mail["count"][0] = 1
+            self.due = lambda deep: begin + (deep + 1) * s.draft
+        else:
+            accepted = next((i for i, t in enumerate(trunk) if t != self.text[root + i]), len(trunk))
+            hit = self.dice.random() < (s.hit_end if accepted == len(trunk) else s.hit_inside)
+            mail["keys"][0] = line, accepted, self.text[root + accepted]
+            after = root + accepted + 1
+            mail["chains"][0, :depth] = [self._right(after + i) for i in range(depth)]
+            mail["count"][0] = int(hit)
+            self.due = lambda deep: begin + s.first + deep * s.deeper
+        mail["seconds"][:] = s.first + depth * s.deeper, s.first, s.deeper
+        mail["answered"][0], mail["published"][0] = self.number, depth
+        return self.number
+
+    def wait(self, depth: int, seconds: float) -> bool:
+        self.world.at_least(self.due(depth))
+        return True
+
+    def _right(self, at: int) -> int:
+        return self.text[at] if self.dice.random() < self.s.alpha else WRONG
+
+
+class Target:
+    """Takes its time and says the text."""
+
+    def __init__(self, world: World, text: list[int], setting: Any, plane: Any, drafter: Any) -> None:
+        self.world, self.text, self.s, self.plane, self.drafter = world, text, setting, plane, drafter
+
+    def launch(self, rows: Any, taps: object, overlapped: bool, steady: bool = False) -> Any:
+        begin, p = self.world.now, rows.packing
+        choices = [self.text[p.positions[i] + 1] for i in p.want]
+
+        def wait() -> Output:
+            beside = bool(getattr(self.drafter, "flight", None))  # somebody drafts beside this pass
+            self.world.at_least(begin + self.s.verify * (self.s.slow if beside else 1.0))
+            return Output(torch.zeros(1, 4).expand(len(choices), 4), highest=[1.0] * len(choices), choices=choices)
+
+        return SimpleNamespace(wait=wait)
+
+
+def engine_speed(monkeypatch: pytest.MonkeyPatch, setting: Any, drafter: str) -> tuple[float, Any]:
+    """Tokens per second of the real engine in invented time, and its drafter."""
+    dice, world = random.Random(5), World()
+    text = [dice.randrange(2, 48) for _ in range(TOKENS + 100)]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: world.now))
+    monkeypatch.setattr(ahead_module, "_place", lambda space: Oracle(world, text, setting))
+    target = toy()
+    cache = Cache(TOKENS + 400, 4, TOKENS + 200)
+    plane = cache.add_plane(1, 1, 1, torch.float32)
+    options = {"draft_model": target, "ahead_fallback": "", "ahead_always": True, "ahead_depth": setting.depth}
+    made: Any = make(drafter, Workspace(target, cache, plane, options))
+    made.clock = lambda: world.now
+    runner = Target(world, text, setting, plane, made)
+    k = 0 if drafter == "off" else setting.k
+    engine = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 1, 512), 48)
+    seq = Sequence(1, text[:10], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    engine.add(seq)
+    while engine.busy:
+        engine.step()
+    assert seq.generated == text[10 : 10 + TOKENS]
+    assert not engine.last_failure
+    return TOKENS / world.now, made
+
+
+HIDDEN = sim.Setting(0.010, 0.002, 0.002, 0.0015, 0.8, 0.9, 0.5, k=5, depth=5)
+SETTINGS = {
+    "all hidden": HIDDEN,
+    "always hit": replace(HIDDEN, hit_end=1.0, hit_inside=1.0),
+    "never hit": replace(HIDDEN, hit_end=0.0, hit_inside=0.0),
+    "draft slower than verify": replace(HIDDEN, deeper=0.004),
+    "forks not known in time": replace(HIDDEN, first=0.013),
+    "one device": replace(HIDDEN, slow=1.4),
+    "poor drafter": replace(HIDDEN, alpha=0.4, hit_inside=0.3, depth=2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_simulator_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    setting = SETTINGS[name]
+    speed, drafter = engine_speed(monkeypatch, setting, "ahead")
+    expected = sim.ahead(setting)
+    assert speed == pytest.approx(expected["tok_s"], rel=0.05)
+    assert drafter.account.hit_rate == pytest.approx(expected["hit_rate"], abs=0.05)
+
+
+def test_plain_decoding_agrees_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, _ = engine_speed(monkeypatch, HIDDEN, "off")
+    assert speed == pytest.approx(sim.plain(HIDDEN), rel=0.01)
+
+
+def test_ahead_wins_where_drafting_is_hidden_and_loses_where_it_is_not() -> None:
+    assert sim.ahead(HIDDEN)["tok_s"] > 1.2 * sim.ordinary(HIDDEN)
+    assert sim.ahead(replace(HIDDEN, slow=2.5))["tok_s"] < sim.ordinary(HIDDEN)
+    rows = sim.table(replace(HIDDEN, slow=1.4))
+    assert [row["what"].endswith("(projection)") for row in rows] == [False, False, True, True]
+    assert rows[3]["tok_s"] > rows[2]["tok_s"]
