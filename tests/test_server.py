@@ -195,8 +195,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": HELLO, "nonsense": 1}, "nonsense"),
     ({"messages": HELLO, "speculation": {"k": 65}}, "speculation.k"),
-    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": HELLO, "prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"messages": HELLO, "response_format": {"type": "poem"}}, "response_format"),
+    ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"messages": HELLO, "prediction": {"type": "content"}}, "prediction"),
 ]
 
 
@@ -207,6 +208,36 @@ def test_mistakes_are_sentences_with_a_parameter(web: TestClient, body: dict[str
         assert answer.status_code == 400
         assert is_openai_error(answer.json())
         assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_answers_have_the_form_that_was_asked_for(web: TestClient) -> None:
+    """With drafts and without: the same text, and it matches."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for temperature in (0.0, 1.0):
+        wish = {"messages": HELLO, "temperature": temperature, "seed": 3, "max_tokens": 40}
+        answers = [ask(web, **wish, response_format=form, speculation={"enabled": on}).json() for on in (True, False)]
+        texts = {answer["choices"][0]["message"]["content"] for answer in answers}
+        assert len(texts) == 1
+        assert json.loads(texts.pop())["a"] in (1, 2)
+        said = ask(web, **wish, guided_regex="[ab]{3,5}").json()["choices"][0]["message"]["content"]
+        assert set(said) <= set("ab")
+        assert 3 <= len(said) <= 5
+    both = ask(web, messages=HELLO, guided_regex="a", response_format=form)
+    assert both.status_code == 400
+
+
+def test_a_prediction_is_drafted(web: TestClient) -> None:
+    wish: dict[str, Any] = {"messages": HELLO, "temperature": 0.0, "max_tokens": 24}
+    plain = ask(web, **wish).json()
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text}], "nothing of the kind"):
+        told = ask(web, **wish, prediction={"type": "content", "content": content}).json()
+        assert told["choices"][0]["message"]["content"] == text
+        found = told["usage"]["completion_tokens_details"]
+        if content != "nothing of the kind":
+            assert found["accepted_prediction_tokens"] > 0
+        assert found["accepted_prediction_tokens"] + found["rejected_prediction_tokens"] > 0
 
 
 def test_what_is_no_request_at_all(web: TestClient) -> None:

@@ -106,7 +106,11 @@ class Letter:
         said = sum(answer.told for answer in self.job.answers)
         reused = sum(seq.stats.reused for seq in prompts)
         usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-        return usage | {"prompt_tokens_details": {"cached_tokens": reused}}
+        stats = [answer.seq.stats for answer in self.job.answers]
+        kept = sum(each.accepted_prediction_tokens for each in stats)
+        lost = sum(each.rejected_prediction_tokens for each in stats)
+        predicted = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": lost}
+        return usage | {"prompt_tokens_details": {"cached_tokens": reused}, "completion_tokens_details": predicted}
 
     def _logprobs(self, index: int, entries: list[TokenLogprob]) -> Json | None:
         start = self.begun.setdefault(index, 0)

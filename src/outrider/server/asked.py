@@ -108,12 +108,21 @@ class Reading:
 
     def _guided(self, request: Sampling) -> dict[str, Any]:
         """The one place where `response_format` and `prediction` become sampling parameters."""
-        if request.response_format is not None and request.response_format != {"type": "text"}:
-            raise refused("Structured output is not available in this build; leave response_format out or say text.",
-                          "response_format", "not_available")  # fmt: skip
+        found: dict[str, Any] = {}
+        wishes = {"regex": request.guided_regex, "grammar": request.guided_grammar}
+        forms = [{name: value} for name, value in wishes.items() if value is not None]
+        if request.response_format is not None:
+            forms.append(request.response_format)
+        if len(forms) > 1:
+            raise refused("Only one of response_format, guided_regex and guided_grammar can be followed at a time.")
+        if forms:
+            try:  # compiled here, so that a form that cannot be followed is refused before anything runs
+                found["guide"] = forms[0] if self.llm.guide_for(forms[0]) is not None else None
+            except OutriderError as error:
+                raise refused(str(error), "response_format" if request.response_format else None) from error
         if request.prediction is not None:
-            raise refused("Predicted output is not available in this build.", "prediction", "not_available")
-        return {}
+            found["prediction"] = request.prediction.text
+        return found
 
 
 def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:

@@ -31,6 +31,22 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="understood, and not done")
 
 
+class Part(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Predicted(Strict):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[Part], Field(max_length=1024)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Sampling(Strict):
     """What both endpoints share."""
 
@@ -57,8 +73,10 @@ class Sampling(Strict):
     speculation: Speculation | None = None
     learn: bool | None = Field(None, description="false: the drafter learns nothing from this request")
     timeout: float | None = Field(None, gt=0, description="seconds after which nobody needs the answer any more")
-    response_format: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = Field(None, description="json_object or json_schema, as at OpenAI")
+    guided_regex: str | None = Field(None, max_length=4096, description="the text must match it")
+    guided_grammar: str | None = Field(None, max_length=65_536, description="in Lark's notation")
+    prediction: Predicted | None = Field(None, description="what the answer is expected to be: it is drafted")
     # Said for others' sake: they change nothing here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -66,11 +84,6 @@ class Sampling(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-
-class Part(Strict):
-    type: Literal["text"]
-    text: Text
 
 
 class Message(Strict):
