@@ -133,9 +133,7 @@ def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     own |= {"draft_device": given.draft_device, "draft_dtype": given.draft_dtype, "ahead_forks": given.forks}
     own |= {"ahead_threads": given.ahead_threads, "ahead_fallback": given.fallback}
     if given.draft_model:
-        kind = (
-            {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}
-        )  # else on the GPU, as it can
+        kind = {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}  # else on the GPU, as it can
         ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
     else:
         ordinary = base.using(drafter="layerskip", k=given.k, skip_layers=given.skip, refine=False)
