@@ -420,6 +420,19 @@ def test_one_that_stays_stopped_is_ended(folder: Path, monkeypatch: pytest.Monke
     place.close()
 
 
+def test_a_model_is_waited_for_when_it_is_opened_and_never_again(folder: Path) -> None:
+    llm = LLM(folder, drafter="ahead", draft_model=str(folder), k=4, device="cpu", ahead_fallback="", **ALWAYS)
+    llm.generate("the quick", SamplingParams(max_tokens=12, ignore_eos=True))
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, Ahead)
+    assert drafter.account.hit_rate is not None
+    os.kill(drafter.place.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    begin = time.perf_counter()
+    llm.generate("the quick", SamplingParams(max_tokens=12, ignore_eos=True))
+    assert time.perf_counter() - begin < 5
+    drafter.place.close()
+
+
 def test_nothing_is_left_when_the_program_ends(folder: Path) -> None:
     """However it ends: the process goes with it."""
     script = (

@@ -106,6 +106,7 @@ class LLM:
         self._ids = itertools.count(1)
         self._rejected: dict[int, list[int]] = {}
         self._engine()
+        self.engine.drafter.load()
 
     def _engine(self) -> None:
         listeners = (self, self.recorder, self.drift)

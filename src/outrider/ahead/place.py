@@ -95,10 +95,10 @@ class Place:
     def has(self, depth: int) -> bool:
         return self.mail.one("answered") == self.number and self.mail.one("published") >= depth
 
-    def ready_within(self, seconds: float) -> bool:
-        """Wait for a worker to have read its model: for tests and measurements, not for serving."""
+    def ready_within(self, seconds: float, deaths: int | None = None) -> bool:
+        """Wait for a worker to have read its model, or to have died so often: before serving, never in the middle."""
         until = time.perf_counter() + seconds
-        while not self.ready and time.perf_counter() < until:
+        while not self.ready and self.deaths != deaths and time.perf_counter() < until:
             self.tend()
             time.sleep(0.01)
         return self.ready

@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 
 class Drafter:
-    """Six verbs; only `draft` is mandatory."""
+    """A few verbs; only `draft` is mandatory."""
 
     name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...] | None] = None  # the options it reads; None: whatever it is given
@@ -146,6 +146,9 @@ class Drafter:
     def trial_options(cls, target: Model) -> dict[str, Any]:
         """Options with which this drafter can be tried on any target, when nobody has configured it."""
         return {}
+
+    def load(self) -> None:
+        """Before the first request of all: wait for what takes long to read, if anything does."""
 
     def begin(self, seq: Sequence) -> None:
         """A sequence arrived."""

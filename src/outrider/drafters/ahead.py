@@ -34,6 +34,7 @@ from . import Drafter, Memory, Workspace, register
 from .cascade import Cascade
 from .model import load_draft_model, opened
 
+WAIT = 30.0  # seconds to wait for the draft model to be read, before the first request
 FORKS = 8  # outcomes prepared for, for each sequence
 ROWS = 24  # outcomes of an answer for each line of the table, at most
 SOONEST, LATEST = 0.1, 2.0  # seconds of a deadline
@@ -44,11 +45,11 @@ LENIENT = 8.0  # times what an answer usually takes
 @register("ahead")
 class Ahead(Drafter):
     """Options: draft_model, draft_dtype, draft_device, skip_layers; ahead_place (process, thread), ahead_forks,
-    ahead_depth, ahead_threads, ahead_fallback (drafters to ask on a miss), ahead_always, ahead_noise."""
+    ahead_depth, ahead_threads, ahead_fallback (drafters to ask on a miss), ahead_wait, ahead_always, ahead_noise."""
 
     takes = (
         "draft_model", "assistant_model", "draft_dtype", "draft_device", "skip_layers", "ahead_place", "ahead_forks",
-        "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_always", "ahead_noise",
+        "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_wait", "ahead_always", "ahead_noise",
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
@@ -70,6 +71,7 @@ class Ahead(Drafter):
         self.asked: set[int] = set()  # sequences that a draft was asked for in this step
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
+        self.patience = float(space.option("ahead_wait", default=WAIT))  # before the first request, and only there
         self.heard = (-2, 0.0)  # the last step, and when
         self.place.tend()
 
@@ -93,6 +95,9 @@ class Ahead(Drafter):
         return Memory(own.weights + weights, own.kv + kv)
 
     # ------------------------------------------------------------ the verbs
+
+    def load(self) -> None:
+        self.place.ready_within(self.patience, deaths=1)
 
     def begin(self, seq: Sequence) -> None:
         if self.fallback:

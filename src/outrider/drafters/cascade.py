@@ -62,6 +62,9 @@ class Cascade(Drafter):
                 trees[i] = tree
         return Draft.pack(trees, unread)
 
+    def load(self) -> None:
+        self._each(lambda drafter: drafter.load())
+
     def begin(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.begin(seq))
 
