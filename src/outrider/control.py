@@ -183,6 +183,9 @@ class Adaptive:
         call = self.draft_call if self.draft_most is None else self.draft_most
         thrifty = self.frugal and not self.asking.hides
         if thrifty or call <= self.CHEAP * self.costs(len(turns), len(turns)):
+            if self.unasked < self.MOST_IDLE and self.now.hopeless:  # even free drafts take time, for each sequence
+                self.why = f"{_batch(self.now)}{self.name} is not asked: even a sure draft would lose its rows"
+                return {}
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
