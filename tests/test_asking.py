@@ -87,3 +87,17 @@ def test_the_price_is_what_comes_to_light_by_batch_size() -> None:
     assert asking.needed(8, SPEED) == SPEED * asking.price(8) + 8 * Asking.MARGIN
     asking.spent(1, False, 10.0)
     assert asking.price(1) < 0.0003  # one pause of somebody else's moves little
+
+
+def test_a_crowd_rests_too_where_its_drafts_bring_less_than_they_take() -> None:
+    asking = Asking()
+    asking.crowded = True
+    said = ""
+    for _ in range(300):
+        said += "a" if asking.pays() else "."
+        if said[-1] == "a":
+            asking.brought(8, -0.2, SPEED)
+    assert said.startswith("aa.")
+    assert said.count("a") < 30
+    asking.wake()
+    assert asking.pays()

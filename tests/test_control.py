@@ -321,3 +321,14 @@ def test_asking_for_a_cost_takes_no_time() -> None:
     costs = measured(gentle)
     costs(1000, 37)
     assert min(timeit.repeat(lambda: costs(500, 37), number=10_000, repeat=5)) < 10_000 * 1e-6
+
+
+def test_a_free_drafter_is_not_asked_where_even_a_sure_draft_would_lose() -> None:
+    """Rows that cost as much as a token brings: a batch that fills the machine."""
+    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}), frugal=True)
+    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+    turns = [Turn(Sequence(i, [1]), 1, whole=True) for i in range(8)]
+    assert not any(each.budget for each in controller.budget(turns))
+    assert "even a sure draft" in controller.why
+    controller.unasked = controller.MOST_IDLE  # prices may have been wrong: now and then it is looked at again
+    assert all(each.budget for each in controller.budget(turns))

@@ -186,6 +186,9 @@ class Adaptive:
         call = self.draft_call if self.draft_most is None else self.draft_most
         thrifty = self.frugal and not self.asking.hides
         if thrifty or call <= self.CHEAP * self.costs(len(turns), len(turns)):
+            if self.unasked < self.MOST_IDLE and self.now.hopeless:  # even free drafts take time, for each sequence
+                self.why = f"{_batch(self.now)}{self.name} is not asked: even a sure draft would lose its rows"
+                return {}
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
@@ -328,14 +331,22 @@ class Adaptive:
 
     def _learn_host(self, step: Step) -> None:
         self.asking.hides = "host" in step.clock
+        crowded = not (self.asking.hides or self.paid) and len(step.turns) > 1  # else its price is thought about
+        if self.asking.crowded and not crowded:
+            self.asking.wake()
+        self.asking.crowded = crowded
         if self.asking.hides and "read" not in step.output.seconds:
             self.asking.spent(len(step.turns), self.ahead, step.clock["host"])
 
     def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
-        if not self.asking.hides or not any(turn.asks for turn in step.turns) or "read" in step.output.seconds:
-            return  # nothing to learn, or the drafter was reading a prompt
+        hides, several = self.asking.hides, self.asking.crowded
+        if not (hides or several) or not any(turn.asks for turn in step.turns):
+            return
+        if hides and "read" in step.output.seconds:
+            return  # the drafter was reading a prompt
         batch = len(decoded)
-        seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + step.output.seconds.get("draft", 0.0)
+        drafting = step.output.seconds.get("draft", 0.0) if hides else step.clock["draft"]
+        seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + drafting
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
         self.asking.brought(batch, gain, self._speed(batch))
 

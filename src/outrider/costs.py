@@ -243,6 +243,7 @@ class Asking:
     While nobody is asked, a device that has a clock of its own starts the next pass before the host has read the last
     one, and the host's work is hidden. Asking for a draft puts it back between the passes. What that takes and what
     asking has brought of late are learnt; where it does not pay, it is left for a while, and for longer and longer.
+    Where nothing is hidden, the same holds for a batch whose drafts are free one by one, and not all together.
     """
 
     FADE = 0.9
@@ -251,6 +252,7 @@ class Asking:
 
     def __init__(self) -> None:
         self.hides = False  # does anything hide the host's work? Where nothing does, asking takes what it takes
+        self.crowded = False  # several share a step, and nothing is hidden: a draft for each of them adds up
         self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, hidden) -> seconds that nothing hid
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
@@ -291,7 +293,7 @@ class Asking:
 
     def leave(self) -> None:
         """Let it be for a while, and the next time for longer."""
-        if self.hides:
+        if self.hides or self.crowded:
             self.rest, self.nap, self.trials = self.nap, min(4 * self.nap, self.LONGEST), 0
 
     def wake(self) -> None:
