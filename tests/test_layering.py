@@ -71,7 +71,7 @@ ALLOWED = {
     "show_measure speeds tune",
     "train": "",
     "train.*": f"{FLOW} environment llm machine plots prompts report models.* train.*",
-    "cli_train": "cli errors train.*",
+    "cli_train": "cli errors machine train.*",
     "config": "errors drafters verify",
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
