@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check format bench-plain verify clean help
+.PHONY: demo test test-all check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -15,6 +15,9 @@ demo: $(VENV)/.installed ## fetch the default model, generate with speculation, 
 
 test: $(VENV)/.tested check ## lint, types and the whole test suite
 	$(BIN)/python -m pytest -n 2
+
+test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
+	$(BIN)/python -m pytest -n 2 -m ""
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .

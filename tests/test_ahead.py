@@ -226,6 +226,7 @@ def engine_with(options: dict, **config: object) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("fallback", ["", *sorted({*drafters.names()} - {"ahead", "auto", "cascade", "off"})])

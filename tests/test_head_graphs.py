@@ -158,6 +158,7 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "law"),
     [
@@ -184,6 +185,7 @@ def test_recorded_drafts_are_the_eager_ones(target: Transformer, kind: str, opti
     assert max(len(tree.tokens) for tree in made.drafter.drafted[-2]) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "law"),
     [
@@ -221,6 +223,7 @@ def one(engine: Engine, seq: Sequence) -> set[str]:
     return spent
 
 
+@pytest.mark.slow
 def test_filters_are_drawn_on_the_device_and_penalties_on_the_host(
     target: Transformer, plain: dict[str, list[list[int]]]
 ) -> None:
