@@ -274,10 +274,8 @@ class Adaptive:
                 kept[i] = len(tree.tokens)
             elif tree.tokens and not kept[i]:
                 refused[name] = i
-                if (
-                    self.paid and turn.asks and tree.survival is not None
-                ):  # its word is worth less than was hoped before asking
-                    self._of(name).refuse()
+                if self.paid and turn.asks and tree.survival is not None:
+                    self._of(name).refuse()  # its word is worth less than was hoped before asking
                     self.overall.refuse()
         for name in self._look_again(now, list(refused)):
             kept[refused[name]] = 1

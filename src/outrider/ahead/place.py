@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +31,7 @@ LOADING = 600.0  # the same while it reads its model
 SPARED = 60.0  # seconds of good work after which earlier deaths are forgotten
 
 
-class Place:
+class Place(ABC):
     """A worker somewhere. Subclasses know how to start one, whether it lives, and how to end it."""
 
     kind = ""
@@ -140,17 +141,21 @@ class Place:
             self._beat, self._moved = beat, now
         return now - self._moved > (LOADING if loading else HANGS)
 
+    @abstractmethod
     def _start(self) -> tuple[Bell, Bell]:
-        raise NotImplementedError
+        """Start a worker; how to ring it, and where it rings."""
 
+    @abstractmethod
     def _alive(self) -> bool:
-        raise NotImplementedError
+        """Whether it is still there."""
 
+    @abstractmethod
     def _last_words(self) -> str:
-        raise NotImplementedError
+        """Why it ended, as far as it said."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """End it, if it has not."""
 
 
 class Thread(Place):

@@ -6,6 +6,7 @@ It knows a head through `Heads.run`; which rows to feed, and what becomes of the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class HeadShape:
         return same and fits and self.wanted <= 4 * other.wanted and self.rows <= max(cheap, other.rows)
 
 
-class First:
+class First(ABC):
     """The first pass. `more` says what else travels in its form, `_work` what comes after it."""
 
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
@@ -71,10 +72,12 @@ class First:
         self._fill_more(a, seqs, lengths)
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
-        """What `more` has named."""
+        """What `more` has named; nothing, where it names nothing."""
+        return
 
+    @abstractmethod
     def _work(self) -> None:
-        raise NotImplementedError
+        """What is recorded: the first pass, and what comes after it."""
 
     def _first(self) -> tuple[Tensor, Tensor]:
         """Scores of the wanted rows [R, D] and every row's output [T, H]."""

@@ -1,8 +1,8 @@
 """The target's word as a teacher: its likeliest tokens with their chances, and how far a student is from them.
 
 Promise: the divergence and its gradient are exact for the teacher's tokens, in float32, and take a few passes over the
-student's logits, in pieces: a vocabulary times a batch is gigabytes. What the teacher leaves out (a thousandth of a
-text's chances, usually) is as if it had never been said. It knows logits, not who made them.
+student's logits, in pieces: a vocabulary times a batch is gigabytes. What the teacher leaves out (a few hundredths of
+all chances, half of the time less than one) is as if it had never been said. It knows logits, not who made them.
 """
 
 from __future__ import annotations
