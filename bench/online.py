@@ -4,7 +4,8 @@
 
 Four engines answer every prompt one after the other, in an order that changes: plain decoding; the drafter frozen; the
 same drafter learning; and plain decoding whose passes are learnt from without a draft (K = 0), which is what learning
-itself costs. Ids are compared. The last line is one JSON object.
+itself costs. Ids are compared. `--only frozen,learning` leaves out the other two: half the time for a long stream, which
+then says nothing about what learning costs. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
     base = LLM(args.model, drafter="off", dtype=args.dtype, device=args.device, threads=args.threads, max_length=1024)
     options: dict[str, Any] = {"drafter": "online", "learn_share": args.share, "learn_cap_ms": args.cap_ms}
     options |= {"head": args.head} if args.head else {}
-    return {
-        PLAIN: base,
-        FROZEN: base.using(k=args.k, **options, learn=False),
-        LEARNING: base.using(k=args.k, **options),
-        WATCHING: base.using(k=0, **options),
+    made = {
+        PLAIN: lambda: base,
+        FROZEN: lambda: base.using(k=args.k, **options, learn=False),
+        LEARNING: lambda: base.using(k=args.k, **options),
+        WATCHING: lambda: base.using(k=0, **options),
     }
+    return {name: make() for name, make in made.items() if not args.only or name in args.only.split(",")}
 
 
 def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) -> list[int]:
@@ -89,10 +91,11 @@ def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) 
 
 
 def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
-    """Everything asked; the bins, and how many answers differed from plain decoding's."""
+    """Everything asked; the bins, and how many answers differed from the first engine's: plain decoding's, if asked."""
     bins: list[Bin] = []
     differ, per_bin, tokens = 0, max(1, args.prompts // args.bins), 0
-    tokenizer = llms[PLAIN].tokenizer
+    first = next(iter(llms))
+    tokenizer = llms[first].tokenizer
     for domain in DOMAINS:
         for number, text in enumerate(texts(args.data, domain, args.prompts)):
             if number % per_bin == 0 and (number // per_bin < args.bins):
@@ -101,8 +104,8 @@ def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> 
             params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=domain)
             order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
             said = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
-            differ += sum(each != said[PLAIN] for each in said.values())
-            tokens += len(said[PLAIN])
+            differ += sum(each != said[first] for each in said.values())
+            tokens += len(said[first])
             bins[-1].prompts, bins[-1].tokens = bins[-1].prompts + 1, tokens
             if (number + 1) % per_bin == 0:
                 b = bins[-1]
@@ -151,8 +154,9 @@ def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
         result[domain]["gain_last"] = mine[-1].alpha(LEARNING) - mine[-1].alpha(FROZEN)
     seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
     result["seconds"] = seconds
-    result["overhead_of_plain"] = seconds[WATCHING] / seconds[PLAIN] - 1
-    result["learning"] = {n: llms[n].learning for n in (LEARNING, WATCHING)}
+    if {PLAIN, WATCHING} <= set(llms):
+        result["overhead_of_plain"] = seconds[WATCHING] / seconds[PLAIN] - 1
+    result["learning"] = {n: llms[n].learning for n in (LEARNING, WATCHING) if n in llms}
     result["drift"] = llms[LEARNING].drift.as_json()
     return result
 
@@ -172,13 +176,15 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.04, help="of serving time that may be spent on learning")
     parser.add_argument("--cap-ms", type=float, default=5.0)
     parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")
     parser.add_argument("--svg", type=Path, default=None)
     args = parser.parse_args()
     console = Console(stderr=True)
     llms = engines(args)
     bins, differ = stream(args, llms, console)
-    facts = summary(bins, llms) | {"divergent_answers": differ, "model": llms[PLAIN].name, "dtype": llms[PLAIN].dtype}
-    facts |= {"device": llms[PLAIN].device, "environment": environment(), "command": sys.argv}
+    one = llms[LEARNING]
+    facts = summary(bins, llms) | {"divergent_answers": differ, "model": one.name, "dtype": one.dtype}
+    facts |= {"device": one.device, "environment": environment(), "command": sys.argv}
     facts["arguments"] = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
     facts["bins"] = [
         {"domain": b.domain, "tokens": b.tokens, FROZEN: b.alpha(FROZEN), LEARNING: b.alpha(LEARNING)} for b in bins
@@ -191,11 +197,12 @@ def main() -> None:
         out.print(
             f"{domain}: α {facts[domain]['gain']:+.3f} over all of it, {facts[domain]['gain_last']:+.3f} at its end"
         )
-    learning = [facts["learning"][n] for n in (LEARNING, WATCHING)]
-    wall, own = (max(each[name] for each in learning) * 1e3 for name in ("slowest", "busiest"))
+    wall, own = (max(each[name] for each in facts["learning"].values()) * 1e3 for name in ("slowest", "busiest"))
+    if "overhead_of_plain" in facts:
+        out.print(f"learning costs {facts['overhead_of_plain']:+.1%} of plain serving")
     out.print(
-        f"learning costs {facts['overhead_of_plain']:+.1%} of plain serving; its slowest step took {wall:.1f} ms "
-        f"({own:.1f} ms of its own) of {args.cap_ms:g} ms allowed; {differ} answers differed from plain decoding's"
+        f"the slowest step of learning took {wall:.1f} ms ({own:.1f} ms of its own) of {args.cap_ms:g} ms allowed; "
+        f"{differ} answers differed from those of {next(iter(llms))}"
     )
     print(json.dumps(facts))
 

@@ -24,6 +24,7 @@ from outrider.cli import app
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import from_hf
 from outrider.models.head import Head, read_head
+from outrider.models.head_file import target_ids
 from outrider.models.rope import RopeScaling
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
@@ -36,6 +37,7 @@ from outrider.train.evaluate import Acceptance
 from outrider.train.features import TargetNet, default_taps
 from outrider.train.invent import Invention, invent, opening
 from outrider.train.loop import Plan, Stopped
+from outrider.train.make import _go_on_from
 from outrider.train.net import HeadNet
 from outrider.train.objectives import Blocks, Eagle
 from outrider.train.questions import Question, read_file, read_questions
@@ -649,3 +651,24 @@ def test_long_curves_are_thinned() -> None:
     points = thinned([(float(i), 1.0 * i) for i in range(100)])
     assert len(points) == 16
     assert points[-1].x == 99
+
+
+def test_a_head_goes_on_with_other_words(home: Path, tmp_path: Path) -> None:
+    """Words that both know keep their weights; a new one begins as the target says it."""
+    config, tensors = read_head(train_once(home, tmp_path / "first"))
+    ids = target_ids(tensors["d2t"])
+    absent = next(i for i in range(config.vocab_size) if i not in ids.tolist())
+    others = torch.cat([ids[1:], torch.tensor([absent])]).sort().values
+    net = HeadNet(config, others)
+    own = net.lm_head.weight.detach().clone()
+    _go_on_from(net, config, config, tensors)
+    for row, i in enumerate(others.tolist()):
+        expected = own[row] if i == absent else tensors["lm_head.weight"][ids.tolist().index(i)].float()
+        assert torch.equal(net.lm_head.weight[row], expected)
+    assert torch.equal(net.ids, others)
+    assert torch.equal(net.fc.weight, tensors["fc.weight"].float())
+
+
+def train_once(home: Path, out: Path) -> Path:
+    train(recipe(home, out, steps=2, draft_vocab=20))
+    return out

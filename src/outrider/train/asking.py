@@ -18,7 +18,7 @@ from ..models.checkpoint import open_checkpoint
 from .answers import Asked, Counted, Order, Store, generate
 from .crowd import together
 
-_MOST_SLOTS = 1_000_000  # K/V places while answers are generated
+_MOST_SLOTS = 3_000_000  # K/V places while answers are generated
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ def make_head(
 ) -> Made:
     """EAGLE-3, a block drafter, or an early exit's adapter."""
     before = None if recipe.start_from is None else read_head(recipe.start_from)
-    known = None if before is None or "d2t" not in before[1] else target_ids(before[1]["d2t"])
-    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint), known)
+    vocabulary = choose(answers, checkpoint.config.vocab_size, recipe.draft_vocab, _specials(checkpoint))
     config = head_config(recipe, checkpoint, len(vocabulary.ids))
     student = _student(recipe, config, vocabulary.ids, target, device)
     net = student.net
@@ -71,11 +70,20 @@ def _student(recipe: Recipe, config: HeadConfig, ids: Tensor, target: TargetNet,
 
 
 def _go_on_from(net: nn.Module, config: HeadConfig, its: HeadConfig, tensors: dict[str, Tensor]) -> None:
-    """Begin with the weights of another head of the same target."""
+    """Begin with the weights of another head of the same target; words that it does not know begin as the target's."""
     if its != config:
         names = [name for name, value in vars(its).items() if getattr(config, name) != value]
         raise ConfigError(f"--start-from names a head of another shape: its {' and '.join(names)} differ.")
-    net.load_state_dict(tensors)
+    found = dict(tensors)
+    if "d2t" in found:
+        mine = net.state_dict()
+        theirs, ids = target_ids(found["d2t"].cpu()), target_ids(mine["d2t"].cpu())  # [D] each, ascending
+        place = torch.searchsorted(theirs, ids).clamp(max=len(theirs) - 1)
+        shared = theirs[place] == ids
+        rows = mine["lm_head.weight"].cpu().float()
+        rows[shared] = found["lm_head.weight"].float()[place[shared]]
+        found |= {"lm_head.weight": rows, "d2t": mine["d2t"], "t2d": mine["t2d"]}
+    net.load_state_dict(found)
 
 
 def make_model(

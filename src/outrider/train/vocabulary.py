@@ -35,18 +35,13 @@ class Vocabulary:
         return torch.zeros(self.size, dtype=torch.bool).index_fill(0, self.ids, True)
 
 
-def choose(
-    answers: list[Answer], size: int, wanted: int, always: Iterable[int] = (), known: Tensor | None = None
-) -> Vocabulary:
-    """The `wanted` most frequent of `size` ids (0: all of them): in answers first, then in prompts, then the lowest.
-
-    With `known` [draft_vocab] the choice is made already, and only its coverage is to be found.
-    """
+def choose(answers: list[Answer], size: int, wanted: int, always: Iterable[int] = ()) -> Vocabulary:
+    """The `wanted` most frequent of `size` ids (0: all of them): in answers first, then in prompts, then the lowest."""
     said = Counter(t for a in answers if not a.held for t in a.answer)
     asked = Counter(t for a in answers if not a.held for t in a.prompt)
     must = sorted({i for i in always if 0 <= i < size})
     ranked = sorted(set(range(size)) - set(must), key=lambda i: (-said[i], -asked[i], i))
-    ids = sorted([*must, *ranked][: max(min(wanted or size, size), len(must))]) if known is None else known.tolist()
+    ids = sorted([*must, *ranked][: max(min(wanted or size, size), len(must))])
     held = Counter(t for a in answers if a.held for t in a.answer)
     return Vocabulary(torch.tensor(ids), size, _share(said, set(ids)), _share(held, set(ids)))
 
