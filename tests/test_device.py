@@ -25,6 +25,7 @@ from outrider.cli import app
 from outrider.config import Config, config_from, from_hugging_face
 from outrider.doctor import HINT, Facts, Kind, advise
 from outrider.machine import choose_device, device_name, why_no_gpu
+from outrider.models import numbered
 from outrider.models.load import load_model
 
 import tiny
@@ -275,3 +276,11 @@ def test_the_doctor_asks_why_a_gpu_is_not_used() -> None:
     plain = replace(FACTS, environment=CPU)
     assert "GPU" not in hints(plain)
     assert "AMD EPYC, torch (no compiler was found)" in shown(plain)
+
+
+def test_a_gpu_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that was given on `cuda:0` was refused beside a target on `cuda`."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert numbered("cuda") == torch.device("cuda:1") == numbered(torch.device("cuda"))
+    assert numbered("cuda:0") == torch.device("cuda:0")
+    assert numbered("cpu") == torch.device("cpu")

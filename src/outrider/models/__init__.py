@@ -47,6 +47,12 @@ def device_of(model: Model) -> torch.device:
     return getattr(model, "device", None) or torch.device("cpu")
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """`cuda` is `cuda:0`, or whichever is current: two names of one device must not look like two devices."""
+    named = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if named.type == "cuda" and named.index is None else named
+
+
 class Model(Protocol):
     """A causal language model over rows."""
 

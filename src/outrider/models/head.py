@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache import Plane
 from ..types import Rows
-from . import PlaneShape, ops
+from . import PlaneShape, numbered, ops
 from .head8 import EightBits, NativeHead
 from .head_file import HeadConfig, check_head, layer_name, read_head, target_hash, target_ids, write_head
 from .linear import linear
@@ -50,7 +50,7 @@ class Head:
         length: int | None = None,  # longest position that will be asked for
     ) -> None:
         check_head(config, tensors, "The head")
-        self.config, self.device, self.eight_bits = config, _numbered(device), dtype is torch.int8
+        self.config, self.device, self.eight_bits = config, numbered(device), dtype is torch.int8
         self.compute = dtype = torch.float32 if self.eight_bits else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
         self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
@@ -191,12 +191,6 @@ class Head:
         blocks = Blocks(info.to(device), tail.to(device), table, self._scratch)
         there = [index.to(device) for index in (rows.tokens, rows.positions, rows.slots, rows.want)]
         return Rows(there[0], there[1], there[2], there[2], there[2], table, None, there[3], blocks=blocks)
-
-
-def _numbered(device: torch.device | str) -> torch.device:
-    """`cuda` is `cuda:0`, or whichever is current: two names of one device must not look like two devices."""
-    named = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if named.type == "cuda" and named.index is None else named
 
 
 __all__ = ["Head", "HeadConfig", "read_head", "target_hash", "write_head"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..cache import Plane
 from ..errors import ModelError
 from ..types import Output, Rows
-from . import WHOLE, Part, PlaneShape, ops
+from . import WHOLE, Part, PlaneShape, numbered, ops
 from .config import ModelConfig
 from .linear import linear
 
@@ -57,7 +57,7 @@ class Transformer:
         length: int | None = None,  # longest position that will be asked for
         eight_bits: bool = False,  # on a GPU: the layers' weights as int8 with a scale for each output
     ) -> None:
-        self.config, self.device = config, torch.device(device)
+        self.config, self.device = config, numbered(device)
         self.compute, self.dtype = dtype, torch.int8 if eight_bits else dtype  # of products; of most weights
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
         self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
