@@ -124,13 +124,19 @@ class Lab:
 
     @cached_property
     def head(self) -> Head:
-        """The trained head of `--head`, in memory; for a twin it is one of SmolLM2 that was widened with it."""
+        """The trained head of `--head`, in memory; for a twin it is one of SmolLM2, narrow still or widened with it."""
         return self.make_head(*read_head(self.options.head))
 
     def make_head(self, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> Head:
         large = self.checkpoint.config
         if self.small is not None and config.hidden_size < large.hidden_size:
-            config, tensors = twin.widen_head(config, tensors, self.small.config, large, self.device, self.options.seed)
+            if self.options.wide_head:
+                config, tensors = twin.widen_head(
+                    config, tensors, self.small.config, large, self.device, self.options.seed
+                )
+            else:
+                table = self.small.weights.get(twin.EMBEDDING, torch.bfloat16)  # [V, H]
+                config, tensors = twin.narrow_head(config, tensors, table, large, self.device, self.options.seed)
         target: Any = self.llm.target
         return Head(config, tensors, embedding_of(target), target.compute, device_of(target), self.length)
 

@@ -11,8 +11,8 @@ large model's would; the function, and so the text and every drafter's acceptanc
     real  [   real     |     random    ]        rows: what is written, columns: what is read; the same for products
     extra [   zero     |     random    ]        that read the stream (q, k, v, gate, up, head) and write it (o, down)
 
-A trained head of the small model becomes one of the large in the same way (`widen_head`): the same drafts, at the price
-that a head of the large model has.
+A trained head of the small model becomes one of the large in the same way: the same drafts, at the price that a head as
+wide as the large model has (`widen_head`), or one that stays as narrow as it is and embeds tokens itself (`narrow_head`).
 
 Nothing is stored: each tensor is made when it is asked for, on the device where it will live, always the same.
 """
@@ -163,6 +163,7 @@ def widen_head(
     wide = replace(
         config,
         hidden_size=large.hidden_size,
+        target_hidden_size=large.hidden_size,
         intermediate_size=config.intermediate_size * large.intermediate_size // small.intermediate_size,
         heads=config.heads * large.heads // small.heads,
         kv_heads=config.kv_heads * large.kv_heads // small.kv_heads,
@@ -183,6 +184,24 @@ def widen_head(
             noise = torch.randn(shape, generator=dice, dtype=real.dtype, device=device)
             made[name] = _inside(real, noise.mul_(float(real.float().square().mean().sqrt())), beside)
     return wide, made
+
+
+def narrow_head(
+    config: HeadConfig,
+    tensors: dict[str, Tensor],
+    embedding: Tensor,  # [V, H] the small target's
+    large: ModelConfig,
+    device: str | torch.device = "cuda",
+    seed: int = 1,
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The head of a small target for its twin, as narrow as before: only what it is shown is wider."""
+    shape = replace(config, target_hidden_size=large.hidden_size, target_hash="")
+    made = {name: tensor.to(device) for name, tensor in tensors.items()}
+    real = made["fc.weight"]
+    dice = torch.Generator(device).manual_seed(seed * 1_000_003 + hash_of("fc.weight"))
+    noise = torch.randn(shapes(shape)["fc.weight"], generator=dice, dtype=real.dtype, device=device)
+    made["fc.weight"] = _inside(real, noise.mul_(float(real.float().square().mean().sqrt())), len(config.taps))
+    return shape, made | {"embed_tokens.weight": embedding.to(device)}
 
 
 def _reads_two(name: str) -> bool:

@@ -672,3 +672,21 @@ def test_a_head_goes_on_with_other_words(home: Path, tmp_path: Path) -> None:
 def train_once(home: Path, out: Path) -> Path:
     train(recipe(home, out, steps=2, draft_vocab=20))
     return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_narrow_head_learns_too(home: Path, tmp_path: Path, dtype: str) -> None:
+    """Half as wide as its target, with an embedding of its own; in eight bits it drafts nearly the same."""
+    found = train(recipe(home, tmp_path / "narrow", steps=160, hidden_size=16))
+    before, after = (found["evaluations"][at]["kinds"]["all"]["tau"] for at in (0, -1))
+    assert after > before + 0.5
+    config, tensors = read_head(tmp_path / "narrow")
+    assert (config.hidden_size, config.target_hidden_size) == (16, 32)
+    assert tensors["embed_tokens.weight"].shape == (config.vocab_size, 16)
+    _, texts = speaks(home, drafter="off")
+    tau, same = speaks(home, drafter="head", head=str(tmp_path / "narrow"), k=4, draft_dtype=dtype)
+    assert same == texts
+    walked, held = found["evaluations"][-1]["kinds"]["all"]["tokens"], found["held_answers"]
+    assert tau == pytest.approx((walked + held) / (walked / after + held), rel=0.0 if dtype == "float32" else 0.1)
+    with pytest.raises(OutriderError, match="--hidden-size makes a narrow head"):
+        recipe(home, tmp_path / "model", kind="model", hidden_size=16)

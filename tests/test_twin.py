@@ -166,6 +166,25 @@ def drafts(target: Transformer, head: Head, asked: list[int], **options: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_narrow_head_drafts_the_same(kind: str) -> None:
+    small = checkpoint("a large epsilon")
+    large = twin.widened(small, **LARGE)
+    config, tensors = random_head(small.config, kind, layers=1 if kind == "eagle3" else 2)
+    tensors = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    ours, theirs = model(small), model(large)
+    narrow, narrowed = twin.narrow_head(config, tensors, ours.embedding, large.config, "cpu")
+    assert (narrow.hidden_size, narrow.target_hidden_size, narrow.narrow) == (32, 72, True)
+    asked = tokens(small.config, 9)
+    for options in ({}, {"tree": True}):
+        mine = drafts(ours, Head(config, tensors, ours.embedding, torch.float64), asked, **options)
+        wanted = drafts(theirs, Head(narrow, narrowed, theirs.embedding, torch.float64), asked, **options)
+        assert [tree[:2] for tree in wanted] == [tree[:2] for tree in mine]
+        chances = [chance for tree in mine for chance in tree[2] or ()]
+        assert [chance for tree in wanted for chance in tree[2] or ()] == pytest.approx(chances, rel=1e-5)
+        assert len({token for tree in mine for token in tree[0]}) > 5  # there is something to compare
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_widened_head_drafts_the_same(kind: str) -> None:
     small = checkpoint("a large epsilon")
     large = twin.widened(small, **LARGE)

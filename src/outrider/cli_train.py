@@ -55,6 +55,9 @@ def train(
     layers: Annotated[int, typer.Option(min=0, help="0: 1 for heads and adapters, 4 for a model.")] = 0,
     exit_layer: Annotated[int, typer.Option(min=0, help="Layers before the exit; 0: a quarter of them.")] = 0,
     intermediate: Annotated[int, typer.Option(min=0, help="Width of a head's MLP; 0: the target's.")] = 0,
+    hidden_size: Annotated[
+        int, typer.Option(min=0, help="Width of a head; 0: the target's. Less: quicker, with its own embedding.")
+    ] = 0,
     tap: Annotated[list[int] | None, typer.Option(help="Layers whose features are read; may be repeated.")] = None,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Most frequent ids that can be drafted; 0: all.")] = 16_384,
     unroll: Annotated[int, typer.Option(min=1, max=16, help="Tokens of a chain that eagle3 is trained for.")] = 6,

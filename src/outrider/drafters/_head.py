@@ -148,7 +148,7 @@ class HeadRollout(Rollout):
         super().__init__(model, cache, plane, source="head")
         self.head, self.features, self.drafts = head, features, drafts
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
-        width = head.config.hidden_size * len(head.config.taps)
+        width = head.config.target_hidden_size * len(head.config.taps)
         self.blank = torch.empty(0, width, dtype=head.stream, device=head.device)  # [0, taps * H]
         self.floor = 0.0  # survival below which a chain ends
         self.runs = 0  # passes since somebody last set this to 0

@@ -48,7 +48,7 @@ class TrainedHead(Drafter):
             self.taps = config.taps
             self.features = Features(self.taps)
         else:  # the target's passes leave their streams where they are found later: there is nothing to look at
-            space.plane.keep_streams(config.taps, config.hidden_size, head.compute)
+            space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = Kept(config.taps, space.cache, space.plane)
             drafts = passes.heads(space.plane, "head")
         self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
@@ -159,7 +159,7 @@ def precision(space: Workspace) -> torch.dtype:
 def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
     """A head of another target would only guess wrong: say so instead."""
     for what, ours, theirs in (
-        ("a hidden size of", config.hidden_size, target.config.hidden_size),
+        ("a hidden size of", config.target_hidden_size, target.config.hidden_size),
         ("a vocabulary of", config.vocab_size, target.config.vocab_size),
     ):
         if ours != theirs:

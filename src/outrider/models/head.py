@@ -44,7 +44,7 @@ class Head:
         self,
         config: HeadConfig,
         tensors: dict[str, Tensor],
-        embedding: Tensor,  # [V, H] the target's
+        embedding: Tensor,  # [V, H] the target's; a narrow head has its own
         dtype: torch.dtype,  # int8 on a CPU: weights are rounded here
         device: torch.device | str = "cpu",
         length: int | None = None,  # longest position that will be asked for
@@ -54,7 +54,9 @@ class Head:
         self.compute = dtype = torch.float32 if self.eight_bits else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
         self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
-        self.embedding, self._tensors = embedding, tensors
+        own = tensors.get("embed_tokens.weight")
+        self.embedding = embedding if own is None else own.to(self.device, dtype)
+        self._tensors = tensors
         self.fc = self._product("fc.weight")
         self.hidden_norm, self.norm = self._vector("midlayer.hidden_norm.weight"), self._vector("norm.weight")
         self.layers = [self._layer(layer_name(i)) for i in range(config.layers)]
@@ -78,7 +80,7 @@ class Head:
 
     @torch.inference_mode()
     def fuse(self, taps: list[Tensor]) -> Tensor:
-        """Features [T, H] from the target's hidden states [T, H] after each tap."""
+        """Features [T, H] from the target's hidden states, as wide as it is, after each tap."""
         joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
         if self.eight_bits:
             return self.fc.finely(joined)  # type: ignore[no-any-return]

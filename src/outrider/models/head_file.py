@@ -39,7 +39,7 @@ class HeadConfig:
     """The shape of a head, and whose it is."""
 
     kind: str  # eagle3, block or exit
-    hidden_size: int  # the target's
+    hidden_size: int  # the target's, or less: a narrow head has an embedding of its own
     intermediate_size: int
     heads: int
     kv_heads: int
@@ -54,9 +54,11 @@ class HeadConfig:
     context_length: int = 2048
     target_hash: str = ""  # empty: of no target in particular
     target_name: str = ""
+    target_hidden_size: int = 0  # 0: the same as the head's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
         if self.kind not in KINDS:
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
@@ -65,10 +67,17 @@ class HeadConfig:
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
         if not fits or (self.kind == "eagle3" and self.layers != 1):
             raise ModelError("The head's configuration does not fit together; make the head again.")
+        if self.kind == "exit" and self.narrow:
+            raise ModelError("An early exit is as wide as its target.")
         if self.kind == "exit" and len(self.taps) != 1:
             raise ModelError(f"An early exit reads one layer of its target, not {list(self.taps)}.")
         if not self.taps or min(self.taps) < 0 or len(set(self.taps)) < len(self.taps):
             raise ModelError(f"A head reads different layers of its target, counted from 0, not {list(self.taps)}.")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it embeds tokens itself, because the target's embedding does not fit."""
+        return self.hidden_size != self.target_hidden_size
 
 
 def shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -76,7 +85,10 @@ def shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
     if c.kind == "exit":
         return _exit_shapes(c)
     h = c.hidden_size
-    named: dict[str, tuple[int, ...]] = {"fc.weight": (h, len(c.taps) * h), "midlayer.hidden_norm.weight": (h,)}
+    seen = len(c.taps) * c.target_hidden_size
+    named: dict[str, tuple[int, ...]] = {"fc.weight": (h, seen), "midlayer.hidden_norm.weight": (h,)}
+    if c.narrow:
+        named["embed_tokens.weight"] = (c.vocab_size, h)
     for i in range(c.layers):
         named |= {f"{layer_name(i)}.{name}": shape for name, shape in _layer(c, 2 * h if i == 0 else h).items()}
     named |= {"norm.weight": (h,), "lm_head.weight": (c.draft_vocab_size, h)}
@@ -224,6 +236,7 @@ def _from_json(data: dict[str, Any], ours: dict[str, Any]) -> HeadConfig:
         context_length=int(layer["max_position_embeddings"]),
         target_hash=str(ours.get("target_hash") or ""),
         target_name=str(verifier.get("name_or_path") or ""),
+        target_hidden_size=int(data.get("target_hidden_size") or 0),
     )
 
 
@@ -241,6 +254,7 @@ def _to_json(c: HeadConfig) -> dict[str, Any]:
         "speculators_version": "0.7.0",
         "draft_vocab_size": c.draft_vocab_size,
         "norm_before_residual": False,
+        "target_hidden_size": c.target_hidden_size if c.narrow else None,
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in c.taps],  # a layer's input is the one before's output
         "transformer_layer_config": layer,
         "speculators_config": {

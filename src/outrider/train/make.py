@@ -106,12 +106,15 @@ def head_config(recipe: Recipe, checkpoint: Checkpoint, draft_vocab: int) -> Hea
         taps = (_exit_layer(recipe, c.layers) - 1,)
     if not all(0 <= tap < c.layers for tap in taps):
         raise ConfigError(f"--taps names a layer that the target does not have: it has 0 to {c.layers - 1}.")
+    hidden = recipe.hidden_size or c.hidden_size
+    kv_heads = max(1, c.kv_heads * hidden // c.hidden_size)  # a narrow head has fewer of the same size
     return HeadConfig(
         kind=recipe.kind,
-        hidden_size=c.hidden_size,
-        intermediate_size=recipe.intermediate or c.intermediate_size,
-        heads=c.heads,
-        kv_heads=c.kv_heads,
+        hidden_size=hidden,
+        target_hidden_size=c.hidden_size,
+        intermediate_size=recipe.intermediate or c.intermediate_size * hidden // c.hidden_size,
+        heads=c.heads * kv_heads // c.kv_heads,
+        kv_heads=kv_heads,
         head_dim=c.head_dim,
         vocab_size=c.vocab_size,
         draft_vocab_size=draft_vocab,

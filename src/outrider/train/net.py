@@ -2,7 +2,8 @@
 
 Promise: `state_dict` has exactly the names of the drafter's file, and a row's logits equal those of `models.head`. A
 head row p has the token t_{p+1} and a feature of position p, and predicts t_{p+2}; so a sequence of n tokens has
-L = n - 1 rows. The target's embedding is not the head's: whoever calls brings embedded rows. It knows no losses.
+L = n - 1 rows. The target's embedding is not the head's: whoever calls brings embedded rows, which a narrow head embeds
+itself (`embed`). It knows no losses.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class HeadNet(nn.Module):
         """ids [draft_vocab]: the draft vocabulary's target ids, ascending."""
         super().__init__()
         self.config, hidden, sizes = config, config.hidden_size, sizes_of(config)
-        self.fc = nn.Linear(len(config.taps) * hidden, hidden, bias=False)
+        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, hidden, bias=False)
+        if config.narrow:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.midlayer = First(sizes)
         self.norm = Norm(hidden, config.norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
@@ -71,7 +74,8 @@ class HeadNet(nn.Module):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             net = HeadNet(config, ids)
-            _begin(net, target)
+            if not config.narrow:  # one of another width has nothing to take over
+                _begin(net, target)
         return net
 
     @property
@@ -79,8 +83,15 @@ class HeadNet(nn.Module):
         """[draft_vocab] the target id of each draft id"""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def embed(self, tokens: Tensor, target: TargetNet) -> Tensor:
+        """tokens [B, L] -> [B, L, H], by the target's table or, in a narrow head, by its own."""
+        if not self.config.narrow:
+            return target.embed(tokens)
+        found: Tensor = self.embed_tokens(tokens)
+        return found
+
     def fuse(self, taps: Tensor) -> Tensor:
-        """taps [B, L, taps*H] -> features [B, L, H], in at least float32: the head's residual stream starts here"""
+        """taps [B, L, taps * the target's H] -> features [B, L, H], in at least float32: the head's residual stream starts here"""
         f = product(self.fc, taps)
         return f.to(torch.promote_types(f.dtype, torch.float32))
 

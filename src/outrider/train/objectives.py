@@ -56,11 +56,11 @@ class HeadStudent(Student):
     def __init__(self, net: HeadNet, target: TargetNet, k: int, soft: bool = True) -> None:
         self.net, self.target, self.k, self.soft = net, target, k, soft
 
-    @torch.no_grad()
     def _seen(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings of t_{p+1} [B, n-1, H], tapped streams [B, n-1, taps*H] and the last one at p+1 [B, n-1, H]."""
-        taps, last = self.target(batch.tokens, self.net.config.taps)
-        return self.target.embed(batch.tokens[:, 1:]), taps[:, :-1], last[:, 1:]
+        with torch.no_grad():
+            taps, last = self.target(batch.tokens, self.net.config.taps)
+        return self.net.embed(batch.tokens[:, 1:], self.target), taps[:, :-1], last[:, 1:]
 
     @torch.no_grad()
     def _teacher(self, batch: Batch, last: Tensor) -> Teacher:

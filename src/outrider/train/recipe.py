@@ -54,7 +54,7 @@ _FREE = (
 
 _TYPED = (
     "device", "dtype", "answers", "max_tokens", "steps", "tokens", "batch_tokens", "lr", "seed", "layers",
-    "intermediate", "exit_layer", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
+    "intermediate", "hidden_size", "exit_layer", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
 )  # fmt: skip
 
 
@@ -81,6 +81,7 @@ class Recipe:
     seed: int = 0
     layers: int = 0  # 1 for heads and adapters, 4 for a model
     intermediate: int = 0  # the target's
+    hidden_size: int = 0  # the target's; less makes a narrow head with an embedding of its own
     taps: tuple[int, ...] = ()  # a low, a middle and a high layer
     exit_layer: int = 0  # kind=exit: layers of the target that run; a quarter of them
     draft_vocab: int = 16_384
@@ -104,6 +105,8 @@ class Recipe:
             raise ConfigError("An EAGLE-3 head has one layer; for more, choose --kind block or --kind model.")
         if self.kind == "exit" and self.taps:
             raise ConfigError("An early exit reads one layer: choose it with --exit-layer instead of --tap.")
+        if self.hidden_size and self.kind not in ("eagle3", "block"):
+            raise ConfigError("--hidden-size makes a narrow head: it belongs to --kind eagle3 or block.")
         if self.kind != "exit" and self.exit_layer:
             raise ConfigError("--exit-layer belongs to --kind exit.")
         if not self.prompts:
