@@ -4,8 +4,8 @@
 
 Four engines answer every prompt one after the other, in an order that changes: plain decoding; the drafter frozen; the
 same drafter learning; and plain decoding whose passes are learnt from without a draft (K = 0), which is what learning
-itself costs. Ids are compared. `--only frozen,learning` leaves out the other two: half the time for a long stream, which
-then says nothing about what learning costs. The last line is one JSON object.
+itself costs. Ids are compared. `--only frozen,learning` leaves out the other two: half the time for a long stream, and
+then nothing is said about what learning costs. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 
 from outrider.build import build_engine
 from outrider.config import Config
+from outrider.drafters._online import Tap
 from outrider.drafters.online import Online
 from outrider.engine import Engine
 from outrider.errors import ConfigError, ModelError, OutriderError
@@ -22,6 +23,7 @@ from outrider.learn.buffer import Records, Ring, Seen, likeliest
 from outrider.learn.learner import Learner, Plan
 from outrider.learn.losses import Lesson, Mix, loss
 from outrider.models.head import Head
+from outrider.models.output import output_norm, output_rows
 from outrider.models.toy import random_head, toy
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.types import SamplingParams, Sequence
@@ -291,15 +293,15 @@ def test_the_share_of_time_is_kept() -> None:
 def test_weights_that_got_worse_go_back() -> None:
     made = learner_with(Plan(every=1, judge_every=1, share=1e9, cap=1e9))
     records = made.ring.latest(80)
-    w = made.frozen.scores(made.best, records.state, records.beside, made.frozen.table).argmax(-1)  # [n]
-    made.ring.fields.words[: len(w), 0] = w  # what the snapshot says is right
+    w = made.frozen.scores(made.live, records.state, records.beside, made.frozen.table).argmax(-1)  # [n]
+    made.ring.fields.words[: len(w), 0] = w  # what drafts is right
     with torch.no_grad():
         made.trained["state"].neg_()
     ours, theirs = made._hits(made.ring.latest(80))
     made._compare(ours, theirs)
     assert made.report.rollbacks == 1
     assert made.report.why == "acceptance fell"
-    assert torch.equal(made.trained["state"].detach(), made.best["state"])
+    assert torch.equal(made.trained["state"].detach(), made.live["state"])
 
 
 # ------------------------------------------------------------ the pieces
@@ -391,3 +393,56 @@ def test_nothing_on_disk_tells_of_requests(tmp_path: Path) -> None:
 def test_numbers_are_checked(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         engine_of(**{option: -1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_fresh_tap_says_what_the_target_said(dtype: torch.dtype) -> None:
+    """Its table was once cut down to whole numbers beside a target in eight bits."""
+    ids = torch.arange(0, TARGET.config.vocab_size, 2)
+    tap = Tap(TARGET, ids, dtype)
+    fresh = tap.frozen.fresh(4)
+    tap.live = lambda: fresh
+    state = torch.randn(64, TARGET.config.hidden_size, generator=torch.Generator().manual_seed(1))  # [n, H]
+    scores, _ = tap.guess(state, [1] * 64)
+    unit = state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + TARGET.config.norm_eps)
+    exact = (unit * output_norm(TARGET)) @ output_rows(TARGET, ids).T
+    torch.testing.assert_close(
+        scores.double(), exact, rtol=0, atol=float(exact.abs().max()) * (1e-5 if dtype.is_floating_point else 0.03)
+    )
+
+
+def test_only_what_was_right_more_often_drafts() -> None:
+    """Updates alone change nothing that drafts: a comparison on unseen records does."""
+    made = learner_with(Plan(every=1, judge_every=1, share=1e9, cap=1e9))
+    before = copied(made.live)
+    truth = made.frozen.scores(made.trained, *made.ring.latest(80)[:2], made.frozen.table).argmax(-1)  # [n]
+    made.ring.fields.words[: len(truth), 0] = truth
+    with torch.no_grad():
+        made.live["state"].neg_()  # what drafts is wrong now, what is trained is right
+    made._compare(*made._hits(made.ring.latest(80)))
+    made.swap()
+    assert torch.equal(made.live["state"], before["state"])
+    again = copied(made.live)
+    made._compare(*made._hits(made.ring.latest(80)))  # as good as: nothing changes hands
+    assert made._ready is None
+    assert all(torch.equal(again[name], made.live[name]) for name in again)
+
+
+def test_the_latest_records_are_not_learnt_from() -> None:
+    ring = Ring(8, 4, torch.zeros(1))
+    for i in range(13):  # once around and on
+        numbers = torch.full((1,), i)
+        ring.add(
+            Records(
+                torch.full((1, 4), float(i)),
+                numbers,
+                numbers,
+                numbers > 0,
+                numbers[:, None].repeat(1, ring.top),
+                torch.zeros(1, ring.top),
+            )
+        )
+    dice = torch.Generator().manual_seed(0)
+    assert set(ring.sample(200, dice, 3).drafted.tolist()) == {5, 6, 7, 8, 9}
+    assert set(ring.sample(200, dice).drafted.tolist()) == {5, 6, 7, 8, 9, 10, 11, 12}
+    assert set(ring.sample(200, dice, 8).drafted.tolist()) == {5, 6, 7, 8, 9, 10, 11, 12}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..learn.adapter import Frozen, Weights
+from ..models.head8 import EightBits
 from ..models.linear import linear
 from ..models.output import embedding_of, output_norm, output_rows, product_rows
 from ..types import Rows, Sequence, Step
@@ -81,9 +82,10 @@ class Tap:
         c = target.config
         self.config = TapConfig(c.hidden_size, c.vocab_size, (c.layers - 1,))
         self.device = output_norm(target).device
-        self.compute, self.stream = dtype, torch.promote_types(dtype, torch.float32)
-        table = output_rows(target, ids).to(dtype)
-        self.product, self.ids = linear(table), ids
+        whole = torch.float32 if dtype is torch.int8 else dtype
+        table, eight_bits = output_rows(target, ids).to(whole), dtype is torch.int8
+        self.product, self.ids = EightBits(table) if eight_bits else linear(table), ids
+        self.compute, self.stream = whole, torch.promote_types(whole, torch.float32)
         kept = table if self.device.type == "cuda" else table.to(self.stream)
         norm = output_norm(target).to(self.stream)
         self.frozen = Frozen.of(kept, ids.to(self.device), c.vocab_size, norm, c.norm_eps, embedding_of(target))

@@ -85,9 +85,10 @@ class Ring:
             mine[rows] = new.to(mine.device, mine.dtype)
         self.added += count
 
-    def sample(self, count: int, generator: torch.Generator) -> Records:
-        """So many of them, at random, some perhaps twice."""
-        rows = torch.randint(0, len(self), (count,), generator=generator)
+    def sample(self, count: int, generator: torch.Generator, sparing: int = 0) -> Records:
+        """So many of them, at random, some perhaps twice; none of the latest `sparing`, where there are others."""
+        old = len(self) - sparing if len(self) > sparing else len(self)
+        rows = (self.added - len(self) + torch.randint(0, old, (count,), generator=generator)) % self.capacity
         return self.fields.part(rows.to(self.fields.state.device))
 
     def latest(self, count: int) -> Records:

@@ -1,8 +1,9 @@
 """Learning in slices: one update every so many verifications, never longer than a cap in one step.
 
-Promise: what drafts (`live`) changes only in `swap`, whole; an update that fails, meets NaN or is interrupted leaves no
-trace but a count and a reason; weights that got worse on the latest records go back to the best ones; after a few
-failures in a row learning stops and says why. Nothing here raises, except what was meant to end the program.
+Promise: what drafts (`live`) changes only in `swap`, whole, and only for weights that were right more often than it on
+records that nothing was learnt from yet; weights that were right less often go back to what drafts. An update that
+fails, meets NaN or is interrupted leaves no trace but a count and a reason; after a few failures in a row learning
+stops and says why. Nothing here raises, except what was meant to end the program.
 It knows records and weights; it does not know where they come from or what they are for.
 """
 
@@ -29,7 +30,8 @@ _HANDFUL = 16  # nodes of one look
 _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the cap, until learning stops
 _LEAST = 4  # records of the smallest slice
 _CAREFUL = 1.5  # times what a slice usually takes: now and then one takes so long
-_SURE = 2.0  # standard deviations by which the snapshot must be better
+_BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be dropped
+_JUDGED = 8  # records of one slice of a comparison: it looks at every word
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
 
@@ -47,8 +49,8 @@ class Plan:
     rank: int = 128
     capacity: int = 2048  # records that are kept
     words: int = 16  # of each record's distribution that all of an update's records are compared over
-    judge_every: int = 16  # updates between two comparisons with the snapshot
-    judged: int = 128  # records of such a comparison
+    judge_every: int = 16  # updates between two comparisons with what drafts
+    judged: int = 64  # records of such a comparison, the latest: nothing is learnt from them before
     decay: float = 0.01
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -90,7 +92,7 @@ class Learner:
         used: Callable[[], float] = time.thread_time,  # of the processor, by whoever calls
     ) -> None:
         self.frozen, self.plan, self.clock, self.used, self.report = frozen, plan, clock, used, Report()
-        self.live, self.best = copied(weights), copied(weights)
+        self.live = copied(weights)
         self.ring = Ring(plan.capacity, frozen.hidden, frozen.norm, min(TOP, frozen.place.shape[0]))
         self.aside = Aside(frozen.norm.device)
         self.slice = plan.slice
@@ -171,8 +173,8 @@ class Learner:
         self.report.busiest = max(self.report.busiest, spent)
 
     def weights(self) -> Weights:
-        """What is worth keeping: the best of what was learnt."""
-        return copied(self.best)
+        """What is worth keeping: what drafts, or will in the next step."""
+        return copied(self._drafting)
 
     def as_json(self) -> dict[str, Any]:
         facts = asdict(self.report) | {"cap": self.plan.cap, "kept": len(self.ring), "accepted": self.baseline}
@@ -194,7 +196,7 @@ class Learner:
         while self._take():
             yield "take"
         yield "choose"
-        records = self.ring.sample(self.plan.batch, self._dice)
+        records = self.ring.sample(self.plan.batch, self._dice, self.plan.judged)
         compared, mix = self._compared(records), self.plan.schedule.at(self.report.updates)
         at, count = 0, records.state.shape[0]
         while at < count:
@@ -215,7 +217,6 @@ class Learner:
         if self.report.updates % self.plan.judge_every == 0:
             yield from self._judge()
         self._failed = 0
-        self._ready = copied(self.trained)
 
     def _take(self) -> bool:
         """A handful of nodes from the inbox into the ring; False if there were none."""
@@ -250,11 +251,11 @@ class Learner:
     # ------------------------------------------------------------ better or worse
 
     def _judge(self) -> Iterator[str]:
-        """Which of the latest records the trained weights and the snapshot get right."""
+        """Which of the latest records the trained weights get right, and which of them what drafts."""
         latest, at, hits = self.ring.latest(self.plan.judged), 0, []
         while at < latest.state.shape[0]:
             yield "judge"
-            part = latest.part(slice(at, at + self.slice))
+            part = latest.part(slice(at, at + _JUDGED))
             at += part.state.shape[0]
             hits.append(self._hits(part))
         yield "compare"
@@ -262,26 +263,31 @@ class Learner:
 
     @torch.no_grad()
     def _hits(self, records: Records) -> tuple[Tensor, Tensor]:
-        """[n] each"""
-        compared = self._compared(records)
-        right = self._lesson(records, compared).right
-        each = (self.frozen.scores(w, records.state, records.beside, compared.rows) for w in (self.trained, self.best))
+        """[n] each, by all words: an update compares a few, and may have raised others unseen."""
+        place, table = self.frozen.place, self.frozen.table
+        right = place[records.words[:, 0]]  # [n] -1 where no draft can be right
+        each = (self.frozen.scores(w, records.state, records.beside, table) for w in (self.trained, self._drafting))
         ours, theirs = (scores.argmax(-1) == right for scores in each)
         return ours, theirs
+
+    @property
+    def _drafting(self) -> Weights:
+        """What drafts from the next step on."""
+        return self.live if self._ready is None else self._ready
 
     def _compare(self, ours: Tensor, theirs: Tensor) -> None:
         """A sign test on the same records: a change of text cannot pass for a change of weights."""
         better, worse = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
-        if worse - better > _SURE * math.sqrt(better + worse):
+        doubt = math.sqrt(better + worse)
+        if worse - better > _WORSE * doubt:
             self._roll_back("acceptance fell")
-        elif better >= worse:
-            self.best = copied(self.trained)
+        elif better - worse > _BETTER * doubt:
+            self._ready = copied(self.trained)
 
     def _roll_back(self, why: str) -> None:
         self.report.rollbacks += 1
         self.report.why = why
-        self._start_over(self.best)
-        self._ready = copied(self.best)
+        self._start_over(self._drafting)
 
     def _fail(self, why: str) -> None:
         self.report.failures += 1
