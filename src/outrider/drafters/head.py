@@ -14,11 +14,12 @@ import torch
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.head_feed import Features, Kept
 from ..models.output import embedding_of
 from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Memory, Workspace, register
-from ._head import Features, HeadRollout, Kept
+from ._head import HeadRollout
 from ._pace import Pace
 
 if TYPE_CHECKING:
