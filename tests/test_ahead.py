@@ -254,15 +254,6 @@ def test_conformance_kit_with_a_model_that_is_often_wrong() -> None:
     assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, tokens=8) > 0
 
 
-@pytest.mark.parametrize("rule", ["reject", "block"])
-def test_other_rules_draft_just_in_time(rule: str) -> None:
-    engine = engine_with({"draft_model": toy(blur=0.08), "ahead_fallback": "", **ALWAYS}, rule=rule)
-    decode(engine, Scenario("x", batch=2), SamplingParams(temperature=0.8, max_tokens=30), rule)
-    facts = engine.drafter.notes()["ahead"]
-    assert facts["hit_rate"] is None
-    assert facts["just_in_time"] > 0
-
-
 def test_a_worker_that_fails_is_told_of_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place_module, "BACKOFF", 0.0)
 

@@ -104,7 +104,10 @@ class Kept:
         return True
 
     def between(self, name: int, start: int, stop: int, like: Tensor) -> Tensor:
-        slots = torch.tensor(self.cache.rows[name].slots[start:stop]).to(like.device)  # [m]
+        row = self.cache.rows.get(name)
+        if row is None or len(row.slots) < stop:  # it ended while somebody else was still at it
+            return like.new_zeros(stop - start, like.shape[1])
+        slots = torch.tensor(row.slots[start:stop]).to(like.device)  # [m]
         return torch.cat([stream[slots] for stream in self.streams], 1).to(like.dtype)  # [m, taps * H]
 
     def forget(self, name: int, before: int) -> None:
