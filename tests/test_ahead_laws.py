@@ -1,7 +1,7 @@
 """Drafting ahead under `reject` and `block`: the law of the text is the target's, exactly, whatever is drawn from.
 
-Laws are enumerated as in test_verify, with the q that `ahead` draws from (cut short and tilted). What the engine is told
-of q is held against the draft model itself, and a planted bug shows that the check can fail.
+Laws are enumerated as in test_verify, with the q that `ahead` draws from (cut short and tilted). What the engine is
+told of q is held against the draft model itself, and a planted bug shows that the check can fail.
 """
 
 from __future__ import annotations
