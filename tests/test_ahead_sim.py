@@ -96,6 +96,18 @@ class Oracle(Place):
         self.world.at_least(self.due(depth))
         return True
 
+    def _start(self) -> Any:
+        raise AssertionError("nobody starts an oracle")
+
+    def _alive(self) -> bool:
+        return True
+
+    def _last_words(self) -> str:
+        return ""
+
+    def _end(self) -> None:
+        pass
+
     def _right(self, at: int) -> int:
         return self.text[at] if self.dice.random() < self.s.alpha else WRONG
 

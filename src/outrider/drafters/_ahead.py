@@ -22,6 +22,8 @@ from ..errors import ConfigError
 from ..machine import choose_device
 from ..models import Model, Part, device_of
 from ..models.head_feed import Features, Kept
+from ..models.head_file import read_config
+from ..models.heads import head_for
 from ..models.weigh import weigh
 from . import Workspace
 from .head import chosen, load_head
@@ -118,6 +120,12 @@ def _head(space: Workspace) -> Post:
         return forker
 
     return Post(_weighed(Thread(sizes, make, head.device), space, head), features, taps)
+
+
+def head_folder(target: Model) -> str | None:
+    """A head that belongs to this target and can draft ahead."""
+    found = head_for(target)
+    return str(found) if found is not None and read_config(found).kind == "eagle3" else None
 
 
 def shares_gpu(one: torch.device, other: torch.device) -> bool:

@@ -34,7 +34,7 @@ from ..errors import ConfigError
 from ..models import Model
 from ..types import Draft, Sequence, Step, Tree, chain
 from . import Drafter, Memory, Workspace, register
-from ._ahead import posted, share, whole
+from ._ahead import head_folder, posted, share, whole
 from .cascade import Cascade
 
 WAIT = 30.0  # seconds to wait for the draft model to be read, before the first request
@@ -85,7 +85,8 @@ class Ahead(Drafter):
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"draft_model": target}  # the target as its own drafter, in a thread: any target has one
+        head = head_folder(target)
+        return {"draft_model": target} if head is None else {"head": head}  # a target is its own drafter, if need be
 
     @property
     def overlaps(self) -> bool:
@@ -183,7 +184,7 @@ class Ahead(Drafter):
         where = {"place": place.kind, "ready": place.ready, "starts": place.starts, "deaths": place.deaths}
         return {
             "ahead": where
-            | {"bypassed": place.bypassed, "trouble": place.trouble, "why": self.why}
+            | {"bypassed": place.bypassed, "trouble": place.trouble, "pays": self.worth.ahead, "why": self.why}
             | self.account.as_json()
         }
 
