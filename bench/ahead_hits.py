@@ -3,9 +3,11 @@
     python bench/ahead_hits.py [--prompts 16] [--tokens 64] [--k 3] [--temperatures 0,1] [--skip 10,12,14,16,18]
 
 For the trained head that belongs to the target, and for a small model (the target without some of its layers), `ahead`
-drafts every round with the same number of forks at every place; which of them the target's own token was is counted:
-after a rejection and at the end of a draft, with the target's noise in the ranking and without. What one would get from
-8 forks, spread by the geometric rule, follows from that. Then the rule `reject` with Saguaro's C from 1 down.
+ranks the same number of forks at every place in every round; which of them the target's own token was is counted: after
+a rejection and at the end of a draft, with the target's noise in the ranking and without. The first forks of each place
+are grown, and go on as the next draft where they come true (as most of 8 forks would be); elsewhere the next draft is
+made just in time. What one would get from 8 forks, spread by the geometric rule, follows from the counts. Then the rule
+`reject` with Saguaro's C from 1 down, with 8 forks spread as usual.
 
 Everything here is a count; nothing is timed, so a busy machine does not matter (rounds that were late are told). Texts
 are compared with plain decoding's. The last line is one JSON object.
@@ -16,17 +18,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from outrider import LLM, SamplingParams
 from outrider.ahead.account import Account
 from outrider.ahead.curve import Curve, chances, fan_out
+from outrider.ahead.forks import Forker
+from outrider.ahead.mail import rank
 from outrider.drafters import ahead as ahead_module
 from outrider.drafters.ahead import Ahead
 from outrider.environment import environment
 from outrider.prompts import bundled
 
-WIDEST = 16  # forks at every place
+WIDEST, GROWN = 16, 2  # forks at every place, and how many of them are grown
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 USUAL = 8  # forks of a sequence where nobody says otherwise
 SHARES = (1.0, 0.5, 0.25, 0.0)
@@ -42,6 +49,35 @@ class Counting(Account):
 
     def forks(self, length: int, many: int) -> list[int]:
         return [many] * (length + 1)
+
+
+@contextmanager
+def sparing() -> Iterator[None]:
+    """While this is open, only the first forks of every place are grown and found: the others are ranked, no more."""
+    deepen, find = Forker._deepen, ahead_module.find
+
+    def first_only(self: Forker, growing: list[Any]) -> None:
+        places: dict[tuple[int, int], int] = defaultdict(int)
+        some = []
+        for plan, branch in growing:
+            places[plan.line, branch.accepted] += 1
+            if places[plan.line, branch.accepted] <= GROWN:
+                some.append((plan, branch))
+            else:
+                branch.chain.append(0)
+                branch.survival.append(0.0)
+                branch.laws.append(None)
+        deepen(self, some)
+
+    def found(mail: Any, outcome: Any) -> int | None:
+        place, _ = rank(mail, outcome)
+        return find(mail, outcome) if place is not None and place <= GROWN else None
+
+    Forker._deepen, ahead_module.find = first_only, found  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Forker._deepen, ahead_module.find = deepen, find  # type: ignore[method-assign]
 
 
 def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float, **options: Any) -> Any:
@@ -139,7 +175,9 @@ def main() -> None:
     for name, options in ways.items():
         for temperature in map(float, given.temperatures.split(",")):
             for noise in (True, False) if temperature else (True,):
-                counted = told(*run(base, prompts, given, temperature, ahead_noise=noise, **options), given.k)
+                with sparing():
+                    found = run(base, prompts, given, temperature, ahead_noise=noise, **options)
+                counted = told(*found, given.k)
                 show(name if noise else f"{name}, ranked without noise", temperature, counted)
                 facts["curves"].append({"drafter": name, "temperature": temperature, "noise": noise} | counted)
     if given.only in (None, "reject"):
