@@ -3,6 +3,9 @@
     python bench/ahead.py [--draft-model DIR] [--skip 12,14,16] [--tokens 64] [--prompts 8] [--threads 1] [--k 3]
     python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-device cuda --only race --k 5
     python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-dtype int8 --ahead-threads 8 --only race
+    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --head src/outrider/heads/smollm2-135m-instruct
+
+With --device cuda --draft-device cuda the drafter has a second stream of the target's GPU (--place process: a process).
 
 First the curve. The target answers prompts at each temperature; a draft model reads the answers, and its ranking of
 every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F
@@ -25,14 +28,17 @@ import time
 from collections import defaultdict
 from typing import Any
 
+import twin
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
 from outrider.ahead.curve import Curve, Law
 from outrider.ahead.forks import Forker, Plan, likeliest
 from outrider.environment import environment
-from outrider.models import Part
+from outrider.models import Part, device_of
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.head import Head, read_head
 from outrider.models.load import load_model
+from outrider.models.output import embedding_of
 from outrider.prompts import bundled
 from outrider.sampling import ranked
 from outrider.types import Sequence
@@ -128,10 +134,34 @@ class Watch:
         return statistics.median(self.seconds[name]) if self.seconds[name] else 0.0
 
 
+def head_for(base: LLM, given: argparse.Namespace) -> Head:
+    """The head of --head, once more in memory: every engine has its own. For a twin it is widened with it."""
+    config, tensors = read_head(given.head)
+    target: Any = base.target
+    if config.hidden_size < target.config.hidden_size:
+        small = open_checkpoint(given.small).config
+        config, tensors = twin.widen_head(config, tensors, small, target.config, given.device, 1)
+    dtype = getattr(target, "compute", target.dtype)
+    return Head(config, tensors, embedding_of(target), dtype, device_of(target), 1024)
+
+
+def head_engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
+    """The same race with a trained head, which drafts ahead in a thread, or in a stream beside the target's."""
+    own: dict[str, Any] = {"ahead_forks": given.forks, "ahead_fallback": given.fallback}
+    k: Any = given.k
+    return {
+        PLAIN: base,
+        ORDINARY: base.using(drafter="head", k=k, head=head_for(base, given)),
+        AHEAD: base.using(drafter="ahead", k=k, ahead_always=True, head=head_for(base, given), **own),
+        CHOOSES: base.using(drafter="ahead", k="auto", head=head_for(base, given), **own),
+    }
+
+
 def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     own = {"draft_model": given.draft_model or given.model or "smollm2", "skip_layers": given.skip}
     own |= {"draft_device": given.draft_device, "draft_dtype": given.draft_dtype, "ahead_forks": given.forks}
     own |= {"ahead_threads": given.ahead_threads, "ahead_fallback": given.fallback}
+    own |= {"ahead_place": given.place} if given.place else {}
     if given.draft_model:
         kind = {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}  # else on the GPU, as it can
         ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
@@ -263,6 +293,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft-model")
+    parser.add_argument("--head", help="a trained head's folder: it drafts, and only the race is run")
+    parser.add_argument("--place", choices=("process", "thread"), help="where the draft model runs")
     parser.add_argument("--draft-device", default="cpu")
     parser.add_argument("--draft-dtype", default="auto")
     parser.add_argument(
@@ -297,7 +329,7 @@ def main() -> None:
     temperatures = [float(t) for t in given.temperatures.split(",")]
     facts: dict[str, Any] = {"bench": "ahead", "command": " ".join(["python", *sys.argv]), "model": base.name}
     facts |= {"dtype": base.dtype, "device": base.device, "skip_layers": given.skip, "environment": environment()}
-    if given.only != "race":
+    if given.only != "race" and not given.head:
         checkpoint = open_checkpoint(given.draft_model or given.model)
         skip = frozenset(given.skip)
         model = load_model(checkpoint, given.draft_dtype, 1024)
@@ -313,7 +345,7 @@ def main() -> None:
     if given.only != "curve":
         facts["race"] = []
         for temperature in temperatures:
-            llms = engines(base, given)
+            llms = head_engines(base, given) if given.head else engines(base, given)
             for name in (AHEAD, CHOOSES):
                 place: Any = llms[name].engine.drafter
                 if not place.place.ready_within(300):

@@ -12,7 +12,7 @@ large model's would; the function, and so the text and every drafter's acceptanc
     extra [   zero     |     random    ]        that read the stream (q, k, v, gate, up, head) and write it (o, down)
 
 A trained head of the small model becomes one of the large in the same way: the same drafts, at the price of a head as
-wide as the large model (`widen_head`), or of one that stays as narrow as it is and embeds tokens itself (`narrow_head`).
+wide as the large model (`widen_head`), or of one that stays as narrow as it is, with its own embedding (`narrow_head`).
 
 Nothing is stored: each tensor is made when it is asked for, on the device where it will live, always the same.
 """

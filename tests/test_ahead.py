@@ -22,18 +22,21 @@ from outrider import LLM, SamplingParams, drafters
 from outrider.ahead import place as place_module
 from outrider.ahead.account import Account
 from outrider.ahead.curve import Curve, Law, chances, fan_out
-from outrider.ahead.forks import Forker, Plan
+from outrider.ahead.forks import Forker, Plan as Round
 from outrider.ahead.lines import Asked, Lines, Wish
 from outrider.ahead.mail import Mail, Outcome, Sizes, find, rank
 from outrider.ahead.place import Process, Thread
 from outrider.ahead.worth import Worth
+from outrider.bench import Plan, Question
 from outrider.build import build_engine
 from outrider.cli import app
 from outrider.config import Config
+from outrider.doctor import _ahead_facts
 from outrider.drafters.ahead import Ahead, trunk, weak
 from outrider.engine import Engine
 from outrider.errors import ConfigError
 from outrider.models.toy import toy
+from outrider.show import ahead_line
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.trace import read
 from outrider.types import Sequence, Tree, chain
@@ -101,8 +104,8 @@ def test_preparations_are_as_deep_as_pays() -> None:
 # ---------------------------------------------------------------- forks
 
 
-def grown(seq: Sequence, drafted: list[int], forks: list[int], depth: int, blur: float = 0.0) -> tuple[Forker, Plan]:
-    forker, plan = Forker(toy(blur=blur), 400, 4, 200), Plan(seq, drafted, forks)
+def grown(seq: Sequence, drafted: list[int], forks: list[int], depth: int, blur: float = 0.0) -> tuple[Forker, Round]:
+    forker, plan = Forker(toy(blur=blur), 400, 4, 200), Round(seq, drafted, forks)
     forker.open(seq)
     assert list(forker.grow([plan], depth)) == list(range(depth + 1))
     return forker, plan
@@ -133,7 +136,7 @@ def test_what_came_true_is_not_read_again() -> None:
     assert forker.cache.sync(seq, forker.plane) == 5 + 4  # the trunk, the outcome's token and one more were fed
     forker.cache.check()
     fresh = Sequence(2, list(seq.tokens), seq.params)
-    again, other = Plan(seq, [], [3]), Plan(fresh, [], [3])
+    again, other = Round(seq, [], [3]), Round(fresh, [], [3])
     forker.open(fresh)
     list(forker.grow([again, other], 2))
     assert [b.chain for b in again.branches] == [b.chain for b in other.branches]
@@ -151,7 +154,7 @@ def test_noise_tells_what_the_target_will_choose() -> None:
         engine.add(truth := Sequence(1, list(seq.tokens), params, seed=seed))
         engine.step()
         for noised in found:
-            forker, plan = Forker(toy(blur=0.08), 400, 4, 200), Plan(seq, [], [2])
+            forker, plan = Forker(toy(blur=0.08), 400, 4, 200), Round(seq, [], [2])
             forker.noised = noised
             forker.open(seq)
             list(forker.grow([plan], 0))
@@ -252,15 +255,6 @@ def test_outcomes_are_hit_and_drafts_hidden() -> None:
 
 def test_conformance_kit_with_a_model_that_is_often_wrong() -> None:
     assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, tokens=8) > 0
-
-
-@pytest.mark.parametrize("rule", ["reject", "block"])
-def test_other_rules_draft_just_in_time(rule: str) -> None:
-    engine = engine_with({"draft_model": toy(blur=0.08), "ahead_fallback": "", **ALWAYS}, rule=rule)
-    decode(engine, Scenario("x", batch=2), SamplingParams(temperature=0.8, max_tokens=30), rule)
-    facts = engine.drafter.notes()["ahead"]
-    assert facts["hit_rate"] is None
-    assert facts["just_in_time"] > 0
 
 
 def test_a_worker_that_fails_is_told_of_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,6 +475,12 @@ def test_statistics_and_the_trace_tell_of_it(folder: Path, tmp_path: Path) -> No
     assert {"hit_rate", "hits_by_outcome", "hidden_seconds", "exposed_seconds", "miss", "why"} <= told.keys()
     assert told["place"] == "thread"
     assert llm.engine.drafter.added_memory.kv > 0
+    words = ahead_line(told)
+    assert "(rejection)" in words
+    assert "(end)" in words
+    found = _ahead_facts(llm, [Question([5, 6, 7, 8])], Plan(12, 1))  # as `doctor` asks
+    assert found["hit_rate"] is not None
+    assert {"controller", "pays", "miss"} <= found.keys()
     file = tmp_path / "run.jsonl"
     settings = ["--set", "ahead_place=thread", "--set", "ahead_always=true", "--dtype", "float32", "--device", "cpu"]
     command = ["generate", "the quick", "-m", str(folder), "-d", "ahead", "--draft-model", str(folder), "--k", "4"]

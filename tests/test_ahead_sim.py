@@ -24,6 +24,7 @@ from outrider.ahead.place import Place
 from outrider.cache import Cache
 from outrider.control import Fixed
 from outrider.drafters import Workspace, ahead as ahead_module, make
+from outrider.drafters._ahead import Post
 from outrider.engine import Engine
 from outrider.models.toy import toy
 from outrider.scheduler import Scheduler
@@ -95,6 +96,18 @@ class Oracle(Place):
         self.world.at_least(self.due(depth))
         return True
 
+    def _start(self) -> Any:
+        raise AssertionError("nobody starts an oracle")
+
+    def _alive(self) -> bool:
+        return True
+
+    def _last_words(self) -> str:
+        return ""
+
+    def _end(self) -> None:
+        pass
+
     def _right(self, at: int) -> int:
         return self.text[at] if self.dice.random() < self.s.alpha else WRONG
 
@@ -122,7 +135,7 @@ def engine_speed(monkeypatch: pytest.MonkeyPatch, setting: Any, drafter: str) ->
     dice, world = random.Random(5), World()
     text = [dice.randrange(2, 48) for _ in range(TOKENS + 100)]
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: world.now))
-    monkeypatch.setattr(ahead_module, "_place", lambda space: Oracle(world, text, setting))
+    monkeypatch.setattr(ahead_module, "posted", lambda space: Post(Oracle(world, text, setting)))
     target = toy()
     cache = Cache(TOKENS + 400, 4, TOKENS + 200)
     plane = cache.add_plane(1, 1, 1, torch.float32)

@@ -17,11 +17,11 @@ from outrider.build import build_engine
 from outrider.cache import Cache, Packing
 from outrider.config import Config, config_from, from_speculative_config
 from outrider.drafters import Workspace, lookup, make
-from outrider.drafters._head import HeadPacking
 from outrider.drafters.head import TrainedHead
 from outrider.errors import ConfigError, ModelError
 from outrider.models import heads
 from outrider.models.head import Head, HeadConfig, read_head, target_hash, write_head
+from outrider.models.head_feed import HeadPacking
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.models.transformer import Transformer
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, reference

@@ -14,10 +14,10 @@ from outrider import native
 from outrider.build import build_engine
 from outrider.cache import Cache, Plane
 from outrider.config import Config
-from outrider.drafters._head import HeadPacking
 from outrider.errors import ConfigError
 from outrider.models import ops, quant
 from outrider.models.head import Head, write_head
+from outrider.models.head_feed import HeadPacking
 from outrider.models.int8 import Int8Transformer
 from outrider.models.toy import RandomWeights, random_head, toy, toy_config
 from outrider.testing import SCENARIOS, check_drafter, decode, reference

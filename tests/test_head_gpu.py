@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from outrider.cache import Cache
-from outrider.drafters._head import HeadPacking
 from outrider.models import ops
 from outrider.models.head import Head
+from outrider.models.head_feed import HeadPacking
 from outrider.models.toy import random_head, toy
 from outrider.types import Sequence
 

@@ -133,6 +133,29 @@ def test_a_healthy_machine_where_it_pays() -> None:
     assert FACTS.break_even(4) == pytest.approx(0.288, abs=0.002)  # 1 + a + a² + a³ + a⁴ = 1.4
 
 
+def test_drafting_ahead_is_told_of_where_it_was_asked_for() -> None:
+    miss = {"rejection": {"c": 0.8, "r": 0.5}, "end": {"c": 0.6, "r": 0.6}}
+    told = {"place": "thread", "hit_rate": 0.62, "hidden_seconds": 1.5, "exposed_seconds": 0.25, "miss": miss}
+    told |= {
+        "pays": False,
+        "why": "70 tokens/s drafting ahead, 80 just in time: just in time is kept",
+        "controller": "",
+    }
+    hint = said(replace(FACTS, ahead=told), HINT)
+    for words in (
+        "in a thread: 62%",
+        "0.80 F^-0.50 (rejection)",
+        "0.60 F^-0.60 (end)",
+        "1.50 s",
+        "0.25 s not",
+        "80 just",
+    ):
+        assert words in hint
+    assert "62%" in said(replace(FACTS, ahead=told | {"pays": True}), GOOD)
+    idle = told | {"hit_rate": None, "controller": "no draft pays here"}
+    assert "Nothing was drafted ahead: no draft pays here." in said(replace(FACTS, ahead=idle), HINT)
+
+
 def test_where_it_loses_and_why() -> None:
     steep = replace(FACTS, costs={1: 0.01, 2: 0.02, 5: 0.06, 9: 0.1}, overall=Kind("all", 0.5, 0.8))
     assert verdict(steep).level == WRONG

@@ -92,6 +92,7 @@ def doctor(
     model: Model = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    drafter: Annotated[str | None, typer.Option("--drafter", "-d", help="Who drafts; default: auto.")] = None,
     limit: Limit = 7,
     tokens: Tokens = 64,
     set_: Set = None,
@@ -106,7 +107,7 @@ def doctor(
         from .bench import Plan, questions
         from .doctor import KS, advise, examine
 
-        llm = _target(model, dtype, device, set_)
+        llm = _target(model, dtype, device, set_, drafter=drafter)
         with _progress() as progress:
             facts = examine(llm, questions(llm, _pick(None, None, limit)), Plan(tokens, rounds=1), progress)
         findings = advise(facts)
@@ -217,12 +218,14 @@ def _target(
     device: str | None,
     set_: list[str] | None = None,
     draft_device: str | None = None,
+    drafter: str | None = None,
 ) -> LLM:
-    """The target with the default drafter; --set's pairs are kept for whichever drafter is measured."""
+    """The target with the default drafter or this; --set's pairs are kept for whichever drafter is measured."""
     from .config import Config
 
-    default = str(Config().drafter)
-    return _load(model, arguments(default, None, "auto", dtype, set_, device, draft_device), None)
+    return _load(
+        model, arguments(drafter or str(Config().drafter), None, "auto", dtype, set_, device, draft_device), None
+    )
 
 
 def _pick(path: Path | None, categories: list[str] | None, limit: int) -> list[Prompt]:

@@ -68,6 +68,7 @@ class Facts:
     runner: str = ""  # how its passes run
     memory: list[Addition] = field(default_factory=list)  # the target's, then what each drafter adds
     drift: tuple[str, ...] = ()  # drafters that have gone stale, a sentence each
+    ahead: dict[str, Any] | None = None  # what drafting ahead tells of itself, where that was asked for
 
     @property
     def on_gpu(self) -> bool:
@@ -114,7 +115,17 @@ def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress)
         _RUNNERS.get(type(llm.engine.target).__name__, type(llm.engine.target).__name__),
         [target_memory(llm), *additions(llm)],
         tuple(llm.drift.sentences()),
+        _ahead_facts(llm, questions, plan) if llm.config.drafter_name == "ahead" else None,
     )
+
+
+def _ahead_facts(llm: LLM, questions: list[Question], plan: Plan) -> dict[str, Any]:
+    """One engine answers everything: hit rates want more outcomes than one answer has."""
+    llm = llm.using(max_batch=1)
+    for number, question in enumerate(questions):
+        llm.generate([question.ids], plan.params(number))
+    told: dict[str, Any] = llm.drafting["ahead"]
+    return told | {"controller": llm.engine.controller.why}
 
 
 def _kind(row: Row) -> Kind:
@@ -123,7 +134,7 @@ def _kind(row: Row) -> Kind:
 
 def advise(facts: Facts) -> list[Finding]:
     """The verdict first, then why, then what to change, then what is broken."""
-    return [verdict(facts), why(facts), *_changes(facts), *_installation(facts)]
+    return [verdict(facts), why(facts), *_ahead(facts), *_changes(facts), *_installation(facts)]
 
 
 def verdict(facts: Facts) -> Finding:
@@ -160,6 +171,22 @@ def why(facts: Facts) -> Finding:
 def _extremes(kinds: list[Kind]) -> tuple[Kind | None, Kind | None]:
     timed = sorted((k for k in kinds if k.speedup is not None), key=lambda k: k.speedup or 0)
     return (timed[-1], timed[0]) if len(timed) > 1 else (None, None)
+
+
+def _ahead(facts: Facts) -> list[Finding]:
+    """What drafting ahead prepared, what that hid, the fitted curves, and whether it is kept."""
+    told = facts.ahead
+    if told is None:
+        return []
+    if told["hit_rate"] is None:
+        return [Finding(HINT, f"Nothing was drafted ahead: {told['controller'] or told['why']}.")]
+    laws = " and ".join(f"{law['c']:.2f} F^-{law['r']:.2f} ({place})" for place, law in told["miss"].items())
+    text = f"Drafting ahead in a {told['place']}: {told['hit_rate']:.0%} of outcomes were prepared for"
+    text += (
+        f"; F forks miss {laws}; {told['hidden_seconds']:.2f} s of drafting hidden, {told['exposed_seconds']:.2f} s not"
+    )
+    text += f"; {told['why']}."
+    return [Finding(GOOD if told["pays"] else HINT, text)]
 
 
 # ---------------------------------------------------------------- what to change

@@ -205,7 +205,7 @@ def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> lis
     if seq.params.greedy:
         confidence, ids = torch.softmax(logits.float(), -1).topk(min(width, logits.shape[-1]))
     else:
-        names, scores = _within_reach(*candidates(logits, seq), width)
+        names, scores = _hopeful(logits, seq, width)
         noised = scores + gumbel(key(seq.seed, len(seq.tokens) + len(emitted), CHOICE), names)
         confidence, order = torch.softmax(noised, 0).topk(min(width, names.numel()))
         ids = names[order]
@@ -218,6 +218,15 @@ def _guess_within(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return logits
     masked = _masked(logits, seq.matcher.mask(seq.generated + emitted, guess=True))
     return masked if bool(masked.max() > -math.inf) else logits
+
+
+def _hopeful(logits: Tensor, seq: Sequence, width: int) -> tuple[Tensor, Tensor]:
+    """The candidates that a guess looks at: ids [C], their logits / T [C]. Where nothing is filtered, no others are."""
+    if not _filters(seq):
+        near = torch.nonzero(logits >= logits.max() - _REACH * seq.params.temperature).flatten()
+        if near.numel() >= width:
+            return near, logits[near].double() / seq.params.temperature
+    return _within_reach(*candidates(logits, seq), width)
 
 
 def _within_reach(names: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,9 @@ def ahead_line(facts: dict[str, Any]) -> str:
     """What drafting ahead brought, in one line."""
     rate = facts["hit_rate"]
     text = "ahead: nothing was prepared" if rate is None else f"ahead: {rate:.0%} of outcomes were prepared for"
+    if rate is not None:
+        laws = ", ".join(f"{law['c']:.2f} F^-{law['r']:.2f} ({place})" for place, law in facts["miss"].items())
+        text += f" (F forks miss {laws})"
     text += f", {facts['hidden_seconds'] * 1e3:.0f} ms of drafting hidden, {facts['exposed_seconds'] * 1e3:.0f} ms not"
     return f"{text}; {facts['just_in_time']} drafts just in time, {facts['fallbacks']} by fallback ({facts['why']})"
 

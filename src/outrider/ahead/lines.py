@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..types import Sequence
+from .laws import STRAIGHT, Tilt
 from .mail import SETTINGS, TRUNK, Mail, Outcome
 from .worker import settings_of
 
@@ -87,9 +88,13 @@ class Lines:
         if line is not None:
             self._release(line)
 
-    def ask(self, wishes: list[Wish], depth: int) -> dict[int, Asked]:
-        """Write a request; `place.post` sends it. By sequence: those that can be asked for."""
+    def ask(self, wishes: list[Wish], depth: int, now: bool = False, tilt: Tilt = STRAIGHT) -> dict[int, Asked]:
+        """Write a request; `place.post` sends it. By sequence: those that can be asked for.
+
+        `now`: nothing is being verified; the wish's one fork is the first token of a draft.
+        """
         mail, asked = self.mail, {}
+        mail["now"][0], mail["tilt"][:] = now, tilt
         mail["asked"][:] = -1
         mail["depth"][0] = depth
         for wish in wishes:

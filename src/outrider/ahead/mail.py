@@ -2,7 +2,7 @@
 
 Tokens of a text are written once, where they stay: a line is a sequence, and only its length moves. A request says
 which lines to prepare, from which draft, with how many forks at each place; an answer has a row for each outcome, and
-grows deeper while it is read. No tensor of the vocabulary's size crosses over.
+grows deeper while it is read. No tensor of the vocabulary's size crosses over: a law is a few ids and their chances.
 
 Whoever reads checks the request's number; what is read in the middle of a write is a bad draft, which costs a little
 speed and nothing else. Bytes over pipes only say "look again": they are never waited for by whoever writes them.
@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from .laws import SHORT, Law
 
 TRUNK, DEPTH, SETTINGS = 64, 32, 4096  # drafted tokens, tokens of a prepared chain, bytes of a request's parameters
 Array = np.ndarray[Any, Any]
@@ -36,6 +40,8 @@ class Sizes:
             # the engine writes
             "number": ("i8", one),
             "depth": ("i4", one),
+            "now": ("i4", one),  # 1: nothing is being verified, a draft is asked for
+            "tilt": ("f8", (2,)),  # of what is drawn: `laws.Tilt`
             "asked": ("i4", many),  # trunk length of each line, -1: not asked
             "trunk": ("i4", (self.lines, TRUNK)),
             "forks": ("i4", (self.lines, TRUNK + 1)),
@@ -52,6 +58,9 @@ class Sizes:
             "odds": ("f4", (self.rows,)),  # how likely the drafter thinks that token
             "chains": ("i4", (self.rows, DEPTH)),
             "survival": ("f4", (self.rows, DEPTH)),
+            # Of what was drawn: the outcome's own token, then the chain. Memory that is never written costs nothing.
+            "law_ids": ("i4", (self.rows, DEPTH + 1, SHORT)),
+            "law": ("f8", (self.rows, DEPTH + 1, SHORT)),  # 0: no such token
             "beat": ("i8", one),  # passes run, ever
             "ready": ("i4", one),
             "seconds": ("f8", (3,)),  # of the round so far; of its first pass; of one more depth
@@ -107,6 +116,22 @@ def rank(mail: Mail, outcome: Outcome) -> tuple[int | None, int]:
     here = keys[(keys[:, 0] == outcome.line) & (keys[:, 1] == outcome.accepted), 2]
     hits = np.flatnonzero(here == outcome.token)
     return (int(hits[0]) + 1 if hits.size else None), len(here)
+
+
+def write_law(mail: Mail, row: int, place: int, law: Law | None) -> None:
+    """What the place-th token of a row was drawn from (0: the outcome's own); nothing where it was not drawn."""
+    if law is not None:
+        count = len(law.ids)
+        mail["law"][row, place] = 0.0
+        mail["law_ids"][row, place, :count] = law.ids.numpy()
+        mail["law"][row, place, :count] = law.chances.numpy()
+
+
+def read_laws(mail: Mail, row: int, places: range, vocabulary: int) -> Tensor:
+    """The same for so many places, over all ids. [n, V] float64"""
+    at = slice(places.start, places.stop)
+    ids, chances = (torch.from_numpy(mail[name][row, at].copy()) for name in ("law_ids", "law"))  # [n, SHORT]
+    return torch.zeros(len(places), vocabulary, dtype=torch.float64).scatter_add_(1, ids.long(), chances)
 
 
 class Bell:

@@ -17,9 +17,12 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+import torch
 
 from .forks import Forker
 from .mail import Bell, Mail, Sizes
@@ -159,13 +162,12 @@ class Place(ABC):
 
 
 class Thread(Place):
-    """In this process: for models that are only here, and machines without processes to spare."""
+    """In this process: for models that are only here, and for the target's own GPU, in a stream beside the target's."""
 
-    kind = "thread"
-
-    def __init__(self, sizes: Sizes, make: Callable[[], Forker]) -> None:
-        super().__init__(Mail(sizes, bytearray(sizes.bytes)))
-        self.make = make
+    def __init__(self, sizes: Sizes, make: Callable[[], Forker], device: torch.device | None = None) -> None:
+        super().__init__(Mail(sizes, mmap.mmap(-1, sizes.bytes)))
+        self.make, self.device = make, device or torch.device("cpu")
+        self.kind = "stream" if self.device.type == "cuda" else "thread"
         self._thread: threading.Thread | None = None
         self._pipes: list[int] = []
         self._failed: list[str] = []  # by the worker
@@ -175,11 +177,12 @@ class Thread(Place):
         (heard, ring), (told, tell) = os.pipe(), os.pipe()
         self._pipes[:] = [ring, told]
         self._failed = []
-        mail, make, failed = self.mail, self.make, self._failed
+        mail, make, failed, device = self.mail, self.make, self._failed, self.device
 
         def run() -> None:  # knows nothing of this place, so that dropping it ends the thread
             try:
-                Worker(mail, make()).serve(Bell(heard), Bell(tell))
+                with own_stream(device):
+                    Worker(mail, make()).serve(Bell(heard), Bell(tell))
             except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}")
             finally:
@@ -253,6 +256,18 @@ class Process(Place):
         if self._words is not None:
             self._words.close()
             self._words = None
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """What this thread starts on a GPU runs beside what others start there; on a CPU there is nothing to do."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=0)  # the least: captured passes of the engine go first
+    stream.wait_stream(torch.cuda.default_stream(device))  # weights may still be on their way
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def _shut(pipes: list[int]) -> None:

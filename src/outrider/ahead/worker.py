@@ -23,7 +23,8 @@ import numpy as np
 from ..models import Model, Part, device_of
 from ..types import Sequence
 from .forks import Forker, Plan
-from .mail import DEPTH, Bell, Mail, Sizes
+from .laws import Tilt
+from .mail import DEPTH, Bell, Mail, Sizes, write_law
 
 
 @dataclass
@@ -63,7 +64,8 @@ class Worker:
         mail["published"][0] = -1
         mail["answered"][0] = number
         self._tidy()
-        depth = min(mail.one("depth"), DEPTH)
+        depth, (forks, share) = min(mail.one("depth"), DEPTH), mail["tilt"].tolist()
+        self.forker.tilt = Tilt(int(forks), share)
         plans = [plan for line in np.flatnonzero(mail["asked"] >= 0) if (plan := self._plan(int(line))) is not None]
         first = 0.0
         for deep in self.forker.grow(plans, depth):
@@ -81,6 +83,7 @@ class Worker:
             for branch in plan.branches:
                 if row == mail.sizes.rows:
                     break
+                write_law(mail, row, deep, branch.laws[deep])
                 if not deep:
                     mail["keys"][row] = plan.line, branch.accepted, branch.token
                     mail["odds"][row] = branch.odds
@@ -99,7 +102,7 @@ class Worker:
         if seq is None or not seq.tokens:
             return None
         trunk, forks = mail["trunk"][line, :asked].tolist(), mail["forks"][line, : asked + 1].tolist()
-        return Plan(seq, trunk, forks, line)
+        return Plan(seq, trunk, forks, line, now=bool(mail.one("now")))
 
     def _read(self, line: int) -> Sequence | None:
         """The line's text, brought up to date."""
@@ -113,7 +116,7 @@ class Worker:
                 return None
             known = self.lines[line] = Known(edition, Sequence(id=line, tokens=[], **told))
             known.seq.tokens = mail["tokens"][line, :length].tolist()
-            self.forker.open(known.seq)
+            self.forker.open(known.seq, int(mail["owner"][line]))
         else:
             self.forker.extend(known.seq, mail["tokens"][line, len(known.seq.tokens) : length].tolist())
         return known.seq
@@ -148,14 +151,15 @@ def load(spec: dict[str, Any]) -> Forker:
         open_checkpoint(spec["model"]), spec["dtype"], spec["length"], device=choose_device(spec["device"])
     )
     skip = frozenset(spec["skip_layers"])
-    forker = Forker(model, spec["slots"], spec["lines"], spec["length"], Part(skip_attention=skip, skip_mlp=skip))
+    part = Part(skip_attention=skip, skip_mlp=skip)
+    forker = Forker(model, spec["slots"], spec["lines"], spec["length"], part, spec["vocabulary"])
     forker.noised = bool(spec.get("noised", True))
-    forker.passes = _captured(forker, model, spec["lines"])
+    forker.passes = captured(forker, model, spec["lines"])
     return forker
 
 
-def _captured(forker: Forker, model: Model, lines: int) -> Any:
-    """Captured passes where the model lives on a GPU."""
+def captured(forker: Forker, model: Model, lines: int) -> Any:
+    """Captured passes where the model lives on a GPU, in whichever stream is current."""
     if device_of(model).type != "cuda":
         return None
     from ..runners.desk import Desk

@@ -20,10 +20,11 @@ from torch import Tensor
 from ..cache import Cache
 from ..learn.adapter import Frozen, Weights
 from ..models.head8 import EightBits
+from ..models.head_feed import Features, Kept
 from ..models.linear import linear
 from ..models.output import embedding_of, output_norm, output_rows, product_rows
 from ..types import Rows, Sequence, Step
-from ._head import Features, HeadRollout, Kept
+from ._head import HeadRollout
 from ._rollout import Growth, Rollout
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..cache import Cache, Packing, Plane
 from ..models import WHOLE, Model, Part
+from ..models.feed import CHUNK, catch_up
 from ..sampling import DRAFT, draw, key, law, ranked
 from ..types import Draft, Sequence, Tree
 from . import Passes, RecordedChains
-
-CHUNK = 512  # rows of one pass while catching up with a long prompt
 
 
 @dataclass
@@ -124,10 +123,10 @@ class Rollout:
                 packed.pending(seq, start, end, want=False)
                 start = end
                 if len(packed.tokens) == CHUNK:
-                    self._forward(packed, replace(self.part, head=False))
+                    self._read(packed)
                     packed = Packing(self.cache)
         if packed.tokens:
-            self._forward(packed, replace(self.part, head=False))
+            self._read(packed)
 
     # ------------------------------------------------------------ choosing
 
@@ -184,7 +183,7 @@ class Rollout:
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; logits after each one's last token. [B, V]"""
-        starts = [self._catch_up(seq) for seq in seqs]
+        starts = [catch_up(self.cache, self.plane, seq, self._read) for seq in seqs]
         packed = Packing(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             packed.pending(seq, start, len(seq.tokens), want=True)
@@ -193,16 +192,9 @@ class Rollout:
             self._hold(seq, len(seq.tokens))
         return logits
 
-    def _catch_up(self, seq: Sequence) -> int:
-        """Feed all but the last chunk of what the plane lacks; returns where the rest begins (never past the end)."""
-        start = min(self.cache.sync(seq, self.plane), len(seq.tokens) - 1)
-        while len(seq.tokens) - start > CHUNK:
-            packed = Packing(self.cache)
-            packed.pending(seq, start, start + CHUNK, want=False)
-            self._forward(packed, replace(self.part, head=False))
-            start += CHUNK
-            self._hold(seq, start)
-        return start
+    def _read(self, packed: Packing) -> None:
+        """A pass that nobody wants logits of."""
+        self._forward(packed, replace(self.part, head=False))
 
     def _forward(self, packed: Packing, part: Part) -> Tensor:
         """Logits of the wanted rows [R, V], where choices are made on the host."""

@@ -6,37 +6,39 @@ and drafting has cost no time. Else the sequence (not the batch) falls back: to 
 say, or to a draft made just in time.
 
 It promises what every drafter does. Besides, it never waits for a draft model longer than a deadline: one that hangs is
-bypassed, one that dies is started anew, and the text goes on meanwhile. The model runs in a process of its own (on
-other cores, or another GPU), or in a thread; it sees ids, never the target's states, so trained heads cannot be
-wrapped: they can be the fallback. Forks are for the rule `match`; under `reject` and `block` what is drafted must not
-depend on what took how long, so drafts are made just in time there.
+bypassed, one that dies is started anew, and the text goes on meanwhile. A draft model runs in a process of its own (on
+other cores, or another GPU), in a thread, or in a second stream of the target's GPU; a trained head in a thread or such
+a stream, where it finds what the target saw (`_ahead` decides).
+
+Under `reject` and `block`, drafts are drawn and q comes along. What is drawn depends on the place in the text alone,
+so what was prepared is what would be drafted just in time, and the same seed gives the same text whatever was ready
+when. A head knows more just in time than ahead, so there it is only asked then.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ..ahead.account import Account
-from ..ahead.forks import Forker
+from ..ahead.forks import draws
+from ..ahead.laws import Tilt
 from ..ahead.lines import Asked, Lines, Wish
-from ..ahead.mail import DEPTH, TRUNK, Outcome, Sizes, find, rank
-from ..ahead.place import Place, Process, Thread
+from ..ahead.mail import DEPTH, TRUNK, Outcome, find, rank, read_laws
 from ..ahead.worth import Worth
 from ..errors import ConfigError
-from ..models import Model, Part, device_of
-from ..models.weigh import weigh
+from ..models import Model
 from ..types import Draft, Sequence, Step, Tree, chain
 from . import Drafter, Memory, Workspace, register
+from ._ahead import head_folder, posted, share, whole
 from .cascade import Cascade
-from .model import load_draft_model, opened
 
 WAIT = 30.0  # seconds to wait for the draft model to be read, before the first request
 FORKS = 8  # outcomes prepared for, for each sequence
-ROWS = 24  # outcomes of an answer for each line of the table, at most
 SOONEST, LATEST = 0.1, 2.0  # seconds of a deadline
 WEAK = 0.35  # a fallback's draft whose first token is less likely than this gives way to the draft model's
 LENIENT = 8.0  # times what an answer usually takes
@@ -44,27 +46,33 @@ LENIENT = 8.0  # times what an answer usually takes
 
 @register("ahead")
 class Ahead(Drafter):
-    """Options: draft_model, draft_dtype, draft_device, skip_layers; ahead_place (process, thread), ahead_forks,
-    ahead_depth, ahead_threads, ahead_fallback (drafters to ask on a miss), ahead_wait, ahead_always, ahead_noise."""
+    """Options: draft_model, draft_dtype, draft_device, skip_layers; or head; ahead_place (process, thread),
+    ahead_forks, ahead_depth, ahead_threads, ahead_fallback (drafters to ask on a miss), ahead_wait, ahead_always,
+    ahead_noise, ahead_c (Saguaro's C, under `reject` and `block`)."""
 
     takes = (
-        "draft_model", "assistant_model", "draft_dtype", "draft_device", "skip_layers", "ahead_place", "ahead_forks",
-        "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_wait", "ahead_always", "ahead_noise",
+        "draft_model", "assistant_model", "draft_dtype", "draft_device", "skip_layers", "head", "ahead_place",
+        "ahead_forks", "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_wait", "ahead_always", "ahead_noise",
+        "ahead_c",
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.most = _whole(space, "ahead_forks", FORKS, 1, 64)
-        self.fixed = _whole(space, "ahead_depth", 0, 0, DEPTH)  # 0: as deep as pays
+        self.most = whole(space, "ahead_forks", FORKS, 1, 64)
+        self.fixed = whole(space, "ahead_depth", 0, 0, DEPTH)  # 0: as deep as pays
         names = space.option("ahead_fallback", default="suffix,ngram")
         names = [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
         if "ahead" in names:
             raise ConfigError("ahead_fallback names 'ahead' itself; choose drafters that are ready at once.")
         space_for = replace(space, options=space.options | {"cascade": names})
         self.fallback: Drafter | None = Cascade(space_for) if names else None
-        self.taps = self.fallback.taps if self.fallback else ()
+        self.post = posted(space)
+        if self.post.features is not None and "head" in names:
+            raise ConfigError("ahead_fallback names 'head', which drafts ahead itself; choose another, or none.")
+        self.taps = tuple(sorted({*self.post.taps, *(self.fallback.taps if self.fallback else ())}))
         self.account, self.worth = Account(), Worth(bool(space.option("ahead_always", default=False)))
-        self.place = _place(space)
+        self.share = share(space, "ahead_c")
+        self.place = self.post.place
         self.lines = Lines(self.place.mail)
         self.clock: Callable[[], float] = time.perf_counter
         self.flight: dict[int, Asked] = {}  # by sequence: what is being prepared for
@@ -77,7 +85,8 @@ class Ahead(Drafter):
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"draft_model": target}  # the target as its own drafter, in a thread
+        head = head_folder(target)
+        return {"draft_model": target} if head is None else {"head": head}  # a target is its own drafter, if need be
 
     @property
     def overlaps(self) -> bool:
@@ -124,13 +133,17 @@ class Ahead(Drafter):
         wishes = [
             Wish(seq, drafted, self.account.forks(len(drafted), self.most))
             for seq, drafted in pairs
-            if seq.rule == "match" and drafted is not None and seq.room > 2
+            if (self.post.repeats or not draws(seq)) and drafted is not None and seq.room > 2 and self._shown(seq)
         ]
-        if wishes:
-            self.flight = self.lines.ask(wishes, self.depth)
+        if wishes:  # what is drawn must not depend on what takes how long, nor may its length
+            fixed = any(draws(wish.seq) for wish in wishes)
+            self.flight = self.lines.ask(wishes, min(self.k, DEPTH) if fixed else self.depth, tilt=self._tilt)
             self.place.post()
 
     def observe(self, step: Step) -> None:
+        if self.post.features is not None:
+            self.post.features.observe(step)
+            self.post.features.tidy(self.space.cache.rows.keys())
         if self.fallback:
             self.fallback.observe(step)
         now, decoded = self.clock(), [verdict for verdict in step.verdicts if verdict is not None]
@@ -149,16 +162,20 @@ class Ahead(Drafter):
     def end(self, seq: Sequence) -> None:
         self.flight.pop(seq.id, None)
         self.lines.drop(seq.id)
+        if self.post.features is not None:
+            self.post.features.drop(seq.id)
         if self.fallback:
             self.fallback.end(seq)
 
     def inherit(self, old: Drafter) -> None:
-        """Keep what was learnt, and the draft model that is in memory already."""
+        """Keep what was learnt, and the draft model in memory; a head's thread has seen the old engine, so it goes."""
         if isinstance(old, Ahead):
-            self.place.close()
-            self.place, self.account, self.worth = old.place, old.account, old.worth
-            self.lines = Lines(self.place.mail)
-            self.lines.edition = old.lines.edition
+            self.account, self.worth = old.account, old.worth
+            unused = old.place if self.post.features is not None else self.place
+            unused.close()
+            if unused is self.place:
+                self.place, self.lines = old.place, Lines(old.place.mail)
+                self.lines.edition = old.lines.edition
             if self.fallback and old.fallback:
                 self.fallback.inherit(old.fallback)
 
@@ -167,7 +184,7 @@ class Ahead(Drafter):
         where = {"place": place.kind, "ready": place.ready, "starts": place.starts, "deaths": place.deaths}
         return {
             "ahead": where
-            | {"bypassed": place.bypassed, "trouble": place.trouble, "why": self.why}
+            | {"bypassed": place.bypassed, "trouble": place.trouble, "pays": self.worth.ahead, "why": self.why}
             | self.account.as_json()
         }
 
@@ -209,11 +226,11 @@ class Ahead(Drafter):
             seconds, first, deeper = mail["seconds"].tolist()
             self.account.round(seconds, first, deeper, deep)
         for i, row in rows.items():
-            trees[i] = self._chain(row, min(deep, budget[i]), "ahead")
+            trees[i] = self._chain(seqs[i], row, min(deep, budget[i]))
 
     def _fall_back(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> Any:
         """Drafters that are ready at once, for those who have nothing; what they left unread."""
-        open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
+        open_ = [i for i, tree in enumerate(trees) if not tree.tokens and not (draws(seqs[i]) and self.place.ready)]
         if not open_ or self.fallback is None:
             return None
         self.fallback.stop_below = self.stop_below
@@ -225,10 +242,11 @@ class Ahead(Drafter):
     def _just_in_time(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
         """A chain for those who have nothing good yet, now. A prompt is read while the target reads it, not before."""
         open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and seqs[i].generated]
+        open_ = [i for i in open_ if self._shown(seqs[i])]
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
-        asked = self.lines.ask([Wish(seqs[i], [], [1]) for i in open_], depth)
+        asked = self.lines.ask([Wish(seqs[i], [], [1]) for i in open_], depth, now=True, tilt=self._tilt)
         self.place.post()
         if asked and self._wait(depth):
             mail = self.place.mail
@@ -236,21 +254,37 @@ class Ahead(Drafter):
             for i in open_:
                 row = rows.get(asked[seqs[i].id].line) if seqs[i].id in asked else None
                 if row is not None:
-                    trees[i] = self._whole_chain(row, min(depth, budget[i] - 1))
+                    trees[i] = self._whole_chain(seqs[i], row, min(depth, budget[i] - 1))
                     self.account.jits += 1
         self.account.jit += self.clock() - begin
 
-    def _chain(self, row: int, length: int, source: str) -> Tree:
+    def _chain(self, seq: Sequence, row: int, length: int) -> Tree:
         mail = self.place.mail
         survival = mail["survival"][row, :length].tolist()
-        return chain(mail["chains"][row, :length].tolist(), survival, source=source)
+        q = self._laws(row, range(1, length + 1)) if draws(seq) else None
+        return chain(mail["chains"][row, :length].tolist(), survival, q, "ahead")
 
-    def _whole_chain(self, row: int, length: int) -> Tree:
+    def _whole_chain(self, seq: Sequence, row: int, length: int) -> Tree:
         """The outcome's own token, too: nobody has said it yet."""
-        mail, after = self.place.mail, self._chain(row, length, "ahead:now")
+        mail, after = self.place.mail, self._chain(seq, row, length)
         odds = float(mail["odds"][row])
         survival = [odds, *(odds * chance for chance in after.survival or ())]
-        return chain([int(mail["keys"][row, 2]), *after.tokens], survival, source=after.source)
+        q = self._laws(row, range(length + 1)) if draws(seq) else None
+        return chain([int(mail["keys"][row, 2]), *after.tokens], survival, q, "ahead:now")
+
+    def _laws(self, row: int, places: range) -> Tensor:
+        """What these tokens were drawn from. [n, V]"""
+        return read_laws(self.place.mail, row, places, self.space.target.config.vocab_size)
+
+    def _shown(self, seq: Sequence) -> bool:
+        """Whether a head has seen what it begins with: what the target saw at the token before the last."""
+        features, last = self.post.features, len(seq.tokens) - 2
+        seen = last >= 0 and self.space.plane.held.get(seq.id, 0) > last
+        return features is None or (seen and features.known(seq.id, last))
+
+    @property
+    def _tilt(self) -> Tilt:
+        return Tilt(max(round(self.most / (self.k + 1)), 1), self.share)
 
     def _wait(self, depth: int) -> bool:
         usual = self.account.first + depth * self.account.deeper
@@ -280,56 +314,3 @@ def trunk(tree: Tree) -> list[int] | None:
             path.append(token)
             at = node
     return path[:TRUNK]
-
-
-def _place(space: Workspace) -> Place:
-    """A process where the draft model is a file, a thread where it is in memory already."""
-    wanted = space.option("draft_model", "assistant_model", default=None)
-    if wanted is None:
-        raise ConfigError("The drafter 'ahead' needs a draft model: give --draft-model PATH (or draft_model=…).")
-    in_memory = not isinstance(wanted, str) and hasattr(wanted, "forward")
-    kind = space.option("ahead_place", default="thread" if in_memory else "process")
-    skip = frozenset(int(number) for number in space.option("skip_layers", default=()))
-    lines, length, slots = space.cache.table.shape[0], space.cache.length, space.cache.slots
-    sizes = Sizes(lines, length, lines * ROWS)
-    noised = bool(space.option("ahead_noise", default=True))
-    if kind == "process":
-        if in_memory:
-            raise ConfigError(
-                "A process reads its draft model from a file: give draft_model=PATH, or ahead_place=thread."
-            )
-        checkpoint = opened(space, wanted)
-        spec = {
-            "model": str(wanted), "dtype": str(space.option("draft_dtype", default="auto")),
-            "device": str(space.option("draft_device", default="cpu")), "threads": _threads(space), "slots": slots,
-            "lines": lines, "length": min(length, checkpoint.config.context_length), "skip_layers": sorted(skip),
-            "noised": noised,
-        }  # fmt: skip
-        return Process(sizes, spec)
-    if kind != "thread":
-        raise ConfigError(f"There is no ahead_place '{kind}'; choose process or thread.")
-    model, part = load_draft_model(space), Part(skip_attention=skip, skip_mlp=skip)
-    if device_of(model).type != "cpu":
-        raise ConfigError("A draft model on a GPU drafts ahead from a process of its own: leave ahead_place out.")
-
-    def make() -> Forker:
-        forker = Forker(model, slots, lines, length, part)
-        forker.noised = noised
-        return forker
-
-    place = Thread(sizes, make)
-    place.mail["bytes"][0] = weigh(model, beside=space.target)
-    return place
-
-
-def _threads(space: Workspace) -> int:
-    """Beside a target on the CPU one core, beside one on a GPU half of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _whole(space, "ahead_threads", 1 if device_of(space.target).type == "cpu" else max(cores // 2, 1), 1, 1024)
-
-
-def _whole(space: Workspace, name: str, default: int, low: int, high: int) -> int:
-    value = space.option(name, default=default)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}, but it must be a whole number from {low} to {high}.")
-    return value

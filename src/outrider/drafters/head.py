@@ -14,11 +14,12 @@ import torch
 
 from ..errors import ConfigError
 from ..models import Model, device_of
+from ..models.head_feed import Features, Kept
 from ..models.output import embedding_of
 from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Memory, Workspace, register
-from ._head import Features, HeadRollout, Kept
+from ._head import HeadRollout
 from ._pace import Pace
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TrainedHead(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        head = _load(space)
+        head = load_head(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
         runner: Any = head  # it runs as a model does, over rows and a plane
@@ -119,7 +120,8 @@ def chosen(space: Workspace) -> Any:
     return None if wanted == "none" else wanted
 
 
-def _load(space: Workspace) -> Head:
+def load_head(space: Workspace) -> Head:
+    """The head that was asked for, or belongs to the target, in memory."""
     from ..models.head import Head, read_head  # heavy, and only needed here
 
     wanted = chosen(space)

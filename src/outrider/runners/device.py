@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from torch import Tensor
 
 Field = tuple[torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
+_CAPTURING = Lock()  # one capture at a time, whichever thread records
 _COPIES = 4  # host buffers in turn: one may still be under way while the next is filled
 
 
@@ -94,14 +96,15 @@ class Recording:
         self._work, self._graph, self.result = work, None, None
         if pool is None:
             return
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device, priority=_priority(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
-        with _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
+        with _CAPTURING, _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
             work()  # kernels are compiled and libraries wake up outside the capture
-            torch.cuda.synchronize(device)
+            stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            self._graph.capture_begin(pool=pool.handle)
+            # By default a capture fails when another thread allocates meanwhile: one may draft in its own stream.
+            self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 self.result = work()
             finally:
@@ -113,6 +116,11 @@ class Recording:
             return self._work()
         self._graph.replay()
         return self.result
+
+
+def _priority(device: torch.device) -> int:
+    """Of recorded work: what the engine's own stream runs goes before what others do beside it."""
+    return -1 if torch.cuda.current_stream(device) == torch.cuda.default_stream(device) else 0
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class HeadNet(nn.Module):
         return found
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """taps [B, L, taps * the target's H] -> features [B, L, H], at least float32: the residual stream starts here"""
+        """taps [B, L, taps * the target's H] -> features [B, L, H], at least float32: the residual starts here"""
         f = product(self.fc, taps)
         return f.to(torch.promote_types(f.dtype, torch.float32))
 

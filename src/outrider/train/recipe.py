@@ -54,7 +54,8 @@ _FREE = (
 
 _TYPED = (
     "device", "dtype", "answers", "max_tokens", "steps", "tokens", "batch_tokens", "lr", "seed", "layers",
-    "intermediate", "hidden_size", "exit_layer", "draft_vocab", "unroll", "block", "anchors", "store", "save_every", "evaluate_every",
+    "intermediate", "hidden_size", "exit_layer", "draft_vocab", "unroll", "block", "anchors", "store",
+    "save_every", "evaluate_every",
 )  # fmt: skip
 
 

@@ -1,0 +1,193 @@
+"""Drafting ahead, counted: how often the next draft was ready, by forks, in real rounds of the engine.
+
+    python bench/ahead_hits.py [--prompts 16] [--tokens 64] [--k 3] [--temperatures 0,1] [--skip 10,12,14,16,18]
+
+For the trained head that belongs to the target, and for a small model (the target without some of its layers), `ahead`
+ranks the same number of forks at every place in every round; which of them the target's own token was is counted: after
+a rejection and at the end of a draft, with the target's noise in the ranking and without. The first forks of each place
+are grown, and go on as the next draft where they come true (as most of 8 forks would be); elsewhere the next draft is
+made just in time. What one would get from 8 forks, spread by the geometric rule, follows from the counts. Then the rule
+`reject` with Saguaro's C from 1 down, with 8 forks spread as usual.
+
+Everything here is a count; nothing is timed, so a busy machine does not matter (rounds that were late are told). Texts
+are compared with plain decoding's. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from outrider import LLM, SamplingParams
+from outrider.ahead.account import Account
+from outrider.ahead.curve import Curve, chances, fan_out
+from outrider.ahead.forks import Forker
+from outrider.ahead.mail import rank
+from outrider.drafters import ahead as ahead_module
+from outrider.drafters.ahead import Ahead
+from outrider.environment import environment
+from outrider.prompts import bundled
+
+WIDEST, GROWN = 16, 2  # forks at every place, and how many of them are grown
+SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+USUAL = 8  # forks of a sequence where nobody says otherwise
+SHARES = (1.0, 0.5, 0.25, 0.0)
+
+
+class Counting(Account):
+    """An account that forgets nothing and forks everywhere alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for curve in (self.inside, self.end):
+            curve.FADE = 1.0
+
+    def forks(self, length: int, many: int) -> list[int]:
+        return [many] * (length + 1)
+
+
+@contextmanager
+def sparing() -> Iterator[None]:
+    """While this is open, only the first forks of every place are grown and found: the others are ranked, no more."""
+    deepen, find = Forker._deepen, ahead_module.find
+
+    def first_only(self: Forker, growing: list[Any]) -> None:
+        places: dict[tuple[int, int], int] = defaultdict(int)
+        some = []
+        for plan, branch in growing:
+            places[plan.line, branch.accepted] += 1
+            if places[plan.line, branch.accepted] <= GROWN:
+                some.append((plan, branch))
+            else:
+                branch.chain.append(0)
+                branch.survival.append(0.0)
+                branch.laws.append(None)
+        deepen(self, some)
+
+    def found(mail: Any, outcome: Any) -> int | None:
+        place, _ = rank(mail, outcome)
+        return find(mail, outcome) if place is not None and place <= GROWN else None
+
+    Forker._deepen, ahead_module.find = first_only, found  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Forker._deepen, ahead_module.find = deepen, find  # type: ignore[method-assign]
+
+
+def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float, **options: Any) -> Any:
+    """All prompts, one after the other: what was counted, and how many texts differ from plain decoding's."""
+    forks = options.pop("forks", WIDEST)
+    llm = base.using(
+        drafter="ahead",
+        k=given.k,
+        ahead_always=True,
+        ahead_fallback="",
+        ahead_forks=forks,
+        ahead_depth=given.k,
+        **options,
+    )
+    drafter: Any = llm.engine.drafter
+    assert isinstance(drafter, Ahead)
+    if options.get("rule", "match") == "match":
+        drafter.account = Counting()
+    accepted = reached = emitted = steps = differ = 0
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=given.tokens, ignore_eos=True)
+        (out,) = llm.generate([prompt], params)
+        if options.get("rule", "match") == "match":
+            differ += out.token_ids != base.generate([prompt], params)[0].token_ids
+        accepted, reached = accepted + out.stats.accepted, reached + out.stats.reached
+        emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
+    facts = llm.drafting["ahead"]
+    drafter.place.close()
+    counted = {"hits_by_outcome": facts["hits_by_outcome"], "late": facts["late"], "deaths": facts["deaths"]}
+    counted |= {"differ": differ, "alpha": accepted / max(reached, 1), "tau": emitted / steps, "steps": steps}
+    return drafter.account, counted | {"hit_rate": facts["hit_rate"], "just_in_time": facts["just_in_time"]}
+
+
+def told(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
+    curves = {"end": account.end, "rejection": account.inside}
+    likely = chances(counted["alpha"], k)
+    spread = fan_out(likely, USUAL, account.inside.law, account.end.law)
+    hits = [_hits(account.end if i == k else account.inside, forks) for i, forks in enumerate(spread)]
+    usual = sum(p * hit for p, hit in zip(likely, hits, strict=True))
+    return (
+        counted
+        | {"usual_forks": spread, "usual_hit_rate": round(usual, 4)}
+        | {
+            name: {
+                "hits": dict(zip(range(1, WIDEST + 1), curve.measured(), strict=False)),
+                "c": round(curve.law.c, 4),
+                "r": round(curve.law.r, 4),
+                "outcomes": round(curve.tried[0]),
+            }
+            for name, curve in curves.items()
+        }
+    )
+
+
+def _hits(curve: Curve, forks: int) -> float:
+    return 1 - curve.rate(forks) if forks else 0.0
+
+
+def show(name: str, temperature: float, facts: dict[str, Any]) -> None:
+    print(
+        f"\n{name}, temperature {temperature:g}: α {facts['alpha']:.3f}, τ {facts['tau']:.2f}, {facts['differ']} texts "
+        f"differ, {facts['late']} rounds late; with {USUAL} forks {facts['usual_hit_rate']:.0%} {facts['usual_forks']}"
+    )
+    print(f"{'':12}" + "".join(f"{f:>7}" for f in SHOWN) + "       c      r  outcomes")
+    for place in ("end", "rejection"):
+        found = facts[place]
+        cells = "".join(f"{found['hits'].get(f, float('nan')):7.3f}" for f in SHOWN)
+        print(f"{place:12}{cells}  {found['c']:6.3f} {found['r']:6.3f}  {found['outcomes']}", flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--skip", default="10,12,14,16,18", help="layers that the small model leaves out")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--only", choices=("head", "small", "reject"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    ahead_module.SOONEST = ahead_module.LATEST = 30.0  # nothing is timed here: let it take as long as it takes
+    base = LLM(given.model, drafter="off", dtype=given.dtype, device="cpu", threads=1, max_length=1024)
+    texts = bundled()[:: max(1, len(bundled()) // given.prompts)][: given.prompts]
+    prompts = [base.tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in texts]
+    small = {"draft_model": base.target, "skip_layers": [int(number) for number in given.skip.split(",") if number]}
+    ways = {name: options for name, options in {"head": {}, "small": small}.items() if given.only in (None, name)}
+    facts: dict[str, Any] = {"bench": "ahead_hits", "command": " ".join(["python", *sys.argv]), "model": base.name}
+    facts |= {"dtype": base.dtype, "k": given.k, "skip_layers": small["skip_layers"], "environment": environment()}
+    facts["curves"], facts["saguaro"] = [], []
+    for name, options in ways.items():
+        for temperature in map(float, given.temperatures.split(",")):
+            for noise in (True, False) if temperature else (True,):
+                with sparing():
+                    found = run(base, prompts, given, temperature, ahead_noise=noise, **options)
+                counted = told(*found, given.k)
+                show(name if noise else f"{name}, ranked without noise", temperature, counted)
+                facts["curves"].append({"drafter": name, "temperature": temperature, "noise": noise} | counted)
+    if given.only in (None, "reject"):
+        print(f"\nrule reject, the small model, temperature 1, {USUAL} forks")
+        for share in SHARES:
+            _, counted = run(base, prompts, given, 1.0, rule="reject", ahead_c=share, forks=USUAL, **small)
+            print(f"C = {share:<5g} α {counted['alpha']:.3f}, τ {counted['tau']:.2f}, hits {counted['hit_rate']:.1%}")
+            facts["saguaro"].append({"c": share} | counted)
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
