@@ -37,9 +37,9 @@ def spec_section(lab: Lab) -> dict[str, Any]:
 
 
 def with_head(lab: Lab) -> list[Contender]:
-    found = [contender(lab, "head chain", "head"), contender(lab, "head K=6", "head", 6)]
+    found = [contender(lab, "head chain", "head"), *(contender(lab, f"head K={k}", "head", k) for k in (6, 8))]
     found.append(contender(lab, "head tree", "head", tree=True, tree_width=6, tree_depth=6))
-    for nodes, width, depth in ((24, 5, 6), (48, 8, 7)):
+    for nodes, width, depth in ((24, 5, 6), (32, 4, 8), (48, 8, 7)):
         shape = {"tree": True, "tree_width": width, "tree_depth": depth}
         found.append(contender(lab, f"head tree of {nodes}", "head", nodes, **shape))
     return [*found, contender(lab, "auto, head", "auto", head=lab.head)]
