@@ -21,10 +21,11 @@ class Costs:
     """Seconds of a target pass by its sequences and its rows in all: measured at the start, refined by every step.
 
     More rows never cost less. Between what was measured lie straight lines: in rows, and in sequences that have as many
-    rows each.
+    rows each. Where only one sequence was measured, what further ones add (each reads its own context) is learnt.
     """
 
     DRIFT, OWN = 0.02, 0.08  # how far a surprise moves everything, and the place where it happened
+    SEAT = 0.1  # how far it moves what so many sequences add, once that is known
 
     def __init__(self, seconds: Seconds) -> None:
         pairs = {key if isinstance(key, tuple) else (1, key): value for key, value in seconds.items()}
@@ -34,20 +35,19 @@ class Costs:
             self._rows[sequences].append(rows)
         self._counts = list(self._rows)
         self._drift = 1.0  # contexts grow and machines get busy: everything becomes slower together
+        self._seats: dict[int, tuple[int, float]] = {}  # sequences -> (passes seen, seconds beyond one sequence's)
+        self._found: dict[int, tuple[list[int], list[float]]] = {}  # sequences -> what `points` said
         self._tables: dict[int, list[float]] = {}  # sequences -> seconds by rows, as far as anybody asked
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
         """The cost of a pass over this many rows in all, by so many sequences."""
-        table = self._tables.get(sequences)
-        if table is None or rows >= len(table):
-            table = self.table(rows, sequences)
-        return table[rows]
+        return _height(*self.points(sequences), rows)
 
     def table(self, rows: int, sequences: int = 1) -> list[float]:
         """Costs by row count, up to `rows` at least: made once, until the next surprise."""
         table = self._tables.get(sequences)
         if table is None or rows >= len(table):
-            known, heights = self._points(sequences)
+            known, heights = self.points(sequences)
             table, slope = [heights[0]] * (known[0] + 1), 0.0  # fewer rows than sequences never occur
             for (at, height), (row, above) in pairwise(zip(known, heights, strict=True)):
                 slope = (above - height) / (row - at)
@@ -63,16 +63,24 @@ class Costs:
         much. One sequence is measured closely enough.
         """
         straight = self.table(rows, sequences)
-        if sequences == 1 or self._counts == [1]:
+        if sequences == 1 or self._alone:
             return straight
-        known, heights = self._points(sequences)
+        known, heights = self.points(sequences)
         table = straight[: known[0] + 1]
         for (low, _), (high, height) in pairwise(zip(known, heights, strict=True)):
             table += [height] * (high - low)
         return table + straight[len(table) :]
 
-    def _points(self, sequences: int) -> tuple[list[int], list[float]]:
+    def points(self, sequences: int) -> tuple[list[int], list[float]]:
         """Row counts whose costs are known for so many sequences, or follow from those of some more and some less."""
+        if sequences not in self._found:
+            self._found[sequences] = self._points(sequences)
+        return self._found[sequences]
+
+    def _points(self, sequences: int) -> tuple[list[int], list[float]]:
+        if self._alone:
+            rows, heights = self._line(1)
+            return rows, [height + self._seat(sequences) for height in heights]
         around = [(count, part, *self._line(count)) for count, part in _between(self._counts, sequences)]
         if len(around) == 1:
             return around[0][2], around[0][3]
@@ -82,6 +90,26 @@ class Costs:
             for row in rows
         ]
         return rows, heights
+
+    @property
+    def _alone(self) -> bool:
+        """Was only one sequence measured?"""
+        return self._counts == [1]
+
+    def _seat(self, sequences: int) -> float:
+        """Seconds that so many sequences add to a pass over as many rows of one; unknown ones follow the nearest."""
+        if sequences == 1 or not self._seats:
+            return 0.0
+        near = min(self._seats, key=lambda known: abs(known - sequences))
+        return self._seats[near][1] * (sequences - 1) / (near - 1)
+
+    def _learn_seat(self, rows: int, seconds: float, sequences: int) -> None:
+        """The first pass tells most; later ones, like any surprise, a little."""
+        passes, known = self._seats.get(sequences, (0, 0.0))
+        if passes:
+            seconds = min(seconds, 1.5 * self(rows, sequences))
+        found = max(seconds - self(rows), 0.0)
+        self._seats[sequences] = passes + 1, known + max(self.SEAT, 1 / (passes + 1)) * (found - known)
 
     def _line(self, count: int) -> tuple[list[int], list[float]]:
         """What was measured for a number of sequences, never falling."""
@@ -94,6 +122,9 @@ class Costs:
         Several sequences' passes move together: contexts grow, which says nothing about what one more row costs, and
         plain passes are often the only ones seen. A pass with drafts says less about one without.
         """
+        if sequences > 1 and self._alone:
+            self._learn_seat(rows, seconds, sequences)
+            self._found.clear()
         surprise = min(max(seconds / self(rows, sequences), 0.5), 1.5) - 1
         if sequences > 1 and sequences in self._rows and rows > self._rows[sequences][-1]:
             # Beyond all that was measured there was only a guess: its error says nothing about the rest.
@@ -103,11 +134,12 @@ class Costs:
         for count, part in _between(self._counts, sequences):
             for row in self._rows[count]:
                 if count == 1:
-                    moved = float(row == rows)
+                    moved = float(row == rows and sequences == 1)
                 else:
                     moved = 0.5 if row <= count and rows > sequences else 1.0
                 self.seconds[count, row] *= 1 + self.OWN * part * moved * surprise
         self._drift *= 1 + self.DRIFT * surprise
+        self._found.clear()
         self._tables.clear()
 
 
