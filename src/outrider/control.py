@@ -309,7 +309,8 @@ class Adaptive:
         if hides and "read" in step.output.seconds:
             return  # the drafter was reading a prompt
         batch = len(decoded)
-        drafting = step.output.seconds.get("draft", 0.0) if hides else step.clock["draft"]
+        # What a drafter reads once, it reads for many steps: that is its own business.
+        drafting = step.output.seconds.get("draft", 0.0) if hides else min(step.clock["draft"], 3 * self.draft_call)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + drafting
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
         self.asking.brought(batch, gain, self._speed(batch))

@@ -21,13 +21,14 @@ class Costs:
     """Seconds of a target pass by its sequences and its rows in all: measured at the start, refined by every step.
 
     More rows never cost less. Between what was measured lie straight lines: in rows, and in sequences that have as many
-    rows each. Where only one sequence was measured, what further ones add (each reads its own context) is learnt.
+    rows each.
     """
 
     DRIFT, OWN = 0.02, 0.08  # how far a surprise moves everything, and the place where it happened
-    SEAT = 0.1  # how far it moves what so many sequences add, once that is known
 
-    def __init__(self, seconds: Seconds) -> None:
+    def __init__(self, seconds: Seconds, padded: bool = True) -> None:
+        """padded: passes of a batch are as large as the next size that is known, as on a GPU."""
+        self.padded = padded
         pairs = {key if isinstance(key, tuple) else (1, key): value for key, value in seconds.items()}
         self.seconds: dict[tuple[int, int], float] = dict(sorted(pairs.items()))
         self._rows: dict[int, list[int]] = defaultdict(list)  # sequences -> measured row counts, rising
@@ -35,13 +36,17 @@ class Costs:
             self._rows[sequences].append(rows)
         self._counts = list(self._rows)
         self._drift = 1.0  # contexts grow and machines get busy: everything becomes slower together
-        self._seats: dict[int, tuple[int, float]] = {}  # sequences -> (passes seen, seconds beyond one sequence's)
-        self._found: dict[int, tuple[list[int], list[float]]] = {}  # sequences -> what `points` said
-        self._tables: dict[int, list[float]] = {}  # sequences -> seconds by rows, as far as anybody asked
+        # What was asked since the last surprise: costs by (rows, sequences), points and tables by sequences.
+        self._said: dict[tuple[int, int], float] = {}
+        self._found: dict[int, tuple[list[int], list[float]]] = {}
+        self._tables: dict[int, list[float]] = {}  # seconds by rows, as far as anybody asked
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
         """The cost of a pass over this many rows in all, by so many sequences."""
-        return _height(*self.points(sequences), rows)
+        said = self._said.get((rows, sequences))
+        if said is None:
+            said = self._said[rows, sequences] = _height(*self.points(sequences), rows)
+        return said
 
     def table(self, rows: int, sequences: int = 1) -> list[float]:
         """Costs by row count, up to `rows` at least: made once, until the next surprise."""
@@ -63,7 +68,7 @@ class Costs:
         much. One sequence is measured closely enough.
         """
         straight = self.table(rows, sequences)
-        if sequences == 1 or self._alone:
+        if sequences == 1 or not self.padded or self._counts == [1]:
             return straight
         known, heights = self.points(sequences)
         table = straight[: known[0] + 1]
@@ -78,9 +83,6 @@ class Costs:
         return self._found[sequences]
 
     def _points(self, sequences: int) -> tuple[list[int], list[float]]:
-        if self._alone:
-            rows, heights = self._line(1)
-            return rows, [height + self._seat(sequences) for height in heights]
         around = [(count, part, *self._line(count)) for count, part in _between(self._counts, sequences)]
         if len(around) == 1:
             return around[0][2], around[0][3]
@@ -90,26 +92,6 @@ class Costs:
             for row in rows
         ]
         return rows, heights
-
-    @property
-    def _alone(self) -> bool:
-        """Was only one sequence measured?"""
-        return self._counts == [1]
-
-    def _seat(self, sequences: int) -> float:
-        """Seconds that so many sequences add to a pass over as many rows of one; unknown ones follow the nearest."""
-        if sequences == 1 or not self._seats:
-            return 0.0
-        near = min(self._seats, key=lambda known: abs(known - sequences))
-        return self._seats[near][1] * (sequences - 1) / (near - 1)
-
-    def _learn_seat(self, rows: int, seconds: float, sequences: int) -> None:
-        """The first pass tells most; later ones, like any surprise, a little."""
-        passes, known = self._seats.get(sequences, (0, 0.0))
-        if passes:
-            seconds = min(seconds, 1.5 * self(rows, sequences))
-        found = max(seconds - self(rows), 0.0)
-        self._seats[sequences] = passes + 1, known + max(self.SEAT, 1 / (passes + 1)) * (found - known)
 
     def _line(self, count: int) -> tuple[list[int], list[float]]:
         """What was measured for a number of sequences, never falling."""
@@ -122,9 +104,6 @@ class Costs:
         Several sequences' passes move together: contexts grow, which says nothing about what one more row costs, and
         plain passes are often the only ones seen. A pass with drafts says less about one without.
         """
-        if sequences > 1 and self._alone:
-            self._learn_seat(rows, seconds, sequences)
-            self._found.clear()
         surprise = min(max(seconds / self(rows, sequences), 0.5), 1.5) - 1
         if sequences > 1 and sequences in self._rows and rows > self._rows[sequences][-1]:
             # Beyond all that was measured there was only a guess: its error says nothing about the rest.
@@ -134,13 +113,13 @@ class Costs:
         for count, part in _between(self._counts, sequences):
             for row in self._rows[count]:
                 if count == 1:
-                    moved = float(row == rows and sequences == 1)
+                    moved = float(row == rows)
                 else:
                     moved = 0.5 if row <= count and rows > sequences else 1.0
                 self.seconds[count, row] *= 1 + self.OWN * part * moved * surprise
         self._drift *= 1 + self.DRIFT * surprise
-        self._found.clear()
-        self._tables.clear()
+        for memory in (self._said, self._found, self._tables):
+            memory.clear()
 
 
 def _between(known: list[int], wanted: int) -> list[tuple[int, float]]:
