@@ -47,6 +47,8 @@ class Features:
     def observe(self, step: Step) -> None:
         """Copy what the step has shown of positions that are committed now."""
         packing, at, hidden = step.rows.packing, 0, step.output.hidden
+        if not hidden:  # nobody has asked for it
+            return
         positions = step.rows.positions.tolist() if packing is None else packing.positions
         sizes = [turn.feed + len(tree.tokens) for turn, tree in zip(step.turns, step.draft.trees, strict=True)]
         shared = None

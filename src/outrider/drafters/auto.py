@@ -25,6 +25,8 @@ from ._habit import CLAIM, Habit, Wait
 from .cascade import FREE, Cascade
 from .head import chosen
 
+UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
+EVERYBODY = 1 << 30  # sequences: more than there are
 LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # where what a draft claims in all begins to mean something else
 
 
@@ -62,6 +64,9 @@ class Auto(Cascade):
         self.proposed: dict[int, dict[str, Tree]] = {}
         self.asked: dict[str, tuple[int, int]] = {}  # costly drafters, in this step -> sequences, tokens to read first
         self.unread: Tensor | None = None
+        self.needs = self.taps  # what the costly ones want to see of the target, while they are asked
+        self.silent = self.largest = 0  # steps since any of them was, and the most sequences in one of those
+        self.crowd = EVERYBODY  # so many sequences are known to keep them silent
 
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
@@ -87,6 +92,7 @@ class Auto(Cascade):
         for name, habit in self.habits.items():
             if name not in self.asked:
                 habit.rested()
+        self._look_away(len(step.turns))
         self.asked = {}
         for turn, read, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
@@ -99,6 +105,23 @@ class Auto(Cascade):
                     if hits:
                         self.waits.pop((turn.seq.id, name), None)
         super().observe(step)
+
+    def _look_away(self, sequences: int) -> None:
+        """Showing layers takes the target time, and keeping them takes ours: not for drafters that nobody asks.
+
+        Where there are fewer sequences than those that kept them silent, they are looked at again, and after a long
+        while. What they have missed of a sequence costs acceptance there.
+        """
+        away = not self.taps
+        self.silent = 0 if self.asked else self.silent + 1
+        self.largest = 0 if self.asked else max(self.largest, sequences)
+        if self.asked:
+            self.crowd = max(self.crowd, sequences + 1)
+        elif not away and self.silent >= UNASKED:
+            self.crowd, self.silent, self.largest = max(min(self.crowd, self.largest), 2), 0, 0
+        elif self.silent >= AGAIN:
+            self.crowd, self.silent, self.largest = EVERYBODY, 0, 0
+        self.taps = () if sequences >= self.crowd else self.needs
 
     def end(self, seq: Sequence) -> None:
         for memory in (self.trust, self.waits):
