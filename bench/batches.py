@@ -1,6 +1,6 @@
 """Speculation against plain decoding in batches, by processor time, without a server around it.
 
-    python bench/batches.py [--prompts FILE.jsonl] [--batches 1 2 4 8 16 32 64] [--rounds 3] [--tokens 48] [--set head=none]
+    python bench/batches.py [--prompts FILE.jsonl] [--batches 1 2 4 8 16 32 64] [--rounds 3] [--tokens 48]
 
 Two engines of one target, one with its drafter and one with none, answer the same prompts side by side: whoever has
 said less makes the next step, so that both see the same machine at the same time, however busy others make it. As in

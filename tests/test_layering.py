@@ -37,7 +37,7 @@ ALLOWED = {
     "trace": f"{FLOW} verify",
     "scheduler": "types cache",
     "profile": "types cache costs machine paths",
-    "engine": f"{FLOW} brought cache control drafters sampling scheduler verify watch",  # protocols: no drafter, no model
+    "engine": f"{FLOW} brought cache control drafters sampling scheduler verify watch",  # protocols: no drafter
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
     "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.output "

@@ -14,8 +14,8 @@ from outrider.config import Config
 from outrider.control import Adaptive, Costs
 from outrider.costs import Experience
 from outrider.drafters import Drafter, Workspace
-from outrider.drafters._pace import UNKNOWN, Pace
 from outrider.drafters._habit import PATIENCE, Habit
+from outrider.drafters._pace import UNKNOWN, Pace
 from outrider.drafters.auto import Auto, Trust, settled, value
 from outrider.models.head import Head
 from outrider.models.toy import random_head, toy

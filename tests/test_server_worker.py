@@ -303,7 +303,8 @@ def test_a_drafter_that_comes_back_late_finds_nobody(llm: LLM, monkeypatch: pyte
     before = engines()
     with client(late, Settings(drafter_seconds=0.3)) as web:
         first = web.post("/v1/chat/completions", json=body).json()
-        assert old.index == 0 and late.engine is not old
+        assert old.index == 0
+        assert late.engine is not old
         Hanging.gate.set()
         second = web.post("/v1/chat/completions", json=body).json()
         wait_for(lambda: engines() == before + 1)

@@ -9,7 +9,9 @@ from .costs import Costs
 from .types import Turn
 
 MARGIN = 0.03  # tokens that a draft must bring each sequence, beyond its rows: less is lost in small costs
-EARLY = 0.95  # worth of a token in a batch: who is ahead of the others ends early, and leaves a pass that costs as much
+# Worth of a token in a batch where every row costs: who is ahead of the others ends early, and what that saves is one row
+# of later passes, not a share of all they cost. On a device that pads its passes, rows are either free or dear.
+EARLY = 0.95
 
 
 class Pass:
@@ -26,7 +28,8 @@ class Pass:
         self._table: list[float] | None = None  # made when a price is asked for: most steps ask for none
         self.plain = costs(self.rows, self.sequences)
         several = max(self.deciding, 1)
-        self.speed = lead * several / costs(several, several) / (EARLY if several > 1 else 1.0)  # λ
+        worth = EARLY if several > 1 and not costs.padded else 1.0
+        self.speed = lead * several / costs(several, several) / worth  # λ
 
     def price(self, more: int) -> float:
         """λ · (t(rows + more) − t(rows)), for up to `most` more rows."""

@@ -65,7 +65,8 @@ class Auto(Cascade):
         self.asked: dict[str, tuple[int, int]] = {}  # costly drafters, in this step -> sequences, tokens to read first
         self.unread: Tensor | None = None
         self.needs = self.taps  # what the costly ones want to see of the target, while they are asked
-        self.silent = self.largest = 0  # steps since any of them was, and the most sequences in one of those
+        self.wanted = False  # is one of them expected to pay in this step?
+        self.silent = self.largest = 0  # steps since one was, and the most sequences in one of those
         self.crowd = EVERYBODY  # so many sequences are known to keep them silent
 
     @classmethod
@@ -76,6 +77,7 @@ class Auto(Cascade):
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
+        self.wanted = False
         for drafter in self.free:
             self._propose(drafter, seqs, budget)
         for drafter in self.costly:
@@ -112,16 +114,18 @@ class Auto(Cascade):
         Where there are fewer sequences than those that kept them silent, they are looked at again, and after a long
         while. What they have missed of a sequence costs acceptance there.
         """
-        away = not self.taps
-        self.silent = 0 if self.asked else self.silent + 1
-        self.largest = 0 if self.asked else max(self.largest, sequences)
-        if self.asked:
+        looking = self.taps == self.needs
+        self.silent, self.largest = self.silent + 1, max(self.largest, sequences)
+        if self.wanted:  # not only tried
             self.crowd = max(self.crowd, sequences + 1)
-        elif not away and self.silent >= UNASKED:
-            self.crowd, self.silent, self.largest = max(min(self.crowd, self.largest), 2), 0, 0
+        elif looking and self.silent >= UNASKED:
+            self.crowd = max(min(self.crowd, self.largest), 2)
         elif self.silent >= AGAIN:
-            self.crowd, self.silent, self.largest = EVERYBODY, 0, 0
-        self.taps = () if sequences >= self.crowd else self.needs
+            self.crowd = EVERYBODY
+        shown = () if sequences >= self.crowd else self.needs
+        if self.wanted or shown != self.taps:
+            self.silent = self.largest = 0
+        self.taps, self.wanted = shown, False
 
     def end(self, seq: Sequence) -> None:
         for memory in (self.trust, self.waits):
@@ -131,12 +135,15 @@ class Auto(Cascade):
 
     def _worth_asking(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> list[int]:
         """Which of the sequences to ask a costly drafter for; they share what a call takes."""
-        market, name, habit = self.space.market(), drafter.name, self.habits[drafter.name]
+        market, habit = self.space.market(), self.habits[drafter.name]
         speed = 0.0 if market is None else market.speed
         gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
         if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)):
+            self.wanted = True
             return hopeful
+        if self.taps != self.needs:  # it sees nothing: a trial would prove nothing
+            return []
         return self._trial(drafter, [i for i, seq in enumerate(seqs) if not self.proposed[seq.id]], seqs, speed)
 
     def _trial(self, drafter: Drafter, silent: list[int], seqs: list[Sequence], speed: float) -> list[int]:

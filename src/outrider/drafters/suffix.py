@@ -177,7 +177,7 @@ class Shared:
 
 
 def follow(voters: list[Voter], room: int, floor: float, ends: frozenset[int]) -> Tree:
-    """The likeliest token, then the likeliest after it: what `grow` finds where nothing may branch, without its heap."""
+    """The likeliest token, then the likeliest after it: what `grow` finds where nothing may branch, and no heap."""
     tokens: list[int] = []
     survival: list[float] = []
     alive, group = 1.0, voters

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -133,10 +134,8 @@ class Worker:
     # ------------------------------------------------------------ the engine's thread
 
     def _live(self) -> None:
-        try:
+        with suppress(GivenUp):  # then another thread drives another engine by now
             self._go_on()
-        except GivenUp:  # another thread drives another engine by now
-            pass
 
     def _go_on(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # OpenMP counts threads for each thread that asks
