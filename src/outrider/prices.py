@@ -9,8 +9,8 @@ from .costs import Costs
 from .types import Turn
 
 MARGIN = 0.03  # tokens that a draft must bring each sequence, beyond its rows: less is lost in small costs
-# Worth of a token in a batch where every row costs: who is ahead of the others ends early, and what that saves is one row
-# of later passes, not a share of all they cost. On a device that pads its passes, rows are either free or dear.
+# Worth of a token in a batch where every row costs: who is ahead of the others ends early, and what that saves is one
+# row of later passes, not a share of all they cost. On a device that pads its passes, rows are either free or dear.
 EARLY = 0.95
 
 
