@@ -31,11 +31,13 @@ ALLOWED = {
     "sampling": FLOW,
     "cache": "types",
     "costs": "types",
-    "control": "types costs",
+    "prices": "types costs",
+    "watch": "",
+    "control": "types costs prices",
     "trace": f"{FLOW} verify",
     "scheduler": "types cache",
     "profile": "types cache costs machine paths",
-    "engine": f"{FLOW} brought cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
+    "engine": f"{FLOW} brought cache control drafters sampling scheduler verify watch",  # protocols: no drafter
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
     "models.exit models.feed models.head models.head8 models.head_feed models.head_file models.heads models.linear models.load "
@@ -88,7 +90,7 @@ ALLOWED = {
     "remote": "errors",
     "load": "remote",
     "server": "",
-    "server.*": f"{FLOW} llm text trace server.*",  # the library's front door, as a program of its own would
+    "server.*": f"{FLOW} llm text trace watch server.*",  # the library's front door, as a program of its own would
     "cli_serve": "cli cli_measure errors load options prompts remote server.app server.logs server.settings teaching",
     "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
     "cli_serve cli_train",

@@ -105,7 +105,7 @@ def test_sequences_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ngram, "KEPT", 3)
     it = drafter()
     for i in range(10):
-        it.begin(Sequence(i, [1, 2, 3, 1, 2]))
+        ask(it, Sequence(i, [1, 2, 3, 1, 2]), 1)
     assert len(it._notes) == 3
     assert ask(it, Sequence(0, [1, 2, 3, 1, 2]), 1).tokens == [3]
 

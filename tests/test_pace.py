@@ -14,8 +14,9 @@ from outrider.config import Config
 from outrider.control import Adaptive, Costs
 from outrider.costs import Experience
 from outrider.drafters import Drafter, Workspace
+from outrider.drafters._habit import PATIENCE, Habit
 from outrider.drafters._pace import UNKNOWN, Pace
-from outrider.drafters.auto import PATIENCE, Auto, Habit, Trust, settled, value
+from outrider.drafters.auto import Auto, Trust, settled, value
 from outrider.models.head import Head
 from outrider.models.toy import random_head, toy
 from outrider.testing import SCENARIOS, decode, reference
@@ -112,7 +113,7 @@ def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple
     slow = Says("head", costly)
     auto.free, auto.costly = [Says("suffix", free)], [slow]
     auto.drafters = [*auto.free, *auto.costly]
-    auto.habits["head"] = Habit(claims=list(costly), seconds=0.001)
+    auto.habits["head"] = Habit(claims=list(costly), prices={1: 0.001})
     return auto, slow
 
 
@@ -193,9 +194,9 @@ def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
     step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
-    assert auto.habits["head"].seconds == pytest.approx(0.0011)
+    assert auto.habits["head"].price(1) == pytest.approx(0.0011)
     auto.observe(step)  # nobody was asked since: that price is believed a little less
-    assert auto.habits["head"].seconds == pytest.approx(0.99 * 0.0011)
+    assert auto.habits["head"].price(1) == pytest.approx(0.99 * 0.0011)
 
 
 def test_value_is_the_best_beginning() -> None:

@@ -188,3 +188,11 @@ def test_costs_lie_on_straight_lines_and_follow_what_happens() -> None:
         costs.refine(4, 20.0)
     assert costs(4) == pytest.approx(20.0, rel=0.02)
     assert costs(1) > 10.0  # what makes one pass slower makes others slower too
+
+
+def test_an_empty_prompt_is_refused_and_nothing_waits_for_it() -> None:
+    """Without a token there is no row whose logits could choose the first one: such a text would never end."""
+    engine = engine_with()
+    with pytest.raises(ConfigError, match="The prompt is empty"):
+        engine.add(Sequence(1, []))
+    assert not engine.busy

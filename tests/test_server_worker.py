@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,81 @@ def test_a_hanging_drafter_meets_the_deadline(llm: LLM, monkeypatch: pytest.Monk
         monkeypatch.setattr("outrider.server.worker.STALLED", 60.0)
         assert web.post("/v1/chat/completions", json=body | {"timeout": 20}).status_code == 200
         assert web.get("/health").status_code == 200
+
+
+class Stuck(Drafter):
+    """Never comes back from one of its verbs: in a loop of Python's, or waiting in C for what never happens."""
+
+    name = "stuck"
+    verb, python = "draft", True
+    came = threading.Event()
+
+    def _hang(self, verb: str) -> None:
+        if verb == Stuck.verb:
+            Stuck.came.set()
+            while Stuck.python:
+                pass
+            threading.Event().wait()
+
+    def begin(self, seq: Sequence) -> None:
+        self._hang("begin")
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self._hang("draft")
+        return Draft.empty(len(seqs))
+
+    def observe(self, step: Any) -> None:
+        self._hang("observe")
+
+    def end(self, seq: Sequence) -> None:
+        self._hang("end")
+
+
+@pytest.mark.parametrize("python", [True, False])
+@pytest.mark.parametrize("verb", ["begin", "draft", "observe", "end"])
+def test_a_drafter_that_never_comes_back_costs_nobody_a_word(
+    llm: LLM, verb: str, python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three answers, two at a time: all of them end with the text of plain decoding, and the server is well."""
+    body = {"messages": HELLO, "max_tokens": 12, "temperature": 0.8, "return_token_ids": True, "ignore_eos": True}
+    with client(llm.using(drafter="off")) as web:
+        plain = [
+            web.post("/v1/chat/completions", json=body | {"seed": i}).json()["choices"][0]["token_ids"]
+            for i in range(3)
+        ]
+    monkeypatch.setattr(Stuck, "verb", verb)
+    monkeypatch.setattr(Stuck, "python", python)
+    stuck = llm.using(drafter=Stuck, k=4)
+    threads = threading.active_count()
+    with client(stuck, Settings(drafter_seconds=0.3)) as web, ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda i: web.post("/v1/chat/completions", json=body | {"seed": i}).json(), range(3)))
+        assert web.get("/health").json() == {"status": "ok"}
+        streamed = events(web.post("/v1/chat/completions", json=body | {"seed": 0, "stream": True}).text)
+        assert [t for e in streamed if isinstance(e, dict) for c in e["choices"] for t in c["token_ids"]] == plain[0]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == plain
+    assert f"'stuck' did not come back from {verb}()" in stuck.engine.controller.why
+    stuck.engine.cache.check()
+    if python:  # its thread has ended, and no core burns
+        wait_for(lambda: threading.active_count() <= threads)
+
+
+def test_a_drafter_that_comes_back_late_finds_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was given up ends its thread before it can touch what another engine has taken over."""
+    Hanging.gate.clear()
+    body = {"messages": HELLO, "max_tokens": 12, "seed": 1, "return_token_ids": True, "ignore_eos": True}
+    late = llm.using(drafter=Hanging, k=4)
+    old, engines = late.engine, lambda: sum(thread.name == "engine" for thread in threading.enumerate())
+    before = engines()
+    with client(late, Settings(drafter_seconds=0.3)) as web:
+        first = web.post("/v1/chat/completions", json=body).json()
+        assert old.index == 0
+        assert late.engine is not old
+        Hanging.gate.set()
+        second = web.post("/v1/chat/completions", json=body).json()
+        wait_for(lambda: engines() == before + 1)
+    assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+    assert "switched off until" in first["metrics"]["speculative_decoding"]["reason"]
+    assert old.index == 0  # it never finished the step that it was stuck in
 
 
 def test_a_full_disk_costs_traces_only(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,34 @@ def test_longer_matches_and_more_of_them_are_trusted_more() -> None:
     assert first([1, 2, 7, 1, 2, 8, 1, 2]) < first(one)  # voters who disagree
 
 
+# ---------------------------------------------------------------- nothing is done for nobody
+
+
+def test_a_text_is_read_when_somebody_wants_a_draft_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While speculation does not pay, requests come, grow and go, and no place of them is filed."""
+    filed: list[object] = []
+    monkeypatch.setattr(suffix, "hash", lambda key: filed.append(key) or hash(key), raising=False)
+    it = drafter()
+    for number in range(5):
+        finish(it, number, list(range(40)), prompt=tuple(range(100, 200)))
+    assert not filed
+    assert ask(it, Sequence(9, [7, 11, 12, 13]), 4).tokens[:1] == [14]  # and nothing is missed when somebody asks
+    assert len(filed) == len(GRAMS) * (5 * 41 + 4 + 3)  # each place once, and a look into each of three texts
+    filed.clear()
+    ask(it, Sequence(9, [7, 11, 12, 13]), 4)
+    assert len(filed) == len(GRAMS) * 3  # nothing is read twice
+
+
+def test_a_chain_ends_where_going_on_does_not_pay() -> None:
+    it, seq = drafter(), Sequence(0, [1, 2, 3, 4, 9, 1, 2, 3])
+    whole = ask(it, seq, 4)
+    assert whole.survival is not None
+    it.stop_below = whole.survival[1]
+    assert ask(it, seq, 4) == whole.cut(2)
+    it.stop_below = 0.99
+    assert ask(it, seq, 4).tokens == []
+
+
 # ---------------------------------------------------------------- trees
 
 
@@ -258,8 +286,9 @@ def test_reading_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -
     whole.extend([1, 2, 3, 1, 2, 3, 1, 2])
     with monkeypatch.context() as patch:
         patch.setattr(suffix, "hash", lambda key: (_ for _ in ()).throw(MemoryError()), raising=False)
+        broken.extend([1, 2, 3, 1])
         with pytest.raises(MemoryError):
-            broken.extend([1, 2, 3, 1])
+            broken.voters([1, 2], 4)
     broken.extend([2, 3, 1, 2])
     assert broken.voters([1, 2], 4) == whole.voters([1, 2], 4) != []
 

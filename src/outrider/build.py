@@ -58,14 +58,16 @@ def make_controller(
         return Fixed(0)
     if config.k != "auto":
         return Fixed(int(config.k))
-    counts = _sequences(model, config.max_batch)
+    counts = _sequences(config.max_batch)
     known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
-    return Adaptive(Costs(known), name=drafter.name, paced=drafter.paced, frugal=drafter.frugal)
+    padded = device_of(model).type == "cuda"
+    return Adaptive(Costs(known, padded), name=drafter.name, paced=drafter.paced, frugal=drafter.frugal)
 
 
-def _sequences(model: Model, most: int) -> tuple[int, ...]:
-    """Batch sizes whose passes are measured: on a GPU, rows that are free for one sequence are not for many."""
-    return tuple(2**i for i in range(most.bit_length())) if device_of(model).type == "cuda" else (1,)
+def _sequences(most: int) -> tuple[int, ...]:
+    """Batch sizes whose passes are measured. Every sequence reads its own context, and rows that are free for one (on a
+    GPU) are not for many."""
+    return tuple(2**i for i in range(most.bit_length()))
 
 
 class _Graphs:

@@ -70,6 +70,9 @@ def serve(
     max_prompt: Annotated[int | None, typer.Option(min=1, help="The longest prompt, in tokens.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
     drain: Annotated[float, typer.Option(help="Seconds that answers may go on after SIGTERM.")] = 30.0,
+    drafter_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a drafter that hangs is left behind; answers go on without it.")
+    ] = 30.0,
     origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask; may be repeated.")] = None,
     traces: Annotated[Path | None, typer.Option(help="Record answers in this folder; read them at /traces.")] = None,
     traces_mb: Annotated[int, typer.Option(min=1, help="The most that folder may hold.")] = 64,
@@ -94,6 +97,7 @@ def serve(
         settings = parts.Settings(
             host=host, port=port, keys=tuple(api_key or ()), open=open_, name=name, origins=tuple(origin or ()),
             traces=traces, traces_bytes=traces_mb << 20, log_text=log_text, drain_seconds=drain, limits=limits,
+            drafter_seconds=drafter_timeout,
         )  # fmt: skip
         teaching = Teaching(learn, learn_from, learn_to)
         llm = _load(model, teaching.asked(given, model), None)

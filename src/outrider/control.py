@@ -13,6 +13,7 @@ from operator import add
 from typing import Protocol
 
 from .costs import Asking, Costs as Costs, Experience, Threshold
+from .prices import Pass
 from .types import BROUGHT, Draft, Sequence, Step, Tree, Turn, Verdict
 
 
@@ -59,43 +60,6 @@ def room_for(turn: Turn, k: int) -> int:
     seq = turn.seq
     most = k if seq.most_drafted is None else min(k, seq.most_drafted)
     return max(0, min(most, seq.room - 1)) if turn.whole and seq.speculate else 0
-
-
-MARGIN = 0.03  # tokens that a draft must bring each sequence, beyond its rows: less is lost in small costs
-
-
-class Pass:
-    """What more rows cost in the pass at hand, in tokens that are made meanwhile.
-
-    λ, the speed they are made at, is plain decoding's with so many sequences, times the lead over it.
-    """
-
-    def __init__(self, turns: list[Turn], costs: Costs, lead: float, most: int) -> None:
-        self.sequences, self.most = len(turns), most
-        self.deciding = sum(turn.whole for turn in turns)  # those that get a verdict
-        self.rows = sum(turn.feed for turn in turns)
-        self.table = costs.stairs(self.rows + most, self.sequences)
-        self.plain = costs(self.rows, self.sequences)
-        several = max(self.deciding, 1)
-        self.speed = lead * several / costs(several, several)  # λ
-
-    def price(self, more: int) -> float:
-        """λ · (t(rows + more) − t(rows)), for up to `most` more rows."""
-        return self.speed * (self.table[self.rows + more] - self.plain)
-
-    def break_even(self, each: int, deeper: float = 0.0) -> float:
-        """How likely one more row for each of so many must be, when the drafter takes `deeper` tokens for them."""
-        return max((self.price(each) + deeper) / each, 0.0)
-
-    @property
-    def margin(self) -> float:
-        """Expected tokens that a draft must bring all sequences together to be better than none."""
-        return MARGIN * self.deciding
-
-    @property
-    def hopeless(self) -> bool:
-        """Would even a draft that is sure and costs nothing lose?"""
-        return all(more - self.price(more) <= self.margin for more in range(1, self.most + 1))
 
 
 class Adaptive:
@@ -167,6 +131,8 @@ class Adaptive:
         # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
         self.steady = not own and (self.asking.rest > 0 if self.asking.resting else self.unasked >= self.SETTLED)
         rooms = own | asked
+        if not rooms:
+            return turns
         return [turn.allow(room_for(turn, rooms.get(turn.seq.id, 0)), turn.seq.id in own) for turn in turns]
 
     def _ask_for(self, turns: list[Turn], able: list[int]) -> dict[int, int]:
@@ -343,7 +309,8 @@ class Adaptive:
         if hides and "read" in step.output.seconds:
             return  # the drafter was reading a prompt
         batch = len(decoded)
-        drafting = step.output.seconds.get("draft", 0.0) if hides else step.clock["draft"]
+        # What a drafter reads once, it reads for many steps: that is its own business.
+        drafting = step.output.seconds.get("draft", 0.0) if hides else min(step.clock["draft"], 3 * self.draft_call)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + drafting
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
         self.asking.brought(batch, gain, self._speed(batch))

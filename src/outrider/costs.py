@@ -26,7 +26,9 @@ class Costs:
 
     DRIFT, OWN = 0.02, 0.08  # how far a surprise moves everything, and the place where it happened
 
-    def __init__(self, seconds: Seconds) -> None:
+    def __init__(self, seconds: Seconds, padded: bool = True) -> None:
+        """padded: passes of a batch are as large as the next size that is known, as on a GPU."""
+        self.padded = padded
         pairs = {key if isinstance(key, tuple) else (1, key): value for key, value in seconds.items()}
         self.seconds: dict[tuple[int, int], float] = dict(sorted(pairs.items()))
         self._rows: dict[int, list[int]] = defaultdict(list)  # sequences -> measured row counts, rising
@@ -34,20 +36,23 @@ class Costs:
             self._rows[sequences].append(rows)
         self._counts = list(self._rows)
         self._drift = 1.0  # contexts grow and machines get busy: everything becomes slower together
-        self._tables: dict[int, list[float]] = {}  # sequences -> seconds by rows, as far as anybody asked
+        # What was asked since the last surprise: costs by (rows, sequences), points and tables by sequences.
+        self._said: dict[tuple[int, int], float] = {}
+        self._found: dict[int, tuple[list[int], list[float]]] = {}
+        self._tables: dict[int, list[float]] = {}  # seconds by rows, as far as anybody asked
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
         """The cost of a pass over this many rows in all, by so many sequences."""
-        table = self._tables.get(sequences)
-        if table is None or rows >= len(table):
-            table = self.table(rows, sequences)
-        return table[rows]
+        said = self._said.get((rows, sequences))
+        if said is None:
+            said = self._said[rows, sequences] = _height(*self.points(sequences), rows)
+        return said
 
     def table(self, rows: int, sequences: int = 1) -> list[float]:
         """Costs by row count, up to `rows` at least: made once, until the next surprise."""
         table = self._tables.get(sequences)
         if table is None or rows >= len(table):
-            known, heights = self._points(sequences)
+            known, heights = self.points(sequences)
             table, slope = [heights[0]] * (known[0] + 1), 0.0  # fewer rows than sequences never occur
             for (at, height), (row, above) in pairwise(zip(known, heights, strict=True)):
                 slope = (above - height) / (row - at)
@@ -63,16 +68,21 @@ class Costs:
         much. One sequence is measured closely enough.
         """
         straight = self.table(rows, sequences)
-        if sequences == 1 or self._counts == [1]:
+        if sequences == 1 or not self.padded or self._counts == [1]:
             return straight
-        known, heights = self._points(sequences)
+        known, heights = self.points(sequences)
         table = straight[: known[0] + 1]
         for (low, _), (high, height) in pairwise(zip(known, heights, strict=True)):
             table += [height] * (high - low)
         return table + straight[len(table) :]
 
-    def _points(self, sequences: int) -> tuple[list[int], list[float]]:
+    def points(self, sequences: int) -> tuple[list[int], list[float]]:
         """Row counts whose costs are known for so many sequences, or follow from those of some more and some less."""
+        if sequences not in self._found:
+            self._found[sequences] = self._points(sequences)
+        return self._found[sequences]
+
+    def _points(self, sequences: int) -> tuple[list[int], list[float]]:
         around = [(count, part, *self._line(count)) for count, part in _between(self._counts, sequences)]
         if len(around) == 1:
             return around[0][2], around[0][3]
@@ -108,7 +118,8 @@ class Costs:
                     moved = 0.5 if row <= count and rows > sequences else 1.0
                 self.seconds[count, row] *= 1 + self.OWN * part * moved * surprise
         self._drift *= 1 + self.DRIFT * surprise
-        self._tables.clear()
+        for memory in (self._said, self._found, self._tables):
+            memory.clear()
 
 
 def _between(known: list[int], wanted: int) -> list[tuple[int, float]]:

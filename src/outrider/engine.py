@@ -21,11 +21,12 @@ from .brought import propose
 from .cache import Cache, Plane
 from .control import Controller
 from .drafters import Drafter
-from .errors import ModelError
+from .errors import ConfigError, ModelError
 from .sampling import Dice, Target, logprob
 from .scheduler import Scheduler
 from .types import Draft, Output, Rows, Sequence, Step, Tree, Turn, Verdict
 from .verify import RULES
+from .watch import Watch
 
 
 class Pending(Protocol):
@@ -66,8 +67,11 @@ class Engine:
         self.index = 0
         self.last_failure = ""  # what the drafter's optional verbs last raised
         self.clock = Clock()
+        self.watch = Watch()  # over the drafter's calls, for whoever cannot wait for ever
 
     def add(self, seq: Sequence) -> None:
+        if not seq.tokens:
+            raise ConfigError("The prompt is empty: a text is continued from at least one token. Give a first one.")
         self.scheduler.add(seq)
         self._ask("begin", seq)
 
@@ -116,7 +120,8 @@ class Engine:
         if asked:
             try:
                 self.drafter.stop_below = self.controller.stop_below
-                answer = propose(self.drafter, [turns[i] for i in asked])
+                with self.watch("draft"):
+                    answer = propose(self.drafter, [turns[i] for i in asked])
                 unread = answer.unread
                 for i, tree in zip(asked, answer.trees, strict=True):
                     trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)
@@ -175,7 +180,8 @@ class Engine:
     def _ask(self, verb: str, *arguments: object) -> None:
         """Call one of the drafter's optional verbs; if it fails, the text goes on without it."""
         try:
-            getattr(self.drafter, verb)(*arguments)
+            with self.watch(verb):
+                getattr(self.drafter, verb)(*arguments)
         except Exception as error:
             self.last_failure = f"{verb}: {type(error).__name__}: {error}"
 

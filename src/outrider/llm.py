@@ -319,6 +319,13 @@ class LLM:
         self._engine()
         self.engine.drafter.inherit(old)
 
+    def give_up_drafter(self, why: str) -> None:
+        """The drafter does not come back from a call: a new engine without one. What was under way may be added again:
+        tokens are the truth, so it goes on with the same text."""
+        self.config = replace(self.config, drafter="off", options={})
+        self._engine()
+        self.engine.controller.why = why
+
     def close(self, seq: Sequence) -> Completion:
         """What a sequence has said, ended or cancelled; nothing about it is remembered here afterwards."""
         reader = _reader(seq)

@@ -22,6 +22,8 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # of one sequence
 EDGE = 17  # of one sequence, on a GPU: a draft of 16 and its root, one more than the 16 that cost like one
 EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of each of several,
 MOST_ROWS = 1024  # and of all together
+MOST_HERE = 32  # the same on a CPU, where rows cost what they cost: from two of each on, all lines are straight
+CONTEXT = 192  # tokens that every row looks back at, on a CPU: it reads them one sequence after the other
 PATIENCE = 2.0  # seconds for all sweeps; there are two at least
 SCRATCH = -1_000_000  # the first scratch sequence's id; the others' lie below it
 
@@ -48,18 +50,19 @@ def target_costs(
     never cost less: where they seem to, fewer could be padded. What the cache has no room for is left out.
     """
     lazy = runner.plane.k[0].device.type != "cpu"  # a shape's first pass may have to be captured
-    shapes = _shapes(cache, sequences, (*ROWS, EDGE) if lazy else ROWS)
-    seqs = [Sequence(SCRATCH - i, [1] * tokens) for i, tokens in enumerate(_longest(shapes))]
+    shapes = _shapes(cache, sequences, (*ROWS, EDGE), MOST_ROWS) if lazy else _shapes(cache, sequences, ROWS, MOST_HERE)
+    before = 0 if lazy else _context(cache, shapes)
+    seqs = [Sequence(SCRATCH - i, [1] * (before + tokens)) for i, tokens in enumerate(_longest(shapes))]
     try:
         for seq in seqs:
             cache.open(seq)
             cache.reserve(seq, len(seq.tokens), 0)
         if lazy:
-            _sweep(runner, cache, seqs, shapes)
+            _sweep(runner, cache, seqs, shapes, before)
         taken: list[dict[tuple[int, int], float]] = []
         begin = time.perf_counter()
         while len(taken) < sweeps and (len(taken) < 2 or time.perf_counter() - begin < PATIENCE):
-            taken.append(_sweep(runner, cache, seqs, shapes))
+            taken.append(_sweep(runner, cache, seqs, shapes, before))
     finally:
         for seq in seqs:
             if seq.id in cache.rows:
@@ -71,14 +74,14 @@ def target_costs(
     }
 
 
-def _shapes(cache: Cache, sequences: Iterable[int], alone: tuple[int, ...]) -> list[tuple[int, int]]:
+def _shapes(cache: Cache, sequences: Iterable[int], alone: tuple[int, ...], most: int) -> list[tuple[int, int]]:
     """(sequences, rows of each) to measure: as many as there are lines and slots for, one row of one at least."""
     lines = max(cache.table.shape[0] - len(cache.rows) - len(cache.retired), 1)
     shapes = [
         (many, each)
         for many in sorted({1, *sequences})
         for each in sorted(alone if many == 1 else EACH)
-        if (many, each) == (1, 1) or (each < cache.length - 1 and many <= lines and many * each <= MOST_ROWS)
+        if (many, each) == (1, 1) or (each < cache.length - 1 and many <= lines and many * each <= max(most, 2 * many))
     ]
     while len(shapes) > 1 and sum(_longest(shapes)) > cache.available:
         shapes.remove(max(shapes, key=lambda shape: shape[0] * shape[1]))
@@ -90,24 +93,33 @@ def _longest(shapes: list[tuple[int, int]]) -> list[int]:
     return [max(each for many, each in shapes if many > i) for i in range(max(shapes)[0])]
 
 
+def _context(cache: Cache, shapes: list[tuple[int, int]]) -> int:
+    """Tokens before the measured rows: as many as there is room for, up to CONTEXT. Nobody reads what is in them."""
+    longest = _longest(shapes)
+    free = (cache.available - sum(longest)) // len(longest)
+    return max(min(CONTEXT, cache.length - 1 - longest[0], free), 0)
+
+
 def _sweep(
-    runner: Runner, cache: Cache, seqs: list[Sequence], shapes: list[tuple[int, int]]
+    runner: Runner, cache: Cache, seqs: list[Sequence], shapes: list[tuple[int, int]], before: int
 ) -> dict[tuple[int, int], float]:
-    return {(many, each): _pass(runner, cache, seqs[:many], each) for many, each in shapes}
+    return {(many, each): _pass(runner, cache, seqs[:many], before, each) for many, each in shapes}
 
 
-def _pass(runner: Runner, cache: Cache, seqs: list[Sequence], each: int) -> float:
-    """Seconds of one pass over the first rows of these sequences."""
+def _pass(runner: Runner, cache: Cache, seqs: list[Sequence], before: int, each: int) -> float:
+    """Seconds of one pass over so many rows of each of these sequences."""
     packed = Packing(cache)
     for seq in seqs:
-        packed.pending(seq, 0, each, want=True)
+        packed.pending(seq, before, before + each, want=True)
     packed.want = list(range(len(seqs) * each))  # verification needs every row's logits
-    rows = packed.rows()
-    begin = time.perf_counter()
+    rows, device = packed.rows(), runner.plane.k[0].device.type
+    # A pass in this thread alone has a clock that stands still while the machine does something else.
+    clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
     runner.launch(rows, (), False).wait()
-    if runner.plane.k[0].is_cuda:
+    if device == "cuda":
         torch.cuda.synchronize()  # the host may be told before the device is done
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def by_rows(seconds: Seconds) -> dict[int, float]:

@@ -9,7 +9,7 @@ This file knows ids, shapes and fates. It knows neither text nor models nor wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence as Listing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -103,7 +103,9 @@ class Turn:
     own: bool = False  # only what the request itself brings along is drafted: the drafter is not worth asking
 
     def allow(self, budget: int, own: bool = False) -> Turn:
-        return replace(self, budget=budget, own=own)
+        if budget == self.budget and own == self.own:  # nearly always where nothing is drafted
+            return self
+        return Turn(self.seq, self.feed, self.whole, budget, own)
 
     @property
     def asks(self) -> bool:

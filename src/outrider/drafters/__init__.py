@@ -163,6 +163,10 @@ class Drafter:
     def observe(self, step: Step) -> None:
         """The target has spoken; the sequences already hold what was emitted."""
 
+    def behind(self, seq: Sequence) -> int:
+        """Tokens that it would have to read before it could draft for this sequence; none, if it only looks."""
+        return 0
+
     def end(self, seq: Sequence) -> None:
         """A sequence finished or was cancelled."""
 

@@ -15,19 +15,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Market, Workspace, register
+from ._habit import CLAIM, Habit, Wait
 from .cascade import FREE, Cascade
 from .head import chosen
 
+UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
+EVERYBODY = 1 << 30  # sequences: more than there are
 LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # where what a draft claims in all begins to mean something else
-CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
-FORGET = 0.99  # how much of a costly drafter's price is believed a step later, when it was not asked
-PATIENCE, LONGEST = 24, 384  # steps before a costly drafter that was not worth asking is tried again
 
 
 @dataclass
@@ -46,48 +46,6 @@ class Trust:
         return self.accepted / self.claimed
 
 
-@dataclass
-class Habit:
-    """What a costly drafter usually claims, and what asking it takes."""
-
-    claims: list[float] = field(default_factory=lambda: [CLAIM**i for i in range(1, 5)])  # by depth, over all chains
-    seconds: float | None = None  # of a call
-    drafts: int = 0  # heard, ever
-
-    def heard(self, chances: list[float]) -> None:
-        """These were the claims of its latest draft, likeliest first; what it did not draft counts as nothing."""
-        self.drafts += 1
-        quick = max(0.05, 1 / (self.drafts + 2))  # the first ones tell most
-        self.claims += [0.0] * (len(chances) - len(self.claims))
-        for depth, known in enumerate(self.claims):
-            claim = chances[depth] if depth < len(chances) else 0.0
-            self.claims[depth] = known + quick * (claim - known)
-
-    def took(self, seconds: float) -> None:
-        known = seconds if self.seconds is None else self.seconds
-        self.seconds = known + 0.1 * (min(seconds, 3 * known) - known)  # a hiccup is not a price
-
-    def rested(self) -> None:
-        """It was not asked: a price from a busy moment should not keep it silent for ever."""
-        self.seconds = None if self.seconds is None else FORGET * self.seconds
-
-
-@dataclass
-class Wait:
-    """How long a costly drafter has been left alone by a sequence, and how long it may be."""
-
-    idle: int = 0
-    patience: int = PATIENCE
-
-    def over(self) -> bool:
-        """Try again now? If so, the next wait is twice as long."""
-        self.idle += 1
-        if self.idle < self.patience:
-            return False
-        self.idle, self.patience = 0, min(2 * self.patience, LONGEST)
-        return True
-
-
 @register("auto")
 class Auto(Cascade):
     """Options: auto, a list of drafter names (default suffix, ngram, a head if there is one; exit, model if given)."""
@@ -104,8 +62,12 @@ class Auto(Cascade):
         self.habits: dict[str, Habit] = defaultdict(Habit)
         self.waits: dict[tuple[int, str], Wait] = defaultdict(Wait)
         self.proposed: dict[int, dict[str, Tree]] = {}
-        self.asked: list[str] = []  # costly drafters, in this step
+        self.asked: dict[str, tuple[int, int]] = {}  # costly drafters, in this step -> sequences, tokens to read first
         self.unread: Tensor | None = None
+        self.needs = self.taps  # what the costly ones want to see of the target, while they are asked
+        self.wanted = False  # is one of them expected to pay in this step?
+        self.silent = self.largest = 0  # steps since one was, and the most sequences in one of those
+        self.crowd = EVERYBODY  # so many sequences are known to keep them silent
 
     @classmethod
     def defaults(cls, space: Workspace) -> tuple[str, ...]:
@@ -114,23 +76,26 @@ class Auto(Cascade):
         return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, [], None
+        self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
+        self.wanted = False
         for drafter in self.free:
             self._propose(drafter, seqs, budget)
         for drafter in self.costly:
-            worthy = self._worth_asking(drafter.name, seqs, budget)
+            worthy = self._worth_asking(drafter, seqs, budget)
             if worthy:
-                self.asked.append(drafter.name)
+                self.asked[drafter.name] = len(worthy), sum(drafter.behind(seqs[i]) for i in worthy)
                 self._propose(drafter, [seqs[i] for i in worthy], [budget[i] for i in worthy])
         return Draft.pack((self._best(seq) for seq in seqs), self.unread)
 
     def observe(self, step: Step) -> None:
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes
-            for name in self.asked:
-                self.habits[name].took(step.clock["draft"] / len(self.asked))
-        for name in self.habits.keys() - set(self.asked):
-            self.habits[name].rested()
-        self.asked = []
+            for name, (sequences, unread) in self.asked.items():
+                self.habits[name].took(step.clock["draft"] / len(self.asked), sequences, unread)
+        for name, habit in self.habits.items():
+            if name not in self.asked:
+                habit.rested()
+        self._look_away(len(step.turns))
+        self.asked = {}
         for turn, read, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 for name, tree in self.proposed.pop(turn.seq.id, {}).items():
@@ -143,32 +108,79 @@ class Auto(Cascade):
                         self.waits.pop((turn.seq.id, name), None)
         super().observe(step)
 
+    def _look_away(self, sequences: int) -> None:
+        """Showing layers takes the target time, and keeping them takes ours: not for drafters that nobody asks.
+
+        Where there are fewer sequences than those that kept them silent, they are looked at again, and after a long
+        while. What they have missed of a sequence costs acceptance there.
+        """
+        looking = self.taps == self.needs
+        self.silent, self.largest = self.silent + 1, max(self.largest, sequences)
+        if self.wanted:  # not only tried
+            self.crowd = max(self.crowd, sequences + 1)
+        elif looking and self.silent >= UNASKED:
+            self.crowd = max(min(self.crowd, self.largest), 2)
+        elif self.silent >= AGAIN:
+            self.crowd = EVERYBODY
+        shown = () if sequences >= self.crowd else self.needs
+        if self.wanted or shown != self.taps:
+            self.silent = self.largest = 0
+        self.taps, self.wanted = shown, False
+
     def end(self, seq: Sequence) -> None:
         for memory in (self.trust, self.waits):
             for key in [key for key in memory if key[0] == seq.id]:
                 del memory[key]
         super().end(seq)
 
-    def _worth_asking(self, name: str, seqs: list[Sequence], budget: list[int]) -> list[int]:
+    def _worth_asking(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> list[int]:
         """Which of the sequences to ask a costly drafter for; they share what a call takes."""
-        market, habit = self.space.market(), self.habits[name]
-        gains = [self._gain(name, seq, room, market) for seq, room in zip(seqs, budget, strict=True)]
+        market, habit = self.space.market(), self.habits[drafter.name]
+        speed = 0.0 if market is None else market.speed
+        gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
-        cost = 0.0 if market is None or habit.seconds is None else market.speed * habit.seconds
-        if sum(gains[i] for i in hopeful) > cost:
+        if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)):
+            self.wanted = True
             return hopeful
-        alone = [i for i, seq in enumerate(seqs) if not self.proposed[seq.id]]
-        return [i for i in alone if self.waits[seqs[i].id, name].over()]
+        if self.taps != self.needs:  # it sees nothing: a trial would prove nothing
+            return []
+        return self._trial(drafter, [i for i, seq in enumerate(seqs) if not self.proposed[seq.id]], seqs, speed)
 
-    def _gain(self, name: str, seq: Sequence, room: int, market: Market | None) -> float:
-        """Tokens that a costly drafter is expected to bring beyond the best that is there, rows paid."""
-        price: Callable[[int], float] = (lambda rows: 0.0) if market is None else market.price
+    def _trial(self, drafter: Drafter, silent: list[int], seqs: list[Sequence], speed: float) -> list[int]:
+        """Nobody is worth asking for. Those that have waited longest are tried, where that is paid for by now."""
+        name, habit, due = drafter.name, self.habits[drafter.name], []
+        for i in silent:
+            wait = self.waits[seqs[i].id, name]
+            wait.idle += 1
+            if wait.over:
+                due.append(i)
+        # One at a time, the one that takes least: a batch must not read all its prompts to learn one thing.
+        due = sorted(due, key=lambda i: drafter.behind(seqs[i]))[:1]
+        cost = habit.price(1) + sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
+        if not habit.may_try(speed * cost, len(seqs)):
+            return []
+        for i in due:
+            self.waits[seqs[i].id, name].again()
+            habit.made = 0.0
+        return due
+
+    def _gain(self, drafter: Drafter, seq: Sequence, room: int, many: int, market: Market | None) -> float:
+        """Tokens that a costly drafter is expected to bring beyond the best that is there, rows and reading paid.
+
+        Rows are priced as if all of so many sequences had as many.
+        """
+        habit, speed = self.habits[drafter.name], 0.0 if market is None else market.speed
+
+        def price(rows: int) -> float:
+            return 0.0 if market is None else market.price(rows * many) / many
+
         best, here = self._best(seq), 0.0
         if best.tokens:  # a weak claim is often worth less than its share of what strong ones brought
             author = self._author(seq, best)
             share = min(self.trust[seq.id, author].share, self.levels[author, level(best)].share)
             here = value(claims(best), share, price)
-        return value(self.habits[name].claims[:room], self.trust[seq.id, name].share, price) - here
+        reading = speed * habit.reading_price(drafter.behind(seq), seq.room)
+        return value(habit.claims[:room], self.trust[seq.id, drafter.name].share, price) - here - reading
 
     def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
         drafter.stop_below = self.stop_below

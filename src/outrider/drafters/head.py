@@ -88,6 +88,9 @@ class TrainedHead(Drafter):
                 self.pace.heard(tree)
         return Draft.pack(trees, unread)
 
+    def behind(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.rollout.plane.held.get(seq.id, 0)
+
     def observe(self, step: Step) -> None:
         self.pace.observe(step, self.rollout.runs)
         self.rollout.runs = 0

@@ -53,6 +53,9 @@ class SmallModel(Drafter):
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
 
+    def behind(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.rollout.plane.held.get(seq.id, 0)
+
     def observe(self, step: Step) -> None:
         """Nothing to do: tokens are the truth, and the plane reconciles to them at the next draft."""
 

@@ -37,9 +37,6 @@ class NGram(Drafter):
         self._sizes = range(high, low - 1, -1)  # longest first: it is more often right
         self._notes: dict[int, Notes] = {}
 
-    def begin(self, seq: Sequence) -> None:
-        self._read(seq)  # only to spare the first draft a long prompt
-
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         return Draft.pack(self._look_up(seq, room) for seq, room in zip(seqs, budget, strict=True))
 

@@ -50,7 +50,9 @@ class Suffix(Drafter):
         self._shared = Shared(int(space.option("suffix_shared_tokens", default=200_000)))
 
     def begin(self, seq: Sequence) -> None:
-        self._read(seq)
+        """Remember that it has come; its text is read when somebody wants a draft."""
+        if seq.id not in self._requests:
+            self._remember(seq)
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         return Draft.pack(self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True))
@@ -68,16 +70,22 @@ class Suffix(Drafter):
             voters += text.voters(seq.tokens, room, shared=True)
         voters.sort(key=lambda voter: -voter.length)  # stable: of equals, our own come first
         source = f"{self.name}:shared" if voters and voters[0].shared else self.name
-        return grow(voters, room, self._floor, seq.ends, self._branching)._replace(source=source)
+        floor = max(self._floor, self.stop_below)
+        tree = grow(voters, room, floor, seq.ends) if self._branching else follow(voters, room, floor, seq.ends)
+        return tree._replace(source=source)
 
     def _read(self, seq: Sequence) -> Text:
         """The request's text, up to date with its tokens, which are the truth."""
         text = self._requests.get(seq.id)
         if text is None or not text.follow(seq.tokens):
-            text = self._requests[seq.id] = Text()
+            text = self._remember(seq)
             text.follow(seq.tokens)
-            if len(self._requests) > KEPT:
-                del self._requests[next(iter(self._requests))]
+        return text
+
+    def _remember(self, seq: Sequence) -> Text:
+        text = self._requests[seq.id] = Text()
+        if len(self._requests) > KEPT:
+            del self._requests[next(iter(self._requests))]
         return text
 
 
@@ -91,7 +99,10 @@ class Voter(NamedTuple):
 
 
 class Text:
-    """Tokens, and for each size in GRAMS a chain through all places that follow the same n tokens, latest first."""
+    """Tokens, and for each size in GRAMS a chain through all places that follow the same n tokens, latest first.
+
+    Places are filed when somebody looks for one: a text that nobody drafts from costs nothing.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -101,11 +112,14 @@ class Text:
         self._earlier = [array("i") for _ in GRAMS]  # [place] the place before it in its chain; -1 ends the chain
 
     def extend(self, tokens: list[int]) -> None:
-        """A place is filed when something follows it, so the end of the text never finds itself."""
         self.tokens += tokens
+
+    def _file(self) -> None:
+        """A place is filed when something follows it, so the end of the text never finds itself."""
+        tokens = self.tokens
         for n, latest, earlier in zip(GRAMS, self._latest, self._earlier, strict=True):
-            for place in range(len(earlier), len(self.tokens)):
-                key = hash(tuple(self.tokens[max(place - n, 0) : place]))
+            for place in range(len(earlier), len(tokens)):
+                key = hash(tuple(tokens[max(place - n, 0) : place]))
                 earlier.append(latest.get(key, -1))
                 latest[key] = place
 
@@ -122,23 +136,21 @@ class Text:
 
     def voters(self, tokens: list[int], room: int, shared: bool = False) -> list[Voter]:
         """The latest PLACES that agree with the last 4 tokens; if there are fewer, with the last 2; with the last."""
-        tail = tokens[: -LONGEST - 1 : -1]  # backwards
+        self._file()
         vote = STRANGER if shared else 1.0
         found: dict[int, Voter] = {}
         for n, latest, earlier in zip(GRAMS, self._latest, self._earlier, strict=True):
             place = latest.get(hash(tuple(tokens[-n:])), -1)
             while place >= 0 and len(found) < PLACES:
-                if place not in found and (length := self._match(place, tail)) >= n:
+                if place not in found and (length := self._match(place, tokens)) >= n:
                     found[place] = Voter(length, vote * GAIN**length, self._ahead(place, room), shared)
                 place = earlier[place]
         return list(found.values())
 
-    def _match(self, place: int, tail: list[int]) -> int:
-        """How many tokens before the place equal the tail."""
-        length = 0
-        for mine, theirs in zip(self.tokens[max(place - LONGEST, 0) : place][::-1], tail, strict=False):
-            if mine != theirs:
-                break
+    def _match(self, place: int, tokens: list[int]) -> int:
+        """How many tokens before the place equal the last ones. Most differ soon: no slices are made for them."""
+        mine, length, most = self.tokens, 0, min(place, len(tokens), LONGEST)
+        while length < most and mine[place - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
 
@@ -164,7 +176,36 @@ class Shared:
         self.texts[0].extend([*response, BORDER])
 
 
-def grow(voters: list[Voter], room: int, floor: float, ends: frozenset[int], branching: bool) -> Tree:
+def follow(voters: list[Voter], room: int, floor: float, ends: frozenset[int]) -> Tree:
+    """The likeliest token, then the likeliest after it: what `grow` finds where nothing may branch, and no heap."""
+    tokens: list[int] = []
+    survival: list[float] = []
+    alive, group = 1.0, voters
+    while group and len(tokens) < room:
+        depth = len(tokens)
+        votes: dict[int, float] = {}
+        for voter in group:
+            token = voter.ahead[depth]
+            votes[token] = votes.get(token, 0.0) + voter.weight
+        votes.pop(BORDER, None)
+        if not votes:
+            break
+        best = max(votes, key=votes.__getitem__)
+        alive *= votes[best] / (sum(votes.values()) + doubt(group, depth))
+        if alive < floor:
+            break
+        tokens.append(best)
+        survival.append(alive)
+        group = [] if best in ends else [voter for voter in group if voter.ahead[depth] == best]
+    return chain(tokens, survival)
+
+
+def doubt(group: list[Voter], depth: int) -> float:
+    """Votes for something that nobody says; the voters come sorted."""
+    return DOUBT * GAIN ** group[0].length / (group[0].length + depth)
+
+
+def grow(voters: list[Voter], room: int, floor: float, ends: frozenset[int]) -> Tree:
     """At most `room` nodes, likeliest first. A child is never likelier than its parent, so parents precede children."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -173,7 +214,7 @@ def grow(voters: list[Voter], room: int, floor: float, ends: frozenset[int], bra
     node, alive, depth, group = -1, 1.0, 0, voters
     order = count()  # of equals, the one that was found first
     while len(tokens) < room:
-        for share, token, part in split(group, depth)[: None if branching else 1]:
+        for share, token, part in split(group, depth):
             if alive * share >= floor:
                 heappush(heap, (-alive * share, next(order), token, node, depth + 1, part))
         if not heap:
@@ -197,6 +238,5 @@ def split(group: list[Voter], depth: int) -> list[tuple[float, int, list[Voter]]
         parts.setdefault(voter.ahead[depth], []).append(voter)
     parts.pop(BORDER, None)
     votes = {token: sum(voter.weight for voter in part) for token, part in parts.items()}
-    longest = group[0].length  # they come sorted
-    total = sum(votes.values()) + DOUBT * GAIN**longest / (longest + depth)
+    total = sum(votes.values()) + doubt(group, depth)
     return sorted(((votes[token] / total, token, part) for token, part in parts.items()), key=lambda p: -p[0])

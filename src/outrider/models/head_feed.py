@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .head import Head
 
 _MOST_KEPT = 256  # sequences whose end nobody has told us
+_PIECES = 32  # steps whose features a sequence keeps apart
 
 
 @dataclass
@@ -44,18 +45,37 @@ class Features:
 
     def observe(self, step: Step) -> None:
         """Copy what the step has shown of positions that are committed now."""
-        packing, at = step.rows.packing, 0
+        packing, at, hidden = step.rows.packing, 0, step.output.hidden
+        if not hidden:  # nobody has asked for it
+            return
         positions = step.rows.positions.tolist() if packing is None else packing.positions
-        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
+        sizes = [turn.feed + len(tree.tokens) for turn, tree in zip(step.turns, step.draft.trees, strict=True)]
+        shared = None
+        if all(turn.feed == 1 for turn in step.turns):  # one copy for all, and each looks at its part of it
+            shared = torch.cat([hidden[tap] for tap in self.taps], 1).split(sizes)  # B x [n, taps * H]
+        for i, (turn, verdict) in enumerate(zip(step.turns, step.verdicts, strict=True)):
             path = [] if verdict is None else verdict.path
             if turn.seq.speculate and not turn.seq.done:
-                rows: Any = [*range(at, at + turn.feed), *(at + turn.feed + node for node in path)]
-                if rows[-1] - at == len(rows) - 1:
-                    rows = slice(at, at + len(rows))  # a chain: no need to look for them one by one
-                shown = torch.cat([step.output.hidden[tap][rows] for tap in self.taps], 1)  # [m, taps * H]
-                with self.lock:
-                    self.pieces.setdefault(turn.seq.id, []).append((positions[at], shown))
-            at += turn.feed + len(tree.tokens)
+                kept = turn.feed + len(path)
+                rows: Any = slice(0, kept)  # a chain: no need to look for them one by one
+                if path and path[-1] != len(path) - 1:
+                    rows = [*range(turn.feed), *(turn.feed + node for node in path)]
+                if shared is not None:
+                    shown = shared[i] if sizes[i] == kept else shared[i][rows]
+                else:
+                    shown = torch.cat([hidden[tap][at : at + sizes[i]][rows] for tap in self.taps], 1)
+                self._keep(turn.seq.id, positions[at], shown)
+            at += sizes[i]
+
+    def _keep(self, name: int, position: int, shown: Tensor) -> None:
+        """[m, taps * H]. Now and then the pieces become one, so that nobody holds on to the rows of others for long."""
+        with self.lock:
+            pieces = self.pieces.setdefault(name, [])
+            pieces.append((position, shown))
+            if len(pieces) > _PIECES:
+                start, stop = pieces[0][0], position + shown.shape[0]
+                if sum(piece.shape[0] for _, piece in pieces) == stop - start:  # else something was missed between them
+                    self.pieces[name] = [(start, self.between(name, start, stop, shown))]
 
     def known(self, name: int, position: int) -> bool:
         return any(at <= position < at + piece.shape[0] for at, piece in reversed(self.pieces.get(name, ())))

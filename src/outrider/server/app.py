@@ -47,7 +47,7 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
     traces = Traces(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
     watchers: list[Watcher] = [metrics, Journal(llm, settings.log_text), *spans_for(name)]
     watchers += [traces] if traces is not None else []
-    worker = Worker(llm, settings.limits.queue, watchers)
+    worker = Worker(llm, settings.limits.queue, watchers, settings.drafter_seconds)
     metrics.watch(worker)
     service = Service(llm, name, settings, worker, metrics, traces)
 

@@ -25,6 +25,7 @@ OFTEN = 1.0  # seconds between two looks at the controller's prices
 
 # The controller gives its reasons in words, with numbers in them; these are the kinds of them.
 REASONS = (
+    ("did not come back", "drafter_hangs"),
     ("switched off", "switched_off"),
     ("break-even", "below_break_even"),
     ("rests", "drafter_rests"),

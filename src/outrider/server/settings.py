@@ -45,6 +45,7 @@ class Settings:
     traces_bytes: int = 64 << 20
     log_text: bool = False  # prompts and answers in the log
     drain_seconds: float = 30.0  # how long answers may go on after the signal to stop
+    drafter_seconds: float = 30.0  # a drafter that does not come back from a call by then is left behind
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class Settings:
                 f"Without a key anybody who reaches {self.host}:{self.port} could use this server. Give --api-key, "
                 "or say --open if that is what you want."
             )
+        if self.drafter_seconds <= 0:
+            raise ConfigError(f"A drafter cannot answer within {self.drafter_seconds:g} s: give it more than 0.")
         if any(len(key) < 8 for key in self.keys):
             raise ConfigError("An API key is shorter than 8 characters; it would be guessed. Use a longer one.")
         if self.traces is not None and not self.keys:

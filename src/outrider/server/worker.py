@@ -1,8 +1,8 @@
 """The one thread that drives the engine. Requests join and leave between two steps; nobody else touches it.
 
 Promise: a submitted job is told of every token and of its end, or gets one problem; a cancelled one has given its slots
-back before the next step; a failing step costs the answers under way, not the server. What a step does is the engine's
-business, and who reads the answers is not known here.
+back before the next step; a failing step costs the answers under way, not the server; a drafter that does not come back
+costs its speed. What a step does is the engine's business, and who reads the answers is not known here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as Listing
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ..errors import OutriderError
 from ..llm import LLM
 from ..text import Reader
 from ..types import Step
+from ..watch import GivenUp, end_thread
 from .job import Answer, Job, Words
 from .problems import Problem, broken, leaving
 from .queue import FairQueue
@@ -38,7 +40,9 @@ class Watcher(Protocol):
 class Worker:
     """Continuous batching: as many answers as the engine's batch holds are under way, up to `queue` wait."""
 
-    def __init__(self, llm: LLM, queue: int = 128, watchers: Listing[Watcher] = ()) -> None:
+    def __init__(
+        self, llm: LLM, queue: int = 128, watchers: Listing[Watcher] = (), drafter_seconds: float = 30.0
+    ) -> None:
         self.llm, self.queue, self.watchers = llm, queue, list(watchers)
         self.places = llm.config.max_batch
         self.dead = ""  # why there is no engine any more
@@ -50,12 +54,15 @@ class Worker:
         self._stopping = False
         self._seconds = 1.0  # an answer takes, of late
         self._beat = time.monotonic()  # when the latest step began or ended
+        self._drafter_seconds = drafter_seconds
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
 
     # ------------------------------------------------------------ from any thread
 
     def start(self) -> None:
         self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def submit(self, job: Job) -> None:
         """Take a job on, or raise the problem that stands against it."""
@@ -94,8 +101,10 @@ class Worker:
         with self._changed:
             self._stopping, self._last_moment = True, time.monotonic()
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout=STALLED)
+        end = time.monotonic() + STALLED
+        while (thread := self._thread).is_alive() and time.monotonic() < end:  # it may be replaced meanwhile
+            thread.join(timeout=0.05)
+        self._over.set()
 
     @property
     def draining(self) -> bool:
@@ -125,9 +134,14 @@ class Worker:
     # ------------------------------------------------------------ the engine's thread
 
     def _live(self) -> None:
+        with suppress(GivenUp):  # then another thread drives another engine by now
+            self._go_on()
+
+    def _go_on(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # OpenMP counts threads for each thread that asks
         if self.llm.device.startswith("cuda"):
             torch.cuda.set_device(self.llm.device)
+        self._take_over()
         while self._turn():
             if self._running:
                 self._step()
@@ -137,12 +151,14 @@ class Worker:
         with self._changed:
             while not (self._running or self._waiting or self._gone or self._stopping):
                 self._changed.wait()
-            gone, self._gone = self._gone, set()
+            gone = set(self._gone)
             left = self._waiting.remove(lambda answer: answer.job in gone)
             left += [answer for answer in self._running.values() if answer.job in gone]
             late = self.draining and time.monotonic() >= self._last_moment
         for answer in left:
             self._end(answer, "cancelled")
+        with self._changed:
+            self._gone -= gone  # only now: whoever has to take over ends those that are left
         if late:
             self._end_all(leaving())
         self._admit()
@@ -194,14 +210,14 @@ class Worker:
         if answer.ended:
             return
         answer.ended, answer.finish = time.monotonic(), finish
-        if answer.started:
-            self.llm.engine.cancel(answer.seq)  # nothing to do where it has finished
-            self._seconds += 0.1 * (answer.ended - answer.started - self._seconds)
         self.llm.close(answer.seq)
         with self._changed:
             self._running.pop(answer.seq.id, None)
         for watcher in self.watchers:
             self._guarded(watcher.ended, answer)
+        if answer.started:
+            self._seconds += 0.1 * (answer.ended - answer.started - self._seconds)
+            self.llm.engine.cancel(answer.seq)  # nothing to do where it has finished; last: it may not come back
 
     def _end_all(self, problem: Problem) -> None:
         with self._changed:
@@ -229,6 +245,41 @@ class Worker:
             self._end(answer, "error")
         for job in {answer.job for answer in every}:
             job.mailbox.put(problem)
+
+    # ------------------------------------------------------------ a drafter that does not come back
+
+    def _watch(self) -> None:
+        """On a thread of its own, for as long as the worker lives."""
+        while not self._over.wait(min(1.0, self._drafter_seconds / 4)):
+            if verb := self.llm.engine.watch.give_up(self._drafter_seconds):
+                self._leave_behind(verb)
+
+    def _leave_behind(self, verb: str) -> None:
+        """The engine's thread is stuck in a call: it ends when it can, and another one goes on without a drafter."""
+        why = (
+            f"The drafter '{self.llm.config.drafter_name}' did not come back from {verb}() within "
+            f"{self._drafter_seconds:g} s: it is switched off until the server is started again."
+        )
+        log.error("drafter_hangs", extra={"facts": {"why": why}})
+        end_thread(self._thread)
+        try:
+            self.llm.give_up_drafter(why)
+        except Exception as worse:
+            log.critical("restart_failed", exc_info=worse)
+            self.dead = "The drafter hangs, and the engine could not be started without it; the log says why."
+            self._end_all(broken())
+            return
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread.start()
+
+    def _take_over(self) -> None:
+        """What a thread before this one has left: words that nobody was told, and answers that go on."""
+        for answer in list(self._running.values()):
+            self._tell(answer)
+        for answer in list(self._running.values()):
+            answer.started = answer.started or time.monotonic()
+            self.llm.engine.add(answer.seq)
 
     def _guarded(self, hear: object, told: object) -> None:
         try:
