@@ -39,7 +39,7 @@ ALLOWED = {
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
     "models.exit models.head models.head_file models.heads models.linear models.load models.ops models.output "
-    "models.toy models.weigh ahead.* learn learn.*",
+    "models.tokenizer models.toy models.weigh ahead.* learn learn.*",
     "ahead": "",
     "ahead.*": f"{FLOW} cache machine models models.checkpoint models.load models.weigh runners.desk runners.graphs "
     "sampling ahead.*",

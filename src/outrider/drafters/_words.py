@@ -1,0 +1,145 @@
+"""Two tokenizers side by side: which ids of one stand for which ids of the other.
+
+Tokens are compared by the bytes that they add to a text, so that spellings (`Ġ`, `▁`, `<0x0A>`) do not matter. Control
+tokens are compared among themselves, by name; those that begin and end a text are each other's in any case. Ids that a
+model has no row for, and rows that no token belongs to (padding), are in no map.
+
+It knows vocabularies; it knows neither models nor the text that is being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+NONE = -1  # where there is no such id
+
+
+class Words(Protocol):
+    """What a tokenizer must be able to do here (`models.tokenizer.Tokenizer` can)."""
+
+    bos_id: int | None
+    eos_id: int | None
+    add_bos: bool
+
+    @property
+    def vocabulary(self) -> dict[str, int]: ...
+
+    @property
+    def strip(self) -> int: ...
+
+    def encode(self, text: str, special: bool = False) -> list[int]: ...
+
+    def id_to_bytes(self, token: int) -> bytes: ...
+
+    def is_special(self, token: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """A draft model's ids in the target's, and back."""
+
+    to_target: Tensor  # [D] the target's id for each draft id; NONE where it has no such token
+    to_draft: Tensor  # [V] the draft id for each of the target's
+    begins: Tensor  # [D] the longest target token that a draft token begins with: itself, where there is such a one
+    shared: int  # tokens that both have
+    target_share: float  # of the target's tokens
+    draft_share: float  # of the draft model's
+
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Draft ids and their target ids, [shared] each, no id twice."""
+        drafts = torch.nonzero(self.to_target != NONE).flatten()
+        return drafts, self.to_target[drafts]
+
+
+def same_words(draft: Words, target: Words) -> bool:
+    """Whether ids mean the same on both sides, but perhaps for control tokens: a wrong one of these costs a draft."""
+    a, b = draft.vocabulary, target.vocabulary
+    if a == b:
+        return True
+    return _ordinary(draft, a) == _ordinary(target, b)
+
+
+def _ordinary(words: Words, vocabulary: dict[str, int]) -> dict[str, int]:
+    return {piece: i for piece, i in vocabulary.items() if not words.is_special(i)}
+
+
+def dictionary(draft: Words, target: Words, draft_size: int, target_size: int) -> Dictionary:
+    """The sizes are the models': how many ids each has an embedding for."""
+    ours, theirs = _by_bytes(draft, draft_size), _by_bytes(target, target_size)
+    to_target = torch.full((draft_size,), NONE)
+    to_draft = torch.full((target_size,), NONE)
+    for name, ids in ours.items():
+        if name in theirs:
+            to_target[ids[0]] = theirs[name][0]  # the usual spelling of each
+            to_draft[theirs[name]] = ids[0]
+    _join_ends(draft, target, to_target, to_draft)
+    shared = int((to_target != NONE).sum())
+    begins = _beginnings(ours, {name[1]: ids[0] for name, ids in theirs.items() if not name[0]}, to_target)
+    return Dictionary(to_target, to_draft, begins, shared, shared / max(len(theirs), 1), shared / max(len(ours), 1))
+
+
+Name = tuple[bool, bytes]  # whether it is a control token, and its bytes
+
+
+def _by_bytes(words: Words, size: int) -> dict[Name, list[int]]:
+    """Every token that a model has a row for: ids of the same bytes together, the usual spelling first."""
+    found: dict[Name, list[int]] = {}
+    pieces = sorted(words.vocabulary.items(), key=lambda item: (_is_byte(item[0]), item[1]))
+    for _, i in pieces:
+        spelled = words.id_to_bytes(i)
+        if spelled and 0 <= i < size:
+            found.setdefault((words.is_special(i), spelled), []).append(i)
+    return found
+
+
+def _is_byte(piece: str) -> bool:
+    """A byte of its own is how SentencePiece spells what it has no token for: never the usual spelling."""
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _join_ends(draft: Words, target: Words, to_target: Tensor, to_draft: Tensor) -> None:
+    """The tokens that begin and end a text, whatever they are called."""
+    for ours, theirs in ((draft.eos_id, target.eos_id), (draft.bos_id, target.bos_id)):
+        if ours is None or theirs is None or ours >= len(to_target) or theirs >= len(to_draft):
+            continue
+        if to_target[ours] == NONE and not (to_target == theirs).any():
+            to_target[ours] = theirs
+        if to_draft[theirs] == NONE:
+            to_draft[theirs] = ours
+
+
+def _beginnings(ours: dict[Name, list[int]], theirs: dict[bytes, int], to_target: Tensor) -> Tensor:
+    """[D] the longest target token that each draft token begins with. What is shared stands for itself."""
+    begins = to_target.clone()
+    for (special, spelled), ids in ours.items():
+        if special:
+            continue
+        sizes = range(len(spelled), 0, -1)
+        longest = next((theirs[spelled[:n]] for n in sizes if spelled[:n] in theirs), NONE)
+        begins[ids] = longest
+    return begins
+
+
+def tokenizer_of(given: Any) -> Any:
+    """A tokenizer as it is, out of a file, or out of transformers' fast ones."""
+    if isinstance(given, str) or hasattr(given, "__fspath__"):
+        from ..models.checkpoint import open_checkpoint
+
+        return open_checkpoint(given).tokenizer
+    core = getattr(given, "backend_tokenizer", None)
+    if core is None:
+        return given
+    from ..models.tokenizer import Tokenizer
+
+    return Tokenizer(core, given.bos_token_id, given.eos_token_id)
+
+
+def bytes_of(words: Words, ids: Iterable[int]) -> bytes:
+    """The bytes that these ids add to a text."""
+    return b"".join(words.id_to_bytes(i) for i in ids)
