@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings, strategies as st
 
 import alphabets
 from outrider.drafters._retell import KEPT, Mapped, Pair, Retold, Speller
-from outrider.drafters._words import NONE, bytes_of, dictionary, same_words, tokenizer_of
+from outrider.drafters._words import NONE, Extensions, bytes_of, dictionary, same_words, tokenizer_of
 from outrider.models.tokenizer import Tokenizer
 
 KINDS = ("byte level", "byte level, spaced", "sentence piece")
@@ -93,6 +93,23 @@ def test_maps_lead_to_tokens_of_the_same_bytes(
         else:
             longest = max((p for p in ordinary if spelled.startswith(p)), key=len)
             assert target.id_to_bytes(j) == longest
+
+
+@given(PIECES, PIECES, PIECES)
+@settings(max_examples=100, deadline=None)
+def test_longer_tokens_that_the_target_lacks(ours: list[bytes], theirs: list[bytes], asked: list[bytes]) -> None:
+    draft, target = Listed(ours, frozenset({3})), Listed(theirs, frozenset({5}))
+    known = dictionary(draft, target, 25, 25)
+    found = Extensions(draft, target, known)
+    names = {piece for i, piece in enumerate(theirs[:25]) if i != 5 and piece}
+    for begin in [*asked, *ours]:
+        longer, rests = (t.tolist() for t in found.of(begin))
+        lonely = {piece for i, piece in enumerate(ours[:25]) if i != 3} - names
+        right = {p for p in lonely if p.startswith(begin) and any(p[len(begin) :].startswith(n) for n in names)}
+        assert {draft.id_to_bytes(i) for i in longer} == right - {begin}
+        for i, rest in zip(longer, rests, strict=True):
+            spelled = draft.id_to_bytes(i)[len(begin) :]
+            assert target.id_to_bytes(rest) == max((n for n in names if spelled.startswith(n)), key=len)
 
 
 def test_ends_of_a_text_belong_together_whatever_they_are_called() -> None:

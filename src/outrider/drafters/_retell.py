@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence as Listing
 
-from ._words import NONE, Dictionary, Words, bytes_of
+from ._words import NONE, Dictionary, Extensions, Words, bytes_of
 
 KEPT = 24  # words at the end that are spelled again at each step: what follows may join them
 MARKS = ("\n", ".", "a")  # what may stand before a text, so that a tokenizer does not take it for a beginning
@@ -149,6 +149,7 @@ class Pair:
     def __init__(self, draft: Words, target: Words, known: Dictionary) -> None:
         self.draft, self.target, self.known = draft, target, known
         self.speller, self.target_speller = Speller(draft), Speller(target)
+        self.extensions = Extensions(draft, target, known)
         self._draft_ids: list[int] = known.to_draft.tolist()
         self._size = len(known.to_target)
         self._alone: dict[int, list[int]] = {}
@@ -176,28 +177,30 @@ class Pair:
         return [i for i in ids if i < self._size]
 
     def in_target(self, said: list[int], half: bytes, drafted: bytes) -> list[int]:
-        """Target ids that spell what was drafted after `said`, of which `half` a character is not complete."""
+        """Target ids that spell what was drafted after `said`; `half` is said already, and drafted once more."""
         if not drafted.startswith(half):
             return []
         text = codecs.getincrementaldecoder("utf-8")("ignore").decode(drafted)  # half a character at the end is left
-        if not text:
-            return []
         before, said_text = self._before(said, half)
-        if before:
+        if before and text:
             ids = self.target_speller.go_on(said_text + text)
             if ids[: len(before)] == before:
                 return ids[len(before) :]
-        return [] if half else self.target_speller.go_on(text)
+        try:
+            return self.target_speller.go_on(codecs.getincrementaldecoder("utf-8")().decode(drafted[len(half) :]))
+        except UnicodeDecodeError:  # the rest of a character is no text
+            return []
 
     def _before(self, said: list[int], half: bytes) -> tuple[list[int], str]:
-        """The last few target tokens and their text, but for half a character at its end."""
+        """The last few target tokens and their text, but for what is drafted once more."""
         for count in range(LOOK_BACK, 2 * LOOK_BACK):
             before = said[-count:]
             if len(before) < count or any(map(self.target.is_special, before)):
                 break
             text = bytes_of(self.target, before)
             try:
-                return before, text[: len(text) - len(half)].decode()
+                if text.endswith(half):
+                    return before, text[: len(text) - len(half)].decode()
             except UnicodeDecodeError:
                 continue  # they begin within a character
         return [], ""

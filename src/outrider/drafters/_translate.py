@@ -5,7 +5,8 @@ tokens is one of the target's; logits are carried over to the target's ids, and 
 sequence's parameters, its guide and its noise, exactly as with a common vocabulary. Trees, q and every rule work.
 *String-level exact match* (SLEM): the draft model says what it likes, and the text is spelled in the target's tokens
 afterwards. Its choices follow the same parameters and noise as far as they can: a draft token counts as the target
-token that it begins with. Chains only, without q. (Both: arXiv 2502.05202.)
+token that it begins with. Chains only, without q. (Both: arXiv 2502.05202.) A text may end within what the draft model
+knows as one token; such a token may then be drafted in place of the last one, and the rest of it is what is new.
 
 Neither can change the text: what comes out is a draft like any other.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import Packing
 from ..errors import ConfigError
 from ..models import WHOLE, Model, device_of
 from ..sampling import DRAFT, draw, key, law, ranked
@@ -27,7 +29,7 @@ from . import Workspace
 from ._retell import Mapped, Pair, Retold, ends_of
 from ._rollout import Growth, Rollout
 from ._shadow import SPARE, Shadow, ShadowCache, Shadows
-from ._words import NONE, Dictionary, Words, dictionary
+from ._words import NONE, Dictionary, Words, bytes_of, dictionary
 
 WAYS = ("auto", "tli", "slem")
 ENOUGH = 0.9  # of the target's tokens must be the draft model's for TLI: it can propose no others
@@ -137,6 +139,7 @@ class Telling(Growth):
 
     said: list[int] = field(default_factory=list)  # target ids
     enough: int = 0  # target tokens that were asked for
+    half: bytes = b""  # what the target has said already, and the chain says once more
     over: bool = False  # a control token was drafted: nothing follows it
 
 
@@ -160,13 +163,13 @@ class Retelling(Translated):
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         grown = [Telling(seq, self.nodes_for(k), enough=k) for seq, k in zip(seqs, budget, strict=True)]
-        live, logits = grown, self._feed(seqs)  # [B, D]
-        while live:
+        live = grown
+        for growth, (before, last) in zip(grown, self._feed_ends(seqs), strict=True):
+            self._begin(growth, before, last)
+        while live := [g for g in live if len(g.tokens) < g.budget and self._goes_on(g)]:
+            logits = self._run([(g, [len(g.tokens) - 1]) for g in live])  # [B, D]
             for growth, row in zip(live, logits, strict=True):
                 self._extend(growth, row)
-            live = [g for g in live if len(g.tokens) < g.budget and self._goes_on(g)]
-            if live:
-                logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
         for growth in grown:
             self._keep(growth.seq, growth.places)
         return Draft.pack(self._told(growth) for growth in grown)
@@ -181,13 +184,61 @@ class Retelling(Translated):
         assert isinstance(growth, Telling)
         return not growth.over and len(growth.said) < growth.enough and super()._goes_on(growth)
 
+    # ------------------------------------------------------------ where the target's last token ends
+
+    def _feed_ends(self, seqs: list[Sequence]) -> list[tuple[Tensor | None, Tensor]]:
+        """Logits after each sequence's last token, and after the one before it, where there is one. [D] each"""
+        starts = [min(self._catch_up(seq), max(len(seq.tokens) - 2, 0)) for seq in seqs]
+        packed = Packing(self.cache)
+        for seq, start in zip(seqs, starts, strict=True):
+            last = len(seq.tokens) - 1
+            if last:
+                packed.pending(seq, start, last, want=True)
+            packed.pending(seq, last, last + 1, want=True)
+        rows = iter(self._forward(packed, self.part))
+        for seq in seqs:
+            self._hold(seq, len(seq.tokens))
+        return [(next(rows) if len(seq.tokens) > 1 else None, next(rows)) for seq in seqs]
+
+    def _begin(self, growth: Telling, before: Tensor | None, last: Tensor) -> None:
+        """The first draft token: after the last one, or instead of it, as a longer one that the target cannot say.
+
+        What comes next has the law of both: as likely as the last token was against the longer ones, it is said after
+        it; else it is the rest of one of those.
+        """
+        shadow = self.of[growth.seq.id]
+        assert isinstance(shadow.context, Retold)
+        growth.half, token = shadow.context.half, growth.seq.tokens[-1]
+        begin = self.pair.draft.id_to_bytes(token)
+        longer, rests = self.pair.extensions.of(begin)  # [E] each
+        if before is None or growth.half or not longer.numel() or self.pair.draft.is_special(token):
+            return self._extend(growth, last)
+        q = torch.softmax(before.float(), -1)  # [D]
+        whole = q[token] + q[longer].sum()
+        after = self._wide(torch.softmax(last.float(), -1)) * (q[token] / whole)  # [V]
+        instead = torch.zeros(self.size).index_add_(0, rests, q[longer] / whole)  # [V]
+        found = ranked((after + instead).log(), shadow.origin, [], 1)
+        if not found or not instead[found[0][0]] > after[found[0][0]]:
+            return self._extend(growth, last)
+        alike = longer[rests == found[0][0]]
+        growth.half, growth.seq.tokens = begin, growth.seq.tokens[:-1]
+        assert isinstance(self.cache, ShadowCache)
+        self.cache.trim(growth.seq, len(growth.seq.tokens))
+        growth.add(int(alike[q[alike].argmax()]), -1, found[0][1])
+        growth.said = self._retold(growth)
+        return None
+
+    # ------------------------------------------------------------ one token after another
+
+    def _wide(self, q: Tensor) -> Tensor:
+        """The draft model's law [D] over the target tokens that its tokens begin with [V]."""
+        return torch.zeros(self.size).index_add_(0, self.targets, q[self.drafts])
+
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more draft token: the likeliest of those that begin with the target token that would be chosen."""
         assert isinstance(growth, Telling)
-        shadow = self.of[growth.seq.id]
         q = torch.softmax(logits.float(), -1)  # [D]
-        wide = torch.zeros(self.size).index_add_(0, self.targets, q[self.drafts]).log()  # [V]
-        found = ranked(wide, shadow.origin, growth.said, 1)
+        found = ranked(self._wide(q).log(), self.of[growth.seq.id].origin, growth.said, 1)
         alike = self.drafts[self.targets == found[0][0]] if found else self.drafts[:0]
         if not alike.numel():
             growth.budget = len(growth.tokens)
@@ -197,21 +248,19 @@ class Retelling(Translated):
         if self.pair.draft.is_special(token):
             growth.said, growth.over = [*growth.said, found[0][0]], True
         else:
-            growth.said = self._retold(shadow, growth.tokens)
+            growth.said = self._retold(growth)
 
-    def _retold(self, shadow: Shadow, drafted: list[int]) -> list[int]:
-        half = shadow.context.half if isinstance(shadow.context, Retold) else b""
-        spelled = b"".join(map(self.pair.draft.id_to_bytes, drafted))
-        return self.pair.in_target(shadow.origin.tokens, half, spelled)
+    def _retold(self, growth: Telling) -> list[int]:
+        spelled = bytes_of(self.pair.draft, growth.tokens)
+        return self.pair.in_target(self.of[growth.seq.id].origin.tokens, growth.half, spelled)
 
     def _told(self, growth: Telling) -> Tree:
         """The chain in target tokens; each is as sure as the draft token that its last byte belongs to."""
         shadow = self.of[growth.seq.id]
         shadow.drafted, shadow.parents = growth.tokens, growth.parents
-        half = shadow.context.half if isinstance(shadow.context, Retold) else b""
-        drafted, told = ends_of(self.pair.draft, growth.tokens), ends_of(self.pair.target, growth.said, len(half))
+        drafted = ends_of(self.pair.draft, growth.tokens)
         survival, at = [], 0
-        for end in told:
+        for end in ends_of(self.pair.target, growth.said, len(growth.half)):
             while at < len(drafted) - 1 and drafted[at] < end:
                 at += 1
             survival.append(growth.survival[at])

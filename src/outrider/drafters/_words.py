@@ -9,6 +9,7 @@ It knows vocabularies; it knows neither models nor the text that is being writte
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -114,15 +115,47 @@ def _join_ends(draft: Words, target: Words, to_target: Tensor, to_draft: Tensor)
             to_draft[theirs] = ours
 
 
+class Extensions:
+    """Draft tokens that go on where another one ends, and that the target has no token for.
+
+    A text may end within what the draft model knows as one token (a line's end and the indent after it). Then its next
+    token is not likely after the shorter one: it never saw them apart. What it would have said instead is found here.
+    """
+
+    def __init__(self, draft: Words, target: Words, known: Dictionary) -> None:
+        ours = _by_bytes(draft, len(known.to_target))
+        lonely = [(name[1], ids[0]) for name, ids in ours.items() if not name[0] and known.to_target[ids[0]] == NONE]
+        self._sorted = sorted(lonely)
+        self._theirs = {name[1]: ids[0] for name, ids in _by_bytes(target, len(known.to_draft)).items() if not name[0]}
+        self._found: dict[bytes, tuple[Tensor, Tensor]] = {}
+
+    def of(self, begin: bytes) -> tuple[Tensor, Tensor]:
+        """Draft ids [E] that begin so and are longer, and the target token [E] that the rest of each begins with."""
+        if begin not in self._found:
+            at = bisect_right(self._sorted, (begin, len(self._sorted)))
+            found = []
+            while at < len(self._sorted) and self._sorted[at][0].startswith(begin):
+                spelled, i = self._sorted[at]
+                if len(spelled) > len(begin) and (rest := _longest(self._theirs, spelled[len(begin) :])) != NONE:
+                    found.append((i, rest))
+                at += 1
+            pairs = torch.tensor(found, dtype=torch.long).view(-1, 2)  # [E, 2]
+            self._found[begin] = (pairs[:, 0], pairs[:, 1])
+        return self._found[begin]
+
+
+def _longest(theirs: dict[bytes, int], spelled: bytes) -> int:
+    """The longest token that these bytes begin with."""
+    sizes = range(len(spelled), 0, -1)
+    return next((theirs[spelled[:n]] for n in sizes if spelled[:n] in theirs), NONE)
+
+
 def _beginnings(ours: dict[Name, list[int]], theirs: dict[bytes, int], to_target: Tensor) -> Tensor:
     """[D] the longest target token that each draft token begins with. What is shared stands for itself."""
     begins = to_target.clone()
     for (special, spelled), ids in ours.items():
-        if special:
-            continue
-        sizes = range(len(spelled), 0, -1)
-        longest = next((theirs[spelled[:n]] for n in sizes if spelled[:n] in theirs), NONE)
-        begins[ids] = longest
+        if not special:
+            begins[ids] = _longest(theirs, spelled)
     return begins
 
 
