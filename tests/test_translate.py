@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Core, models
 
 import alphabets
 from outrider import LLM, SamplingParams
@@ -257,6 +258,17 @@ def test_it_is_found_out_and_said(folders: tuple[Path, Path], way: str) -> None:
     assert 256 < facts["shared_tokens"] < 300
     assert 0.8 < facts["target_share"] < 0.9
     assert result.stats.drafted > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_model_with_nothing_in_common_says_nothing(way: str) -> None:
+    words = Tokenizer(Core(models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
+    words._core.add_special_tokens(["<unk>"])
+    given = {"draft_model": alphabets.model(words, padding=7), "draft_tokenizer": Tokenizer(words._core)}
+    params = SamplingParams(temperature=0.9, max_tokens=6)
+    seqs = run(engine(**given, translate=way), PROMPTS, params)
+    assert said(seqs) == said(run(engine(), PROMPTS, params))
+    assert not any(seq.stats.drafted for seq in seqs)
 
 
 def test_a_draft_model_that_knows_few_of_the_targets_words_is_retold() -> None:

@@ -33,6 +33,7 @@ from ._words import NONE, Dictionary, Words, bytes_of, dictionary
 
 WAYS = ("auto", "tli", "slem")
 ENOUGH = 0.9  # of the target's tokens must be the draft model's for TLI: it can propose no others
+NEVER = 1e-30  # a chance that is none; the logarithm of zero takes ten times as long
 LONGER = 2  # draft tokens for each target token, at most
 
 
@@ -40,6 +41,7 @@ class Translated(Rollout):
     """What both ways have in common: shadows, drafted for as if they were sequences."""
 
     way = ""
+    drafts: Tensor  # [C] draft ids that may be said
 
     def __init__(self, model: Model, space: Workspace, pair: Pair) -> None:
         slots, lines = space.cache.slots, space.cache.table.shape[0]
@@ -63,7 +65,7 @@ class Translated(Rollout):
         """Trees with a width, else chains; empty for sequences that there is no room for."""
         shadows = self.shadows.follow(seqs, [self.nodes_for(k) for k in budget])
         self.of = {shadow.seq.id: shadow for shadow in shadows if shadow is not None}
-        at = [i for i, shadow in enumerate(shadows) if shadow is not None]
+        at = [i for i, shadow in enumerate(shadows) if shadow is not None and self.drafts.numel()]
         trees = [Tree([], [])] * len(seqs)
         if at:
             told, room = [self.of[seqs[i].id].seq for i in at], [budget[i] for i in at]
@@ -103,8 +105,7 @@ class Intersection(Translated):
         logits = logits.float()
         wide = torch.full((self.size,), -math.inf)
         wide[self.targets] = logits[self.drafts]
-        inside = torch.logsumexp(logits[self.drafts], 0) - torch.logsumexp(logits, 0)
-        return wide, float(inside.exp())
+        return wide, float(torch.softmax(logits, -1)[self.drafts].sum())
 
     def _said(self, seq: Sequence, emitted: list[int]) -> tuple[Sequence, list[int]]:
         return self.of[seq.id].origin, [self.forth[i] for i in emitted]
@@ -209,15 +210,16 @@ class Retelling(Translated):
         shadow = self.of[growth.seq.id]
         assert isinstance(shadow.context, Retold)
         growth.half, token = shadow.context.half, growth.seq.tokens[-1]
-        begin = self.pair.draft.id_to_bytes(token)
+        begin = b"" if self.pair.draft.is_special(token) else self.pair.draft.id_to_bytes(token)
         longer, rests = self.pair.extensions.of(begin)  # [E] each
-        if before is None or growth.half or not longer.numel() or self.pair.draft.is_special(token):
+        if before is None or growth.half or not longer.numel():
             return self._extend(growth, last)
         q = torch.softmax(before.float(), -1)  # [D]
         whole = q[token] + q[longer].sum()
-        after = self._wide(torch.softmax(last.float(), -1)) * (q[token] / whole)  # [V]
+        after = torch.softmax(last.float(), -1)[self.drafts] * (q[token] / whole)  # [C]
+        after = torch.zeros(self.size).index_add_(0, self.targets, after)  # [V]
         instead = torch.zeros(self.size).index_add_(0, rests, q[longer] / whole)  # [V]
-        found = ranked((after + instead).log(), shadow.origin, [], 1)
+        found = ranked((after + instead).clamp_min(NEVER).log(), shadow.origin, [], 1)
         if not found or not instead[found[0][0]] > after[found[0][0]]:
             return self._extend(growth, last)
         alike = longer[rests == found[0][0]]
@@ -230,20 +232,17 @@ class Retelling(Translated):
 
     # ------------------------------------------------------------ one token after another
 
-    def _wide(self, q: Tensor) -> Tensor:
-        """The draft model's law [D] over the target tokens that its tokens begin with [V]."""
-        return torch.zeros(self.size).index_add_(0, self.targets, q[self.drafts])
-
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more draft token: the likeliest of those that begin with the target token that would be chosen."""
         assert isinstance(growth, Telling)
-        q = torch.softmax(logits.float(), -1)  # [D]
-        found = ranked(self._wide(q).log(), self.of[growth.seq.id].origin, growth.said, 1)
+        wide = torch.full((self.size,), -math.inf)  # [V] each target token is as likely as the best that begins with it
+        wide.scatter_reduce_(0, self.targets, logits.float()[self.drafts], "amax")
+        found = ranked(wide, self.of[growth.seq.id].origin, growth.said, 1)
         alike = self.drafts[self.targets == found[0][0]] if found else self.drafts[:0]
         if not alike.numel():
             growth.budget = len(growth.tokens)
             return
-        token = int(alike[q[alike].argmax()])
+        token = int(alike[logits[alike].argmax()])
         growth.add(token, len(growth.tokens) - 1, found[0][1])
         if self.pair.draft.is_special(token):
             growth.said, growth.over = [*growth.said, found[0][0]], True

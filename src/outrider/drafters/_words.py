@@ -132,6 +132,8 @@ class Extensions:
     def of(self, begin: bytes) -> tuple[Tensor, Tensor]:
         """Draft ids [E] that begin so and are longer, and the target token [E] that the rest of each begins with."""
         if begin not in self._found:
+            if not begin:
+                return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)
             at = bisect_right(self._sorted, (begin, len(self._sorted)))
             found = []
             while at < len(self._sorted) and self._sorted[at][0].startswith(begin):
