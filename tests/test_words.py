@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings, strategies as st
 
 import alphabets
 from outrider.drafters._retell import KEPT, Mapped, Pair, Retold, Speller
-from outrider.drafters._words import NONE, Extensions, bytes_of, dictionary, same_words, tokenizer_of
+from outrider.drafters._words import NONE, bytes_of, dictionary, same_words, tokenizer_of
 from outrider.models.tokenizer import Tokenizer
 
 KINDS = ("byte level", "byte level, spaced", "sentence piece")
@@ -99,8 +99,7 @@ def test_maps_lead_to_tokens_of_the_same_bytes(
 @settings(max_examples=100, deadline=None)
 def test_longer_tokens_that_the_target_lacks(ours: list[bytes], theirs: list[bytes], asked: list[bytes]) -> None:
     draft, target = Listed(ours, frozenset({3})), Listed(theirs, frozenset({5}))
-    known = dictionary(draft, target, 25, 25)
-    found = Extensions(draft, target, known)
+    found = dictionary(draft, target, 25, 25).longer
     names = {piece for i, piece in enumerate(theirs[:25]) if i != 5 and piece}
     for begin in [*asked, *ours]:
         longer, rests = (t.tolist() for t in found.of(begin))

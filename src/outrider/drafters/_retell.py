@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence as Listing
 
-from ._words import NONE, Dictionary, Extensions, Words, bytes_of
+from ._words import NONE, Dictionary, Words, bytes_of
 
 KEPT = 24  # words at the end that are spelled again at each step: what follows may join them
 MARKS = ("\n", ".", "a")  # what may stand before a text, so that a tokenizer does not take it for a beginning
@@ -79,7 +79,7 @@ class Retold:
         self.settled = 0
         self.tail = ""  # the text of those from there on
         self.begins = True  # the tail is where the text begins
-        self.strip = self.pair.target.strip  # spaces at the beginning that are not the text's own
+        self.strip = getattr(self.pair.target, "strip", 0)  # spaces at the beginning that are not the text's own
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -149,7 +149,6 @@ class Pair:
     def __init__(self, draft: Words, target: Words, known: Dictionary) -> None:
         self.draft, self.target, self.known = draft, target, known
         self.speller, self.target_speller = Speller(draft), Speller(target)
-        self.extensions = Extensions(draft, target, known)
         self._draft_ids: list[int] = known.to_draft.tolist()
         self._size = len(known.to_target)
         self._alone: dict[int, list[int]] = {}

@@ -211,7 +211,7 @@ class Retelling(Translated):
         assert isinstance(shadow.context, Retold)
         growth.half, token = shadow.context.half, growth.seq.tokens[-1]
         begin = b"" if self.pair.draft.is_special(token) else self.pair.draft.id_to_bytes(token)
-        longer, rests = self.pair.extensions.of(begin)  # [E] each
+        longer, rests = self.pair.known.longer.of(begin)  # [E] each
         if before is None or growth.half or not longer.numel():
             return self._extend(growth, last)
         q = torch.softmax(before.float(), -1)  # [D]

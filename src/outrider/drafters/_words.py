@@ -30,9 +30,6 @@ class Words(Protocol):
     @property
     def vocabulary(self) -> dict[str, int]: ...
 
-    @property
-    def strip(self) -> int: ...
-
     def encode(self, text: str, special: bool = False) -> list[int]: ...
 
     def id_to_bytes(self, token: int) -> bytes: ...
@@ -47,6 +44,7 @@ class Dictionary:
     to_target: Tensor  # [D] the target's id for each draft id; NONE where it has no such token
     to_draft: Tensor  # [V] the draft id for each of the target's
     begins: Tensor  # [D] the longest target token that a draft token begins with: itself, where there is such a one
+    longer: Extensions  # draft tokens that the target lacks, by how they begin
     shared: int  # tokens that both have
     target_share: float  # of the target's tokens
     draft_share: float  # of the draft model's
@@ -73,16 +71,26 @@ def _ordinary(words: Words, vocabulary: dict[str, int]) -> dict[str, int]:
 def dictionary(draft: Words, target: Words, draft_size: int, target_size: int) -> Dictionary:
     """The sizes are the models': how many ids each has an embedding for."""
     ours, theirs = _by_bytes(draft, draft_size), _by_bytes(target, target_size)
-    to_target = torch.full((draft_size,), NONE)
-    to_draft = torch.full((target_size,), NONE)
+    to_target, to_draft = [NONE] * draft_size, [NONE] * target_size
     for name, ids in ours.items():
-        if name in theirs:
-            to_target[ids[0]] = theirs[name][0]  # the usual spelling of each
-            to_draft[theirs[name]] = ids[0]
+        for place, its in enumerate(theirs.get(name, ())):
+            if not place:
+                to_target[ids[0]] = its  # the usual spelling of each
+            to_draft[its] = ids[0]
     _join_ends(draft, target, to_target, to_draft)
-    shared = int((to_target != NONE).sum())
-    begins = _beginnings(ours, {name[1]: ids[0] for name, ids in theirs.items() if not name[0]}, to_target)
-    return Dictionary(to_target, to_draft, begins, shared, shared / max(len(theirs), 1), shared / max(len(ours), 1))
+    shared = draft_size - to_target.count(NONE)
+    texts = {name[1]: ids[0] for name, ids in theirs.items() if not name[0]}
+    begins = _beginnings(ours, texts, to_target)
+    lonely = [(name[1], ids[0]) for name, ids in ours.items() if not name[0] and to_target[ids[0]] == NONE]
+    return Dictionary(
+        to_target=torch.tensor(to_target, dtype=torch.long),
+        to_draft=torch.tensor(to_draft, dtype=torch.long),
+        begins=torch.tensor(begins, dtype=torch.long),
+        longer=Extensions(lonely, texts),
+        shared=shared,
+        target_share=shared / max(len(theirs), 1),
+        draft_share=shared / max(len(ours), 1),
+    )
 
 
 Name = tuple[bool, bytes]  # whether it is a control token, and its bytes
@@ -104,12 +112,12 @@ def _is_byte(piece: str) -> bool:
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
 
 
-def _join_ends(draft: Words, target: Words, to_target: Tensor, to_draft: Tensor) -> None:
+def _join_ends(draft: Words, target: Words, to_target: list[int], to_draft: list[int]) -> None:
     """The tokens that begin and end a text, whatever they are called."""
     for ours, theirs in ((draft.eos_id, target.eos_id), (draft.bos_id, target.bos_id)):
         if ours is None or theirs is None or ours >= len(to_target) or theirs >= len(to_draft):
             continue
-        if to_target[ours] == NONE and not (to_target == theirs).any():
+        if to_target[ours] == NONE and theirs not in to_target:
             to_target[ours] = theirs
         if to_draft[theirs] == NONE:
             to_draft[theirs] = ours
@@ -122,11 +130,8 @@ class Extensions:
     token is not likely after the shorter one: it never saw them apart. What it would have said instead is found here.
     """
 
-    def __init__(self, draft: Words, target: Words, known: Dictionary) -> None:
-        ours = _by_bytes(draft, len(known.to_target))
-        lonely = [(name[1], ids[0]) for name, ids in ours.items() if not name[0] and known.to_target[ids[0]] == NONE]
-        self._sorted = sorted(lonely)
-        self._theirs = {name[1]: ids[0] for name, ids in _by_bytes(target, len(known.to_draft)).items() if not name[0]}
+    def __init__(self, lonely: list[tuple[bytes, int]], theirs: dict[bytes, int]) -> None:
+        self._sorted, self._theirs = sorted(lonely), theirs
         self._found: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     def of(self, begin: bytes) -> tuple[Tensor, Tensor]:
@@ -152,12 +157,13 @@ def _longest(theirs: dict[bytes, int], spelled: bytes) -> int:
     return next((theirs[spelled[:n]] for n in sizes if spelled[:n] in theirs), NONE)
 
 
-def _beginnings(ours: dict[Name, list[int]], theirs: dict[bytes, int], to_target: Tensor) -> Tensor:
+def _beginnings(ours: dict[Name, list[int]], theirs: dict[bytes, int], to_target: list[int]) -> list[int]:
     """[D] the longest target token that each draft token begins with. What is shared stands for itself."""
-    begins = to_target.clone()
+    begins = list(to_target)
     for (special, spelled), ids in ours.items():
-        if not special:
-            begins[ids] = _longest(theirs, spelled)
+        longest = NONE if special else _longest(theirs, spelled)
+        for i in () if special else ids:
+            begins[i] = longest
     return begins
 
 
