@@ -345,7 +345,12 @@ def test_models_that_cannot_be_opened(folder: Path, tmp_path: Path) -> None:
 
 def test_a_draft_model_with_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3)
-    fails(generate(folder, "one", "-d", "model", "--draft-model", other), "another vocabulary", "--drafter suffix")
+    translated = generate(folder, "one", "-d", "model", "--draft-model", other)
+    assert translated.exit_code == 0
+    assert "has another tokenizer" in translated.stderr
+    assert "spelled anew (SLEM)" in " ".join(translated.stderr.split())
+    assert translated.stdout == generate(folder, "one", "-d", "off").stdout
+    fails(generate(folder, "one", "-d", "ahead", "--draft-model", other), "another vocabulary", "--drafter model")
     fails(generate(folder, "one", "-d", "model", "--draft-model", "/no/such/draft"), "/no/such/draft")
 
 

@@ -40,10 +40,10 @@ ALLOWED = {
     "engine": f"{FLOW} brought cache control drafters sampling scheduler verify watch",  # protocols: no drafter
     "drafters": f"{FLOW} cache models",
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
-    "models.exit models.feed models.head models.head8 models.head_feed models.head_file models.heads models.linear models.load "
-    "models.ops models.output models.toy models.weigh ahead.* learn learn.*",
+    "models.exit models.feed models.head models.head8 models.head_feed models.head_file models.heads models.linear "
+    "models.load models.ops models.output models.tokenizer models.toy models.weigh ahead.* learn learn.*",
     "ahead": "",
-    "ahead.*": f"{FLOW} cache machine models models.checkpoint models.feed models.head models.head8 models.head_feed models.load "
+    "ahead.*": f"{FLOW} cache machine models models.checkpoint models.feed models.head models.head_feed models.load "
     "models.ops models.weigh runners.desk runners.graphs sampling ahead.*",
     "learn": "",
     "learn.*": f"{FLOW} paths learn learn.*",

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from .llm import LLM
-from .show import ahead_line, ghosts, learning_line, legend, piece, summary
+from .show import ahead_line, ghosts, learning_line, legend, piece, summary, translation_line
 from .types import SamplingParams, Sequence
 
 errors = Console(stderr=True)
@@ -51,6 +51,8 @@ class Run:
             errors.print(learning_line(learning))
         if (ahead := self.llm.drafting.get("ahead")) is not None:
             errors.print(ahead_line(ahead))
+        if (words := self.llm.drafting.get("model")) is not None:
+            errors.print(translation_line(words))
         for sentence in self.llm.drift.sentences():
             errors.print(f"[yellow]{sentence}[/yellow]")
 

@@ -75,15 +75,18 @@ class _Graphs:
 
     def __init__(self, cache: Cache, batch: int, home: torch.device) -> None:
         self.cache, self.batch, self.home = cache, batch, home
-        self.desks: dict[torch.device, Any] = {}
+        self.desks: dict[tuple[torch.device, int], Any] = {}
 
-    def __call__(self, model: Model, plane: Plane) -> Any:
-        device = device_of(model)
+    def __call__(self, model: Model, plane: Plane, cache: Cache | None = None) -> Any:
+        """A plane lies in the engine's own cache unless its owner says otherwise."""
+        device, cache = device_of(model), cache or self.cache
         if device.type != "cuda":
             return None
         from .runners.desk import Desk
         from .runners.graphs import Graphs  # needs triton, which is not installed everywhere
 
-        if device not in self.desks:
-            self.desks[device] = Desk(self.cache, device, self.batch, home=device == self.home)
-        return Graphs(model, plane, self.desks[device])
+        own, at = cache is self.cache, (device, id(cache))
+        if at not in self.desks:
+            clock = None if own else self.desks.get((device, id(self.cache)))
+            self.desks[at] = Desk(cache, device, self.batch, home=own and device == self.home, clock=clock)
+        return Graphs(model, plane, self.desks[at])

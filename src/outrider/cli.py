@@ -43,7 +43,7 @@ Model = Annotated[
 DrafterName = Annotated[
     str | None, typer.Option("--drafter", "-d", help="Who drafts: auto (the default), suffix, ngram, model, ahead, …")
 ]
-DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model or ahead.")]
+DraftModel = Annotated[str | None, typer.Option(help="The draft model of --drafter model (any tokenizer) or ahead.")]
 K = Annotated[str | None, typer.Option("--k", help="Drafted tokens per step: a number, or auto (the default).")]
 Dtype = Annotated[str | None, typer.Option(help="auto (the fastest here, the default), int8, bfloat16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="auto (a GPU if there is one, the default), cpu, cuda, cuda:1, …")]

@@ -95,6 +95,14 @@ def ahead_line(facts: dict[str, Any]) -> str:
     return f"{text}; {facts['just_in_time']} drafts just in time, {facts['fallbacks']} by fallback ({facts['why']})"
 
 
+def translation_line(facts: dict[str, Any]) -> str:
+    """What is done about a draft model with another tokenizer, in one line."""
+    how = {"tli": "only what both have is drafted (TLI)", "slem": "what it drafts is spelled anew (SLEM)"}
+    text = f"The draft model {facts['draft_model']} has another tokenizer: {facts['shared_tokens']:,} tokens in common"
+    share = f"{facts['target_share']:.0%} of the target's and {facts['draft_share']:.0%} of its own"
+    return f"{text}, {share}; {how[facts['translate']]}."
+
+
 def steps(console: Console, trace: Trace, limit: int | None = None) -> None:
     """A recorded run, one line per step: what was drafted, what became of it, what it cost."""
     known: dict[str, str] = trace.footer.get("pieces") or {}

@@ -126,8 +126,12 @@ def check_drafter(
     options: dict[str, Any] | None = None,
     target: Transformer | None = None,
     tokens: int = 40,
+    tokenizer: Any = None,
 ) -> int:
-    """Assert that a drafter cannot change the text; returns how many tokens were compared."""
+    """Assert that a drafter cannot change the text; returns how many tokens were compared.
+
+    `tokenizer` is the target's, for drafters that read text.
+    """
     target = target or toy()
     base = lookup(drafter)
     options = base.trial_options(target) if options is None else options
@@ -138,7 +142,7 @@ def check_drafter(
             expected = reference(target, scenario, params)
             for candidate in (base, meddled(base, seed=compared)):
                 config = Config(drafter=candidate, k=5, options=options, **scenario.config)
-                said = decode(build_engine(target, config), scenario, params)
+                said = decode(build_engine(target, config, tokenizer), scenario, params)
                 _insist(expected, said, f"'{candidate.name}' at temperature {temperature:g}, {scenario.name}")
                 compared += sum(map(len, said))
     return compared

@@ -101,7 +101,7 @@ class Workspace:
     plane: Plane  # the target's own
     options: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None  # the target's, where there is text
-    passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
+    passes: Callable[..., Passes | None] = lambda model, plane, cache=None: None  # None: call the model itself
     market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
     begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
 

@@ -1,7 +1,8 @@
-"""A smaller model with the target's vocabulary, drafting chains or trees in a plane of its own.
+"""A smaller model, drafting chains or trees in a plane of its own.
 
-Its K/V lives in the target's slots, so acceptance, preemption and prefix reuse need no code here: before each draft
-the plane is asked what it lacks, and that is fed.
+With the target's vocabulary its K/V lives in the target's slots, so acceptance, preemption and prefix reuse need no
+code here: before each draft the plane is asked what it lacks, and that is fed. With another vocabulary what it says is
+translated (`_translate.py`), in slots of its own; that is found out here, not asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step
 from . import Drafter, Memory, Workspace, register
 from ._rollout import Rollout
+from ._translate import LONGER, Translated, facts, translated
+from ._words import same_words, tokenizer_of
 
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
@@ -25,16 +28,26 @@ DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
 
 @register("model")
 class SmallModel(Drafter):
-    """Options: draft_model (a path, a name or a model), draft_dtype, draft_device, tree, tree_width, tree_depth."""
+    """Options: draft_model (a path, a name or a model), draft_tokenizer (of a model in memory), translate (auto, tli,
+    slem), draft_dtype, draft_device, tree, tree_width, tree_depth."""
 
-    takes = ("draft_model", "assistant_model", "draft_dtype", "draft_device", "tree", "tree_width", "tree_depth")
+    takes = (
+        "draft_model", "assistant_model", "draft_tokenizer", "assistant_tokenizer", "translate", "draft_dtype",
+        "draft_device", "tree", "tree_width", "tree_depth",
+    )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.model = load_draft_model(space)
-        shape = self.model.plane_shape
-        plane = space.cache.add_plane(*shape, device=device_of(self.model))
-        self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=space.passes(self.model, plane))
+        self.model, words, self.model_name = _draft_model(space)
+        self.translated: Translated | None = None
+        if _needs_translation(self.model, words, space):
+            self.translated = translated(self.model, space, words)
+            self.rollout: Rollout = self.translated
+        else:
+            plane = space.cache.add_plane(*self.model.plane_shape, device=device_of(self.model))
+            passes = space.passes(self.model, plane)
+            self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=passes)
+        self.padded = self.model.config.vocab_size < space.target.config.vocab_size
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
@@ -49,7 +62,12 @@ class SmallModel(Drafter):
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.rollout.stop_below = self.stop_below
-        if self.tree and all(seq.rule == "match" for seq in seqs):
+        tree = self.tree and all(seq.rule == "match" for seq in seqs)
+        if self.translated is not None:
+            return self.translated.propose(seqs, budget, self.width if tree else 0, self.depth)
+        if self.padded and any(max(seq.tokens) >= self.model.config.vocab_size for seq in seqs):
+            return Draft.empty(len(seqs))  # the target has said padding, which the draft model has no row for
+        if tree:
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
 
@@ -59,25 +77,47 @@ class SmallModel(Drafter):
     def observe(self, step: Step) -> None:
         """Nothing to do: tokens are the truth, and the plane reconciles to them at the next draft."""
 
+    def end(self, seq: Sequence) -> None:
+        if self.translated is not None:
+            self.translated.shadows.end(seq)
+
+    def notes(self) -> dict[str, Any]:
+        return {} if self.translated is None else {"model": {"draft_model": self.model_name} | facts(self.translated)}
+
 
 def load_draft_model(space: Workspace) -> Model:
-    """The model that was asked for, or given as it is."""
+    """The model that was asked for, or given as it is, if it speaks the target's ids."""
+    model, words, name = _draft_model(space)
+    if words is not None and space.tokenizer is not None and not same_words(words, space.tokenizer):
+        raise _other_words(name, words, space.tokenizer)
+    if words is None and model.config.vocab_size != space.target.config.vocab_size:
+        raise _unknown_words(model.config.vocab_size, space.target.config.vocab_size)
+    return model
+
+
+def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
+    """The model, its tokenizer where that is known, and its name."""
     wanted = space.option("draft_model", "assistant_model", default=None)
     if wanted is None:
         raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
+    words = space.option("draft_tokenizer", "assistant_tokenizer", default=None)
+    words = None if words is None else tokenizer_of(words)
     if not isinstance(wanted, str) and hasattr(wanted, "forward"):
-        model: Model = wanted
-        _same_size(model.config.vocab_size, space.target.config.vocab_size)
-        return model
+        return wanted, words, "in memory"
+    from ..models.checkpoint import open_checkpoint
     from ..models.load import load_model  # heavy, and only needed for files
 
-    checkpoint = opened(space, wanted)
+    checkpoint = open_checkpoint(wanted)
     same = getattr(space.target, "compute", space.target.dtype)  # what the target computes in, if its weights are int8
     wish = str(space.option("draft_dtype", default=same)).removeprefix("torch.")
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
     device = choose_device(str(space.option("draft_device", default=device_of(space.target))))
-    return load_model(checkpoint, wish, space.cache.length, device=device)
+    length = space.cache.length
+    words = words or checkpoint.tokenizer
+    if space.tokenizer is not None and not same_words(words, space.tokenizer):
+        length = min(LONGER * length, checkpoint.config.context_length)  # the same text may be more tokens
+    return load_model(checkpoint, wish, length, device=device), words, checkpoint.name
 
 
 def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
@@ -85,26 +125,33 @@ def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
     from ..models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(wanted)
-    if space.tokenizer is not None:
-        _same_vocabulary(checkpoint.tokenizer, space.tokenizer, checkpoint.name)
+    if space.tokenizer is not None and not same_words(checkpoint.tokenizer, space.tokenizer):
+        raise _other_words(checkpoint.name, checkpoint.tokenizer, space.tokenizer)
     return checkpoint
 
 
-def _same_vocabulary(ours: Any, theirs: Any, name: str) -> None:
-    """Ids must mean the same on both sides; sizes may differ by padding, which no tokenizer produces."""
+def _needs_translation(model: Model, words: Any, space: Workspace) -> bool:
+    """Whether the two have different ids for the same words, or ids that the other has no row for."""
+    ours, theirs = model.config.vocab_size, space.target.config.vocab_size
+    if words is None or space.tokenizer is None:
+        if ours != theirs:
+            raise _unknown_words(ours, theirs)
+        return False
+    return ours > theirs or not same_words(words, space.tokenizer)
+
+
+def _other_words(name: str, ours: Any, theirs: Any) -> ConfigError:
     a, b = ours.vocabulary, theirs.vocabulary
     differ = sum(b.get(piece) != i for piece, i in a.items())
-    if differ or len(a) != len(b):
-        raise ConfigError(
-            f"The draft model {name} has another vocabulary than the target ({len(a)} and {len(b)} pieces, {differ} of "
-            f"them different), so its token ids mean something else. Choose a draft model with the same tokenizer, or "
-            f"a drafter that needs no model: --drafter suffix."
-        )
+    return ConfigError(
+        f"The draft model {name} has another vocabulary than the target ({len(a)} and {len(b)} pieces, {differ} of "
+        f"them different), which only --drafter model can translate. Use that, or a draft model with the same "
+        f"tokenizer."
+    )
 
 
-def _same_size(ours: int, theirs: int) -> None:
-    if ours != theirs:
-        raise ConfigError(
-            f"The draft model has {ours} token ids and the target {theirs}: their vocabularies differ. Choose a draft "
-            f"model with the same tokenizer."
-        )
+def _unknown_words(ours: int, theirs: int) -> ConfigError:
+    return ConfigError(
+        f"The draft model has {ours} token ids and the target {theirs}: their vocabularies differ. Give the draft "
+        f"model's tokenizer (draft_tokenizer=…), or a draft model with the same one."
+    )

@@ -27,8 +27,11 @@ I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 class Desk:
     """What all passes of an engine share on one device: the table, tokens that nobody has read, clocks."""
 
-    def __init__(self, cache: Cache, device: torch.device, batch: int, home: bool = True) -> None:
+    def __init__(
+        self, cache: Cache, device: torch.device, batch: int, home: bool = True, clock: Desk | None = None
+    ) -> None:
         self.cache, self.device, self.home = cache, device, home  # home: drafts are verified on this device
+        self.clock = clock or self  # whose phases what runs here is counted among
         lines, length = cache.table.shape
         self.table = torch.zeros(lines + 1, length, dtype=I32, device=device)  # the last line is padding's
         self.table[:lines] = cache.table.to(device)
@@ -85,7 +88,7 @@ class Desk:
         form.send()
         result = recording.replay()
         end.record(self.stream)
-        self.phases.append((phase, begin, end, share))
+        self.clock.phases.append((phase, begin, end, share))
         return result
 
     def taken(self) -> list[Phase]:
