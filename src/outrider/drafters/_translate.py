@@ -23,6 +23,7 @@ from torch import Tensor
 from ..cache import Packing
 from ..errors import ConfigError
 from ..models import WHOLE, Model, device_of
+from ..models.feed import catch_up
 from ..sampling import DRAFT, draw, key, law, ranked
 from ..types import Draft, Sequence, Tree, chain
 from . import Workspace
@@ -189,7 +190,7 @@ class Retelling(Translated):
 
     def _feed_ends(self, seqs: list[Sequence]) -> list[tuple[Tensor | None, Tensor]]:
         """Logits after each sequence's last token, and after the one before it, where there is one. [D] each"""
-        starts = [min(self._catch_up(seq), max(len(seq.tokens) - 2, 0)) for seq in seqs]
+        starts = [min(catch_up(self.cache, self.plane, seq, self._read), max(len(seq.tokens) - 2, 0)) for seq in seqs]
         packed = Packing(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             last = len(seq.tokens) - 1
