@@ -2,17 +2,19 @@
 
 A trace is JSONL: a header, one line per (step, sequence), a footer with counters. Levels: `off` records nothing,
 `summary` the nodes with their fates, `full` also what the target thought of each node: p, its top five, the margin.
-The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway.
+The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway. The time it
+takes itself is taken out of the clock: a recorded run shows the times of one that nobody records.
 
     {"step": 17, "seq": 1, "at": 214, "source": "suffix", "budget": 5, "why": "…",
      "us": {"draft": [0, 812], "verify": [812, 9140], "overlap": [900, 20], "judge": [9952, 41]},
      "nodes": [[token, parent, q, p, fate], …], "emitted": [262, 4950],
-     "chose": [[token, p, margin, [[token, p], …]], …]}
+     "chose": [[token, p, margin, [[token, p], …]], …], "guesses": {"-1": [[token, q], …], …}, "noise": [{"262": g, …}, …]}
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 from .errors import OutriderError
-from .types import Step, Tree, Verdict
+from .sampling import CHOICE, gumbel, key
+from .types import Sequence, Step, Tree, Verdict
 from .verify import RULES
 
 VERSION = 1
@@ -37,7 +40,8 @@ class Recorder:
         if level not in LEVELS:
             raise OutriderError(f"There is no trace level '{level}'. Choose one of: {', '.join(LEVELS)}.")
         self.level, self.file = level, file
-        self.reads_logits = level == "full"
+        self.reads_logits = self.reads_guesses = level == "full"
+        self.own = 0.0  # seconds spent here so far
         self.lines: list[Line] = []
         self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
 
@@ -48,10 +52,12 @@ class Recorder:
     def observe(self, step: Step) -> None:
         if self.level == "off":
             return
+        begin = time.perf_counter()
         for i, verdict in enumerate(step.verdicts):
             if verdict is not None:
-                self._put(_line(step, i, verdict, full=self.level == "full"))
+                self._put(_line(step, i, verdict, full=self.level == "full", own=self.own))
                 self._count(step.draft.trees[i], verdict)
+        self.own += time.perf_counter() - begin
 
     def footer(self, **facts: Any) -> None:
         self._put({"end": True, **self.counts, **facts})
@@ -70,7 +76,19 @@ class Recorder:
             self.file.flush()  # a run that is cut off leaves a readable trace
 
 
-def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
+class Passes(Recorder):
+    """Listens to the plain run beside a recorded one: when each pass began and how long it took, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.us: list[list[int]] = []
+
+    def observe(self, step: Step) -> None:
+        if any(verdict is not None for verdict in step.verdicts):
+            self.us.append([round(step.starts["verify"] * 1e6), round(step.clock["verify"] * 1e6)])
+
+
+def _line(step: Step, i: int, verdict: Verdict, full: bool, own: float) -> Line:
     turn, tree, at = step.turns[i], step.draft.trees[i], step.first[i]
     logits = step.output.logits[at : at + 1 + len(tree.tokens)].cpu() if full else None  # [n+1, V]
     p = None if logits is None else torch.log_softmax(logits.float(), -1).exp()
@@ -82,12 +100,16 @@ def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
         "source": tree.source,
         "budget": turn.budget,
         "why": step.why,
-        "us": {k: [round(step.starts[k] * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
+        "us": {k: [round((step.starts[k] - own) * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
         "nodes": _nodes(tree, verdict, p),
         "emitted": verdict.tokens,
     }
     if logits is not None and p is not None:
         line["chose"] = [_chose(logits[row], p[row], t) for row, t in zip(verdict.rows, verdict.tokens, strict=True)]
+        if tree.guesses:
+            line["guesses"] = {at: _shown(guess()) for at, guess in tree.guesses.items() if at in tree.parents}
+        if turn.seq.rule == "match" and not turn.seq.params.greedy:
+            line["noise"] = _noise(turn.seq, tree, verdict, line)
     if turn.seq.rule != "match":
         line["coins"] = [sorted(coins.flips.items()), sorted(coins.draws.items())]
     if step.failure:
@@ -114,6 +136,21 @@ def _chose(logits: Tensor, p: Tensor, token: int) -> list[Any]:
     two = logits.topk(2).values
     top = [[t, round(v, 4)] for t, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [token, round(float(p[token]), 4), round(float(two[0] - two[1]), 4), top]
+
+
+def _shown(guesses: list[tuple[int, float]]) -> list[list[Any]]:
+    return [[token, round(q, 4)] for token, q in guesses]
+
+
+def _noise(seq: Sequence, tree: Tree, verdict: Verdict, line: Line) -> list[dict[int, float]]:
+    """At each emitted token's place: the noise of what was chosen, of what was drafted, and of the target's top five."""
+    places = []
+    for i, (row, chose) in enumerate(zip(verdict.rows, line["chose"], strict=True)):
+        drafted = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == row - 1]
+        tokens = sorted({chose[0], *drafted, *(token for token, _ in chose[3])})
+        noise = gumbel(key(seq.seed, line["at"] + i, CHOICE), torch.tensor(tokens))
+        places.append({token: round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
+    return places
 
 
 # ---------------------------------------------------------------- reading
@@ -171,6 +208,13 @@ def _parse(file: TextIO, path: Path | str) -> Iterator[Line]:
         if not isinstance(line, dict):
             raise OutriderError(f"{path} is not an Outrider trace: line {number} is not a JSON object.")
         yield line
+
+
+def tokens_of(line: Line) -> set[int]:
+    """Every token that a step's line mentions: drafted, emitted, or thought likely by anybody."""
+    tokens = {*line["emitted"], *(node[0] for node in line["nodes"])}
+    tokens |= {token for chose in line.get("chose", ()) for token, _ in chose[3]}
+    return tokens | {token for likely in line.get("guesses", {}).values() for token, _ in likely}
 
 
 # ---------------------------------------------------------------- replaying
