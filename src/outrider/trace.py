@@ -8,7 +8,8 @@ takes itself is taken out of the clock: a recorded run shows the times of one th
     {"step": 17, "seq": 1, "at": 214, "source": "suffix", "budget": 5, "why": "…",
      "us": {"draft": [0, 812], "verify": [812, 9140], "overlap": [900, 20], "judge": [9952, 41]},
      "nodes": [[token, parent, q, p, fate], …], "emitted": [262, 4950],
-     "chose": [[token, p, margin, [[token, p], …]], …], "guesses": {"-1": [[token, q], …], …}, "noise": [{"262": g, …}, …]}
+     "chose": [[token, p, margin, [[token, p], …]], …], "guesses": {"-1": [[token, q], …], …},
+     "noise": [{"262": g, …}, …]}
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _shown(guesses: list[tuple[int, float]]) -> list[list[Any]]:
 
 
 def _noise(seq: Sequence, tree: Tree, verdict: Verdict, line: Line) -> list[dict[int, float]]:
-    """At each emitted token's place: the noise of what was chosen, of what was drafted, and of the target's top five."""
+    """At each emitted token's place: the noise of what was chosen, of what was drafted, of the target's top five."""
     places = []
     for i, (row, chose) in enumerate(zip(verdict.rows, line["chose"], strict=True)):
         drafted = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == row - 1]
