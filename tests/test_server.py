@@ -16,22 +16,10 @@ from outrider.server.settings import Limits, Settings
 from outrider.trace import read, recorded, replay
 from serving import HELLO, client, events, is_openai_error
 
-import tiny
-
 KEY = "a-key-for-tests"
 NAME = re.compile(r"outrider:\w+")
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 WARM: dict[str, Any] = {"messages": HELLO, "temperature": 0.8, "seed": 7, "max_tokens": 24, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, drafter="suffix", dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")
