@@ -149,7 +149,7 @@ def test_speculation_is_told_and_can_be_switched_off(web: TestClient) -> None:
     assert one["num_draft_tokens"] <= one["num_spec_steps"]
     refused = ask(web, **asked, speculation={"drafter": "model"})
     assert refused.status_code == 400
-    assert "drafts with 'suffix'" in refused.json()["error"]["message"]
+    assert "one of these drafters, and no other: suffix, off." in refused.json()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_says_so(llm: LLM) -> None:

@@ -50,7 +50,7 @@ class Recorder:
             return
         for i, verdict in enumerate(step.verdicts):
             if verdict is not None:
-                self._put(_line(step, i, verdict, full=self.level == "full"))
+                self._put(Note(step, i, verdict, full=self.level == "full").line())
                 self._count(step.draft.trees[i], verdict)
 
     def footer(self, **facts: Any) -> None:
@@ -70,10 +70,35 @@ class Recorder:
             self.file.flush()  # a run that is cut off leaves a readable trace
 
 
-def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
-    turn, tree, at = step.turns[i], step.draft.trees[i], step.first[i]
-    logits = step.output.logits[at : at + 1 + len(tree.tokens)].cpu() if full else None  # [n+1, V]
-    p = None if logits is None else torch.log_softmax(logits.float(), -1).exp()
+class Note:
+    """One sequence's part of a step: all that its line will say, as long as the step is there to be asked.
+
+    What the target thought takes longest to work out. With `keep` the logits are copied, so that `line()` may be asked
+    at any later time, on any thread; without, it has to be asked before the next step.
+    """
+
+    def __init__(self, step: Step, i: int, verdict: Verdict, full: bool, keep: bool = False) -> None:
+        at, self.verdict = step.first[i], verdict
+        self.logits: Tensor | None = None  # [n+1, V]
+        if full:
+            logits = step.output.logits[at : at + 1 + len(step.draft.trees[i].tokens)]
+            self.logits = logits.clone().cpu() if keep else logits.cpu()
+        self._line = _line(step, i, verdict)
+
+    @property
+    def rows(self) -> int:
+        """Of logits that are kept."""
+        return 0 if self.logits is None else self.logits.shape[0]
+
+    def line(self) -> Line:
+        if self.logits is not None:
+            _think(self._line, self.logits, self.verdict)
+            self.logits = None
+        return self._line
+
+
+def _line(step: Step, i: int, verdict: Verdict) -> Line:
+    turn, tree = step.turns[i], step.draft.trees[i]
     coins: Any = step.coins[i]
     line: Line = {
         "step": step.index,
@@ -83,11 +108,9 @@ def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
         "budget": turn.budget,
         "why": step.why,
         "us": {k: [round(step.starts[k] * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
-        "nodes": _nodes(tree, verdict, p),
+        "nodes": _nodes(tree, verdict),
         "emitted": verdict.tokens,
     }
-    if logits is not None and p is not None:
-        line["chose"] = [_chose(logits[row], p[row], t) for row, t in zip(verdict.rows, verdict.tokens, strict=True)]
     if turn.seq.rule != "match":
         line["coins"] = [sorted(coins.flips.items()), sorted(coins.draws.items())]
     if step.failure:
@@ -97,23 +120,40 @@ def _line(step: Step, i: int, verdict: Verdict, full: bool) -> Line:
     return line
 
 
-def _nodes(tree: Tree, verdict: Verdict, p: Tensor | None) -> list[list[Any]]:
+def _nodes(tree: Tree, verdict: Verdict) -> list[list[Any]]:
     rows = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         survival = tree.survival[node] if tree.survival else None
         before = tree.survival[parent] if tree.survival and parent >= 0 else 1.0
         q = None if survival is None else round(survival / before if before else 0.0, 4)
-        seen = None if p is None else round(float(p[parent + 1, token]), 4)
-        rows.append([token, parent, q, seen, verdict.fates[node]])
+        rows.append([token, parent, q, None, verdict.fates[node]])
     return rows
 
 
-def _chose(logits: Tensor, p: Tensor, token: int) -> list[Any]:
-    """The target's choice at one row: the token, its p, the gap between the two highest logits, the top five."""
-    values, ids = p.topk(min(5, p.numel()))
-    two = logits.topk(2).values
-    top = [[t, round(v, 4)] for t, v in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [token, round(float(p[token]), 4), round(float(two[0] - two[1]), 4), top]
+def _think(line: Line, logits: Tensor, verdict: Verdict) -> None:
+    """Add what the target thought, from its logits [n+1, V]: each node's p, and for each emitted token its p, the gap
+    between the two highest logits, the top five. Only what is told is worked out: a vocabulary is long."""
+    logits = logits.float()
+    whole = torch.logsumexp(logits, -1)  # [n+1]
+    nodes = line["nodes"]
+    if nodes:
+        where = torch.tensor([[node[1] + 1, node[0]] for node in nodes])  # [n, 2] row and token
+        chances = (logits[where[:, 0], where[:, 1]] - whole[where[:, 0]]).exp()
+        for node, p in zip(nodes, chances.tolist(), strict=True):
+            node[3] = round(p, 4)
+    line["chose"] = []
+    if not verdict.tokens:
+        return
+    rows = logits[verdict.rows]  # [emitted, V]
+    base = whole[verdict.rows]
+    values, ids = rows.topk(min(5, rows.shape[1]))
+    own = (rows[range(len(verdict.tokens)), verdict.tokens] - base).exp().tolist()
+    margins = (values[:, 0] - values[:, 1]).tolist() if values.shape[1] > 1 else [0.0] * len(own)
+    for token, p, margin, tops, shares in zip(
+        verdict.tokens, own, margins, ids.tolist(), (values - base[:, None]).exp().tolist(), strict=True
+    ):
+        top = [[t, round(v, 4)] for t, v in zip(tops, shares, strict=True)]
+        line["chose"].append([token, round(p, 4), round(margin, 4), top])
 
 
 # ---------------------------------------------------------------- reading
