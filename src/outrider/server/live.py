@@ -52,7 +52,7 @@ class Script:
         self.known: set[int] = set()  # tokens whose text has been told
 
     def lines(self, words: Words) -> list[Line]:
-        """What is new with these words. Where the target's thoughts are told it takes a while: not for an event loop."""
+        """What is new with these words. Working out what the target thought takes a while: not for an event loop."""
         lines = [] if self.known else [self._header()]
         if words.note is not None and self.answer.tape is not None:
             lines.append(self._step(self.answer.tape.line(words.note), words.texts))
