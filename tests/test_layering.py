@@ -87,11 +87,13 @@ ALLOWED = {
     "cli_drafter": "cli learn learn.* paths teaching",
     "remote": "errors",
     "load": "remote",
+    "web": "errors",
+    "cli_page": "cli errors paths web",
     "server": "",
     "server.*": f"{FLOW} llm text trace server.*",  # the library's front door, as a program of its own would
     "cli_serve": "cli cli_measure errors load options prompts remote server.app server.logs server.settings teaching",
     "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
-    "cli_serve cli_train",
+    "cli_page cli_serve cli_train",
     "__main__": "cli",
 }
 
