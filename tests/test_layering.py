@@ -76,7 +76,7 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config guides learn.drift machine models prediction profile profiles text trace "
+    "llm": f"{FLOW} build config drafters guides learn.drift machine models prediction profile profiles text trace "
     "models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",

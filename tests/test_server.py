@@ -16,22 +16,10 @@ from outrider.server.settings import Limits, Settings
 from outrider.trace import read, recorded, replay
 from serving import HELLO, client, events, is_openai_error
 
-import tiny
-
 KEY = "a-key-for-tests"
 NAME = re.compile(r"outrider:\w+")
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 WARM: dict[str, Any] = {"messages": HELLO, "temperature": 0.8, "seed": 7, "max_tokens": 24, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, drafter="suffix", dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +149,7 @@ def test_speculation_is_told_and_can_be_switched_off(web: TestClient) -> None:
     assert one["num_draft_tokens"] <= one["num_spec_steps"]
     refused = ask(web, **asked, speculation={"drafter": "model"})
     assert refused.status_code == 400
-    assert "drafts with 'suffix'" in refused.json()["error"]["message"]
+    assert "one of these drafters, and no other: suffix, off." in refused.json()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_says_so(llm: LLM) -> None:

@@ -274,6 +274,8 @@ class Sequence:
     rule: str = "match"
     speculate: bool = True  # False: plain decoding for this one, in the same batch
     most_drafted: int | None = None  # nodes of one step, whatever the controller would allow
+    only: str = ""  # where several drafters work together, the one that drafts for it; empty: any of them
+    shows_logits: bool = False  # somebody looks at its rows' logits after each step, so they must still be there
     watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
     matcher: Matcher | None = None  # what its guide allows; None: anything
     prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -139,6 +140,11 @@ class Drafter:
         return type(self).overlap is not Drafter.overlap
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Drafters that work together in it, by name: a sequence may ask for one of them alone (`Sequence.only`)."""
+        return ()
+
+    @property
     def added_memory(self) -> Memory:
         """What it adds to the target's memory, where that is worth counting."""
         return Memory()
@@ -204,6 +210,12 @@ def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
     if drafter not in _REGISTRY:
         raise ConfigError(f"There is no drafter called '{drafter}'. Choose one of: {', '.join(names())}.")
     return _REGISTRY[drafter]
+
+
+def about(drafter: str | type[Drafter]) -> str:
+    """What it does, in the first sentence of the file it is in."""
+    words = (sys.modules[lookup(drafter).__module__].__doc__ or "").strip()
+    return words.partition("\n")[0]
 
 
 def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:

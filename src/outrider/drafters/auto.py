@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Market, Workspace, register
-from .cascade import FREE, Cascade
+from .cascade import FREE, Cascade, may_draft
 from .head import chosen
 
 LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # where what a draft claims in all begins to mean something else
@@ -116,12 +116,17 @@ class Auto(Cascade):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, [], None
         for drafter in self.free:
-            self._propose(drafter, seqs, budget)
+            wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
+            if wanted:
+                self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
         for drafter in self.costly:
-            worthy = self._worth_asking(drafter.name, seqs, budget)
-            if worthy:
+            named = [i for i, seq in enumerate(seqs) if seq.only == drafter.name]  # asked for: nothing to weigh
+            others = [i for i, seq in enumerate(seqs) if not seq.only]
+            worthy = self._worth_asking(drafter.name, [seqs[i] for i in others], [budget[i] for i in others])
+            asked = sorted(named + [others[i] for i in worthy])
+            if asked:
                 self.asked.append(drafter.name)
-                self._propose(drafter, [seqs[i] for i in worthy], [budget[i] for i in worthy])
+                self._propose(drafter, [seqs[i] for i in asked], [budget[i] for i in asked])
         return Draft.pack((self._best(seq) for seq in seqs), self.unread)
 
     def observe(self, step: Step) -> None:

@@ -1,0 +1,164 @@
+/* The Live view: ask this server, watch the answer come, and race it against plain decoding of the same request.
+
+   mountLive(section, app)      app.open(run, title) shows a run in the other views
+
+   What is shown is what the traces say that arrive with the answers; the page estimates nothing. It draws seldom while
+   a race is on, because on one machine the browser and the model share the cores. */
+
+import { el, replace } from "./dom.js";
+import { Refusal, drafters } from "./live-ask.js";
+import { makeForm } from "./live-form.js";
+import { Runner, race, request } from "./live-race.js";
+import { makeCard, makeScores, outcome, verdict } from "./live-show.js";
+import { mountRun } from "./view.js";
+
+const DRAW = 250; // milliseconds between two drawings of a run that grows
+
+export function mountLive(section, app) {
+  const keyed = document.querySelector('meta[name="outrider-key"]')?.content === "1";
+  const form = makeForm({ keyed, start, stop, compare, connect });
+  const status = el("p", { class: "note", role: "status", "aria-live": "polite" });
+  const problem = el("p", { class: "live-problem", role: "alert", hidden: true });
+  const cards = el("div", { class: "runners" });
+  const verdicts = el("div", { class: "verdicts" });
+  const looking = el("div", { class: "looking", role: "group", "aria-label": "Which run is shown below" });
+  const place = el("div", { class: "live-run" });
+  const scores = makeScores();
+  let runners = [], shown = null, stopper = null;
+
+  style();
+  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, place);
+  if (!keyed) connect();
+
+  /* ------------------------------------------------------------ who is there */
+
+  async function connect() {
+    try {
+      form.offer(await drafters(form.key));
+      say("");
+    } catch (error) {
+      complain(error);
+    }
+  }
+
+  /* ------------------------------------------------------------ a race */
+
+  async function start(title = "your prompt") {
+    if (stopper || !form.valid()) return;
+    say("");
+    if (!form.connected) await connect();
+    if (!form.connected) return;
+    stopper = new AbortController();
+    form.running(true);
+    try {
+      await one(form.settings(), title);
+    } catch (error) {
+      complain(error);
+    } finally {
+      stopper = null;
+      form.running(false);
+      draw(true);
+    }
+  }
+
+  /** Two prompts, each raced against plain decoding; the scores stand side by side. */
+  async function compare(presets) {
+    for (const { title, prompt } of presets) {
+      form.fill(prompt);
+      await start(title);
+      if (!runners.length || runners.some((runner) => runner.state !== "done")) return;
+    }
+  }
+
+  async function one(settings, title) {
+    begin([...settings.drafters.map((name) => new Runner(name)), new Runner("plain decoding", true)], settings.tokens);
+    const changed = (runner) => {
+      runner.card.state(runner);
+      if (runner.state === "running" && !runner.told) tell(`${runner.name} is running.`);
+      runner.told = runner.state === "running";
+      if (shown.runner !== runner && runner.state === "running" && !runner.plain && !runner.ids.length) look(runner);
+      draw();
+    };
+    await race(runners, request(settings), { key: form.key, signal: stopper.signal, changed });
+    const plain = runners.at(-1), drafted = runners.filter((runner) => !runner.plain);
+    replace(verdicts, drafted.map((runner) => verdict(runner, plain)));
+    for (const runner of drafted) scores.add(title, runner, plain);
+    look(drafted[0]);
+    tell(drafted.map((runner) => outcome(runner, plain)).join(" "));
+  }
+
+  function begin(fresh, tokens) {
+    runners = fresh;
+    for (const runner of runners) runner.card = makeCard(runner, tokens);
+    replace(cards, runners.map((runner) => runner.card.element));
+    replace(verdicts);
+    look(runners[0]);
+  }
+
+  function stop() {
+    if (!stopper) return;
+    stopper.abort();
+    tell("Stopped: the server has been told, and its slots are free.");
+  }
+
+  /* ------------------------------------------------------------ the run below */
+
+  function look(runner) {
+    shown?.view.destroy();
+    shown = { runner, view: mountRun(place, runner.run, { title: runner.plain ? "Plain decoding" : `Drafter ${runner.name}` }) };
+    const button = (each) => el("button", { type: "button", "aria-pressed": String(each === runner), onclick: () => look(each) }, each.name);
+    replace(looking, el("span", { class: "note" }, "Shown below:"), runners.map(button),
+      el("button", { type: "button", onclick: () => download(runner) }, "Download this trace"),
+      el("button", { type: "button", onclick: () => (app.open(runner.run, `live: ${runner.name}`), (location.hash = "#run")) }, "Open it in Run"));
+  }
+
+  let due = null, last = 0;
+  function draw(now = false) {
+    if (due && !now) return;
+    clearTimeout(due);
+    due = setTimeout(() => {
+      due = null;
+      last = performance.now();
+      for (const runner of runners) runner.card.update(runner);
+      shown?.view.update();
+    }, now ? 0 : Math.max(0, last + DRAW - performance.now()));
+  }
+
+  /* ------------------------------------------------------------ words */
+
+  function tell(sentence) {
+    status.textContent = sentence;
+  }
+
+  function say(sentence) {
+    problem.textContent = sentence;
+    problem.hidden = !sentence;
+  }
+
+  function complain(error) {
+    if (error.name === "AbortError") return;
+    say(error instanceof Refusal || error.constructor.name === "TraceError" ? error.message : `This page failed: ${error.message}`);
+    tell("");
+    if (!(error instanceof Refusal)) console.warn(error);
+  }
+
+  return { start, stop };
+}
+
+function intro() {
+  return el("div", { class: "intro" }, el("h1", {}, "Live"),
+    el("p", {}, "Your prompt goes to this server, first with a drafter, then to plain decoding: one after the other, so that neither slows the other. "
+      + "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both."));
+}
+
+function download(runner) {
+  const url = URL.createObjectURL(new Blob([runner.jsonl], { type: "application/x-ndjson" }));
+  el("a", { href: url, download: `outrider-${runner.name.replace(/\W+/g, "-")}.jsonl` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** This view's own style sheet, where it is used. */
+function style() {
+  const href = new URL("./live.css", import.meta.url).href;
+  if (![...document.styleSheets].some((sheet) => sheet.href === href)) document.head.append(el("link", { rel: "stylesheet", href }));
+}
