@@ -78,6 +78,8 @@ const MAKE = {
 
 function show() {
   const name = view();
+  if (name !== app.shown) scrollTo(0, 0); // the browser has gone to the section that the hash names, below the header
+  app.shown = name;
   for (const each of VIEWS) {
     $(each).hidden = each !== name;
     if (each === name) $(`tab-${each}`).setAttribute("aria-current", "page");
