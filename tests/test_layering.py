@@ -32,7 +32,7 @@ ALLOWED = {
     "cache": "types",
     "costs": "types",
     "control": "types costs",
-    "trace": f"{FLOW} verify",
+    "trace": f"{FLOW} sampling verify",
     "scheduler": "types cache",
     "profile": "types cache costs machine paths",
     "engine": f"{FLOW} brought cache control drafters sampling scheduler verify",  # protocols: no drafter, no model
@@ -82,7 +82,7 @@ ALLOWED = {
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
     "options": FLOW,
-    "answer": "types llm show",
+    "answer": "types llm show trace",
     "teaching": "errors learn learn.store llm models.checkpoint",
     "cli_drafter": "cli learn learn.* paths teaching",
     "remote": "errors",

@@ -341,6 +341,10 @@ class LLM:
             "".join(reader.texts), seq.generated, seq.finish or "", seq.origins, seq.stats, seq.seed, logprobs
         )
 
+    def texts_of(self, seq: Sequence) -> list[str]:
+        """The text that each generated token released; joined, they are what was said."""
+        return list(_reader(seq).texts)
+
     def observe(self, step: Step) -> None:
         """The engine's listener: remembers what was drafted in vain, for whoever shows it."""
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):

@@ -2,19 +2,23 @@
 
 A trace is JSONL: a header, one line per (step, sequence), a footer with counters. Levels: `off` records nothing,
 `summary` the nodes with their fates, `full` also what the target thought of each node: p, its top five, the margin.
-The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway.
+The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway. The time it
+takes itself is taken out of the clock: a recorded run shows the times of one that nobody records.
 
     {"step": 17, "seq": 1, "at": 214, "source": "suffix", "budget": 5, "why": "…",
      "us": {"draft": [0, 812], "verify": [812, 9140], "overlap": [900, 20], "judge": [9952, 41]},
      "nodes": [[token, parent, q, p, fate], …], "emitted": [262, 4950],
-     "chose": [[token, p, margin, [[token, p], …]], …]}
+     "chose": [[token, p, margin, [[token, p], …]], …], "guesses": {"-1": [[token, q], …], …},
+     "noise": [{"262": g, …}, …]}
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .errors import OutriderError
+from .sampling import CHOICE, gumbel, key
 from .types import Step, Tree, Verdict
 from .verify import RULES
 
@@ -37,7 +42,8 @@ class Recorder:
         if level not in LEVELS:
             raise OutriderError(f"There is no trace level '{level}'. Choose one of: {', '.join(LEVELS)}.")
         self.level, self.file = level, file
-        self.reads_logits = level == "full"
+        self.reads_logits = self.reads_guesses = level == "full"
+        self.own = 0.0  # seconds spent here so far
         self.lines: list[Line] = []
         self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
 
@@ -48,10 +54,12 @@ class Recorder:
     def observe(self, step: Step) -> None:
         if self.level == "off":
             return
+        begin = time.perf_counter()
         for i, verdict in enumerate(step.verdicts):
             if verdict is not None:
-                self._put(Note(step, i, verdict, full=self.level == "full").line())
+                self._put(Note(step, i, verdict, full=self.level == "full", own=self.own).line())
                 self._count(step.draft.trees[i], verdict)
+        self.own += time.perf_counter() - begin
 
     def footer(self, **facts: Any) -> None:
         self._put({"end": True, **self.counts, **facts})
@@ -70,34 +78,57 @@ class Recorder:
             self.file.flush()  # a run that is cut off leaves a readable trace
 
 
+class Passes(Recorder):
+    """Listens to the plain run beside a recorded one: when each pass began and how long it took, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.us: list[list[int]] = []
+
+    def observe(self, step: Step) -> None:
+        if any(verdict is not None for verdict in step.verdicts):
+            self.us.append([round(step.starts["verify"] * 1e6), round(step.clock["verify"] * 1e6)])
+
+
 class Note:
     """One sequence's part of a step: all that its line will say, as long as the step is there to be asked.
 
     What the target thought takes longest to work out. With `keep` the logits are copied, so that `line()` may be asked
-    at any later time, on any thread; without, it has to be asked before the next step.
+    at any later time, on any thread; without, it has to be asked before the next step. `own`: seconds that recording
+    has taken so far, which the line's clock leaves out.
     """
 
-    def __init__(self, step: Step, i: int, verdict: Verdict, full: bool, keep: bool = False) -> None:
-        at, self.verdict = step.first[i], verdict
+    def __init__(self, step: Step, i: int, verdict: Verdict, full: bool, keep: bool = False, own: float = 0.0) -> None:
+        at, self.tree, self.verdict = step.first[i], step.draft.trees[i], verdict
+        seq = step.turns[i].seq
+        self.noisy_seed = seq.seed if seq.rule == "match" and not seq.params.greedy else None
         self.logits: Tensor | None = None  # [n+1, V]
         if full:
-            logits = step.output.logits[at : at + 1 + len(step.draft.trees[i].tokens)]
+            logits = step.output.logits[at : at + 1 + len(self.tree.tokens)]
             self.logits = logits.clone().cpu() if keep else logits.cpu()
-        self._line = _line(step, i, verdict)
+            if seq.matcher is not None:  # a guide's state is the engine's thread's: its guesses are read here
+                told = {node: guess() for node, guess in (self.tree.guesses or {}).items()}
+                self.tree = self.tree._replace(guesses={node: partial(list, each) for node, each in told.items()})
+        self._line = _line(step, i, verdict, own)
 
     @property
     def rows(self) -> int:
-        """Of logits that are kept."""
-        return 0 if self.logits is None else self.logits.shape[0]
+        """Of logits that are kept, the target's and the drafter's."""
+        return 0 if self.logits is None else self.logits.shape[0] + len(self.tree.guesses or ())
 
     def line(self) -> Line:
-        if self.logits is not None:
-            _think(self._line, self.logits, self.verdict)
+        line, logits, tree = self._line, self.logits, self.tree
+        if logits is not None:
             self.logits = None
-        return self._line
+            _think(line, logits, self.verdict)
+            if tree.guesses:
+                line["guesses"] = {at: _shown(guess()) for at, guess in tree.guesses.items() if at in tree.parents}
+            if self.noisy_seed is not None:
+                line["noise"] = _noise(self.noisy_seed, tree, self.verdict, line)
+        return line
 
 
-def _line(step: Step, i: int, verdict: Verdict) -> Line:
+def _line(step: Step, i: int, verdict: Verdict, own: float) -> Line:
     turn, tree = step.turns[i], step.draft.trees[i]
     coins: Any = step.coins[i]
     line: Line = {
@@ -107,7 +138,7 @@ def _line(step: Step, i: int, verdict: Verdict) -> Line:
         "source": tree.source,
         "budget": turn.budget,
         "why": step.why,
-        "us": {k: [round(step.starts[k] * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
+        "us": {k: [round((step.starts[k] - own) * 1e6), round(v * 1e6)] for k, v in step.clock.items()},
         "nodes": _nodes(tree, verdict),
         "emitted": verdict.tokens,
     }
@@ -154,6 +185,21 @@ def _think(line: Line, logits: Tensor, verdict: Verdict) -> None:
     ):
         top = [[t, round(v, 4)] for t, v in zip(tops, shares, strict=True)]
         line["chose"].append([token, round(p, 4), round(margin, 4), top])
+
+
+def _shown(guesses: list[tuple[int, float]]) -> list[list[Any]]:
+    return [[token, round(q, 4)] for token, q in guesses]
+
+
+def _noise(seed: int, tree: Tree, verdict: Verdict, line: Line) -> list[dict[int, float]]:
+    """At each emitted token's place: the noise of what was chosen, of what was drafted, of the target's top five."""
+    places = []
+    for i, (row, chose) in enumerate(zip(verdict.rows, line["chose"], strict=True)):
+        drafted = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == row - 1]
+        tokens = sorted({chose[0], *drafted, *(token for token, _ in chose[3])})
+        noise = gumbel(key(seed, line["at"] + i, CHOICE), torch.tensor(tokens))
+        places.append({token: round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
+    return places
 
 
 # ---------------------------------------------------------------- reading
@@ -211,6 +257,13 @@ def _parse(file: TextIO, path: Path | str) -> Iterator[Line]:
         if not isinstance(line, dict):
             raise OutriderError(f"{path} is not an Outrider trace: line {number} is not a JSON object.")
         yield line
+
+
+def tokens_of(line: Line) -> set[int]:
+    """Every token that a step's line mentions: drafted, emitted, or thought likely by anybody."""
+    tokens = {*line["emitted"], *(node[0] for node in line["nodes"])}
+    tokens |= {token for chose in line.get("chose", ()) for token, _ in chose[3]}
+    return tokens | {token for likely in line.get("guesses", {}).values() for token, _ in likely}
 
 
 # ---------------------------------------------------------------- replaying

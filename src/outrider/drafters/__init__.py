@@ -105,6 +105,7 @@ class Workspace:
     passes: Callable[[Model, Plane], Passes | None] = lambda model, plane: None  # None: call the model itself
     market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
     begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
+    shown: bool = False  # somebody records: trees should carry what else was thought likely (Tree.guesses)
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""

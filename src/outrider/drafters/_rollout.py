@@ -9,8 +9,9 @@ with noise of their own, and q is handed over.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..types import Draft, Sequence, Tree
 from . import Passes, RecordedChains
 
 CHUNK = 512  # rows of one pass while catching up with a long prompt
+SHOWN = 5  # guesses of one place that are shown to whoever records
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Growth:
     survival: list[float] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)  # [V] each
     places: dict[int, int] = field(default_factory=dict)  # node that was fed -> its spare slot, in order of feeding
+    guesses: dict[int, Callable[[], list[tuple[int, float]]]] = field(default_factory=dict)  # by parent
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root down to a node."""
@@ -52,7 +55,7 @@ class Growth:
 
     def tree(self, source: str) -> Tree:
         q = torch.stack(self.q) if self.q else None
-        return Tree(self.tokens, self.parents, self.survival, q, source)
+        return Tree(self.tokens, self.parents, self.survival, q, source, self.guesses or None)
 
 
 class Rollout:
@@ -60,6 +63,7 @@ class Rollout:
 
     again = 2  # committed tokens that a recorded draft feeds once more
     stop_below = 0.0  # a node less likely than this is not gone on from
+    shown = False  # keep what else was likely, for whoever records
 
     def __init__(
         self,
@@ -141,6 +145,7 @@ class Rollout:
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more token at the end of a chain. logits [V]."""
         seq, last = growth.seq, len(growth.tokens) - 1
+        self._show(growth, last, logits)
         if seq.rule == "match":
             token, confidence = self._ranked(logits, seq, growth.tokens, 1)[0]
         else:
@@ -151,8 +156,15 @@ class Rollout:
         growth.add(token, last, confidence)
 
     def _branch(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[int]:
+        self._show(growth, node, logits)
         children = self._ranked(logits, growth.seq, growth.path(node), width)
         return [growth.add(token, node, confidence) for token, confidence in children]
+
+    def _show(self, growth: Growth, node: int, logits: Tensor) -> None:
+        """Keep the row [V] and the place as they are now: they are ranked when the clock no longer runs."""
+        if (self.shown or growth.seq.shows_logits) and growth.seq.rule == "match":
+            seq = replace(growth.seq)  # its tokens are a copy: the sequence itself grows
+            growth.guesses[node] = partial(self._ranked, logits.clone(), seq, growth.path(node), SHOWN)
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         return ranked(logits, seq, emitted, width)
@@ -178,6 +190,7 @@ class Rollout:
             [growth.survival[n] for n in order],
             None,
             self.source,
+            {number[n]: guess for n, guess in growth.guesses.items() if n in number} or None,
         )
 
     # ------------------------------------------------------------ running

@@ -114,6 +114,7 @@ class EarlyExit(Drafter):
         begun = space.begun if space.option("exit_reuse", default=True) else None
         first = begun or Alone(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)
+        self.rollout.shown = space.shown
 
     @property
     def added_memory(self) -> Memory:

@@ -35,6 +35,7 @@ class SmallModel(Drafter):
         shape = self.model.plane_shape
         plane = space.cache.add_plane(*shape, device=device_of(self.model))
         self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=space.passes(self.model, plane))
+        self.rollout.shown = space.shown
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))

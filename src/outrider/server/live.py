@@ -8,10 +8,12 @@ bounded: of a client that reads too slowly the target's thoughts are dropped fir
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from ..llm import LLM
-from ..trace import VERSION, Line, Note
+from ..trace import VERSION, Line, Note, tokens_of
 from ..types import Sequence, Step
 from .asked import Asked
 from .job import Answer, Words
@@ -25,6 +27,7 @@ class Tape:
     def __init__(self, seq: Sequence, level: str) -> None:
         self.level = level
         seq.shows_logits = level == "full"
+        self.own = 0.0  # seconds of the engine's thread that noting has taken
         self._lock, self._waiting = threading.Lock(), 0
 
     def note(self, step: Step, i: int) -> Note | None:
@@ -32,9 +35,12 @@ class Tape:
         verdict = step.verdicts[i]
         if verdict is None:
             return None
-        note = Note(step, i, verdict, full=self.level == "full" and self._waiting < ROWS, keep=True)
+        begin = time.perf_counter()
+        full = self.level == "full" and self._waiting < ROWS
+        note = Note(step, i, verdict, full, keep=True, own=self.own)
         with self._lock:
             self._waiting += note.rows
+        self.own += time.perf_counter() - begin
         return note
 
     def line(self, note: Note) -> Line:
@@ -74,17 +80,15 @@ class Script:
         told = [len(nodes), sum(node[4] == "a" for node in nodes), len(emitted)]
         for name, more in zip(self.counts, (1, *told), strict=True):
             self.counts[name] += more
-        shown = [*emitted, *(node[0] for node in nodes)]
-        shown += [token for chosen in line.get("chose", ()) for token, _ in chosen[3]]
         # Which number the engine gave it, and how many others there are, is nobody's business.
-        return line | {"seq": self.answer.index, "texts": texts, "pieces": self._pieces(shown)}
+        return line | {"seq": self.answer.index, "texts": texts, "pieces": self._pieces(tokens_of(line))}
 
     def _footer(self, finish: str) -> Line:
         stats = self.answer.seq.stats
         facts: dict[str, Any] = {"finish": finish, "seed": self.answer.seq.seed, "seconds": stats.seconds}
         return {"end": True, **self.counts, **facts}
 
-    def _pieces(self, tokens: list[int]) -> dict[int, str]:
+    def _pieces(self, tokens: Iterable[int]) -> dict[int, str]:
         """The texts of those tokens that have not been named yet."""
         fresh = set(tokens) - self.known
         self.known |= fresh

@@ -79,8 +79,8 @@ def page(trace_lines: Iterable[dict[str, Any]] | None = None, live: bool = False
     html = html.replace('<link rel="stylesheet" href="vendor/uPlot.css">\n', "")
     html = html.replace('<link rel="stylesheet" href="page.css">', f"<style>{style}</style>")
     html = html.replace('<script type="module" src="app.js"></script>\n', "")
-    last = f'<script type="application/json" id="outrider-data">{data}</script>\n<script type="module">{script}</script>'
-    return html.replace("<!-- data -->", last)
+    inside = f'<script type="application/json" id="outrider-data">{data}</script>\n'
+    return html.replace("<!-- data -->", f'{inside}<script type="module">{script}</script>')
 
 
 def join(entry: str) -> str:
