@@ -121,6 +121,13 @@ def test_asking_for_it_changes_no_text(web: TestClient) -> None:
     assert not any(line.get("nodes") for line in lines_of(plain))
 
 
+def test_a_guided_answer_is_traced_too(web: TestClient) -> None:
+    guided = {"guided_regex": "(one|two|three)( (one|two|three)){3,9}", "temperature": 1.0, "ignore_eos": False}
+    told = chunks(web, **guided, speculation={"drafter": "layerskip", "trace": "full"})
+    assert any(line.get("guesses") for line in lines_of(told))
+    assert ids_of(told) == ids_of(chunks(web, **guided, speculation={"enabled": False}))
+
+
 def test_it_is_refused_where_it_cannot_be(web: TestClient) -> None:
     whole = web.post("/v1/chat/completions", json=ASKED | {"stream": False, "speculation": {"trace": "full"}})
     assert (whole.status_code, whole.json()["error"]["param"]) == (400, "speculation.trace")

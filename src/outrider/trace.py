@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from .verify import RULES
 VERSION = 1
 LEVELS = ("off", "summary", "full")
 Line = dict[str, Any]
+Guess = Callable[[], list[tuple[int, float]]]
 
 
 class Recorder:
@@ -94,21 +95,20 @@ class Note:
     """One sequence's part of a step: all that its line will say, as long as the step is there to be asked.
 
     What the target thought takes longest to work out. With `keep` the logits are copied, so that `line()` may be asked
-    at any later time, on any thread; without, it has to be asked before the next step. `own`: seconds that recording
-    has taken so far, which the line's clock leaves out.
+    at any later time, on any thread; without, it has to be asked before the next step. `own` seconds are taken out of
+    the clock: whoever listened so far has spent them.
     """
 
     def __init__(self, step: Step, i: int, verdict: Verdict, full: bool, keep: bool = False, own: float = 0.0) -> None:
-        at, self.tree, self.verdict = step.first[i], step.draft.trees[i], verdict
-        seq = step.turns[i].seq
-        self.noisy_seed = seq.seed if seq.rule == "match" and not seq.params.greedy else None
+        at, self.verdict, self.tree, seq = step.first[i], verdict, step.draft.trees[i], step.turns[i].seq
+        self.seed = None if seq.params.greedy or seq.rule != "match" else seq.seed  # None: no noise
         self.logits: Tensor | None = None  # [n+1, V]
         if full:
             logits = step.output.logits[at : at + 1 + len(self.tree.tokens)]
             self.logits = logits.clone().cpu() if keep else logits.cpu()
-            if seq.matcher is not None:  # a guide's state is the engine's thread's: its guesses are read here
-                told = {node: guess() for node, guess in (self.tree.guesses or {}).items()}
-                self.tree = self.tree._replace(guesses={node: partial(list, each) for node, each in told.items()})
+            if seq.matcher is not None:  # a guide's state belongs to the engine's thread: it is asked here
+                asked: dict[int, Guess] = {n: partial(list, guess()) for n, guess in (self.tree.guesses or {}).items()}
+                self.tree = self.tree._replace(guesses=asked)
         self._line = _line(step, i, verdict, own)
 
     @property
@@ -117,15 +117,17 @@ class Note:
         return 0 if self.logits is None else self.logits.shape[0] + len(self.tree.guesses or ())
 
     def line(self) -> Line:
-        line, logits, tree = self._line, self.logits, self.tree
-        if logits is not None:
+        if self.logits is not None:
+            _think(self._line, self.logits, self.verdict)
+            if self.tree.guesses:
+                guessed = {at: guess() for at, guess in self.tree.guesses.items() if at in self.tree.parents}
+                self._line["guesses"] = {
+                    str(at): [[token, round(q, 4)] for token, q in likely] for at, likely in guessed.items()
+                }
+            if self.seed is not None:
+                self._line["noise"] = _noise(self._line, self.verdict, self.seed)
             self.logits = None
-            _think(line, logits, self.verdict)
-            if tree.guesses:
-                line["guesses"] = {at: _shown(guess()) for at, guess in tree.guesses.items() if at in tree.parents}
-            if self.noisy_seed is not None:
-                line["noise"] = _noise(self.noisy_seed, tree, self.verdict, line)
-        return line
+        return self._line
 
 
 def _line(step: Step, i: int, verdict: Verdict, own: float) -> Line:
@@ -187,18 +189,14 @@ def _think(line: Line, logits: Tensor, verdict: Verdict) -> None:
         line["chose"].append([token, round(p, 4), round(margin, 4), top])
 
 
-def _shown(guesses: list[tuple[int, float]]) -> list[list[Any]]:
-    return [[token, round(q, 4)] for token, q in guesses]
-
-
-def _noise(seed: int, tree: Tree, verdict: Verdict, line: Line) -> list[dict[int, float]]:
+def _noise(line: Line, verdict: Verdict, seed: int) -> list[dict[str, float]]:
     """At each emitted token's place: the noise of what was chosen, of what was drafted, of the target's top five."""
     places = []
     for i, (row, chose) in enumerate(zip(verdict.rows, line["chose"], strict=True)):
-        drafted = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == row - 1]
+        drafted = [node[0] for node in line["nodes"] if node[1] == row - 1]
         tokens = sorted({chose[0], *drafted, *(token for token, _ in chose[3])})
         noise = gumbel(key(seed, line["at"] + i, CHOICE), torch.tensor(tokens))
-        places.append({token: round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
+        places.append({str(token): round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
     return places
 
 

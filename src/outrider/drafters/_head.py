@@ -168,8 +168,7 @@ class HeadRollout(Rollout):
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            shown = self.shown or growth.seq.shows_logits
-            if growth.seq.rule == "match" and growth.seq.params.plain and not shown:
+            if growth.seq.rule == "match" and growth.seq.params.plain and not self._shows(growth.seq):
                 for token, confidence in self._likeliest(rows):
                     growth.add(token, len(growth.tokens) - 1, confidence)
             else:

@@ -160,9 +160,13 @@ class Rollout:
         children = self._ranked(logits, growth.seq, growth.path(node), width)
         return [growth.add(token, node, confidence) for token, confidence in children]
 
+    def _shows(self, seq: Sequence) -> bool:
+        """Whether somebody wants to know. (q of other rules is a law, which no ranking under noise tells.)"""
+        return (self.shown or seq.shows_logits) and seq.rule == "match"
+
     def _show(self, growth: Growth, node: int, logits: Tensor) -> None:
         """Keep the row [V] and the place as they are now: they are ranked when the clock no longer runs."""
-        if (self.shown or growth.seq.shows_logits) and growth.seq.rule == "match":
+        if self._shows(growth.seq):
             seq = replace(growth.seq)  # its tokens are a copy: the sequence itself grows
             growth.guesses[node] = partial(self._ranked, logits.clone(), seq, growth.path(node), SHOWN)
 

@@ -81,7 +81,7 @@ class Script:
         for name, more in zip(self.counts, (1, *told), strict=True):
             self.counts[name] += more
         # Which number the engine gave it, and how many others there are, is nobody's business.
-        return line | {"seq": self.answer.index, "texts": texts, "pieces": self._pieces(tokens_of(line))}
+        return line | {"seq": self.answer.index, "texts": texts, "pieces": self._pieces(sorted(tokens_of(line)))}
 
     def _footer(self, finish: str) -> Line:
         stats = self.answer.seq.stats
