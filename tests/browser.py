@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Request
+    from playwright.sync_api import Browser, Locator, Page, Request
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 MISSING = (
@@ -119,6 +119,13 @@ def watched(browser: Browser, seen: Seen) -> Iterator[Page]:
 def page(browser: Browser, seen: Seen) -> Iterator[Page]:
     with watched(browser, seen) as one:
         yield one
+
+
+def there_are(many: int, locator: Locator, seconds: float = 15.0) -> None:
+    """Wait until there are so many. (The served page's policy forbids `wait_for_function`: it makes code of a text.)"""
+    from playwright.sync_api import expect
+
+    expect(locator).to_have_count(many, timeout=1e3 * seconds)
 
 
 def accessible(page: Page, within: str | None = None) -> None:

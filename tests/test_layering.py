@@ -90,7 +90,7 @@ ALLOWED = {
     "web": "errors",
     "cli_page": "cli errors paths web",
     "server": "",
-    "server.*": f"{FLOW} llm text trace server.*",  # the library's front door, as a program of its own would
+    "server.*": f"{FLOW} llm text trace web server.*",  # the library's front door, as a program of its own would
     "cli_serve": "cli cli_measure errors load options prompts remote server.app server.logs server.settings teaching",
     "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
     "cli_page cli_serve cli_train",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,14 @@ from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
 from outrider.server import live
-from outrider.trace import Line, Recorder, Trace, recorded, replay
+from outrider.trace import Line, Recorder, Trace, recorded, replay, tokens_of
 from serving import HELLO, client, events
 
 ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "one two three one two three one two"}], "temperature": 0.7, "seed": 11,
     "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, "stream": True,
 }  # fmt: skip
+SKIP: dict[str, Any] = {"skip_layers": [0], "refine": False}
 ENGINES_OWN = ("step", "seq", "us")  # numbers and clocks of the engine that ran it
 TOLD_BESIDE = ("texts", "pieces")  # what a stream says with each line
 
@@ -26,7 +28,7 @@ TOLD_BESIDE = ("texts", "pieces")  # what a stream says with each line
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     """Several drafters together, none of which remembers other requests."""
-    return LLM(folder, drafter="auto", auto="ngram,layerskip", skip_layers=[0], dtype="float32", k=4)
+    return LLM(folder, drafter="auto", auto="ngram,layerskip", **SKIP, dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +59,20 @@ def bare(line: Line, without: tuple[str, ...] = ENGINES_OWN + TOLD_BESIDE) -> Li
 # ---------------------------------------------------------------- the lines
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "layerskip"])
 @pytest.mark.parametrize("level", ["summary", "full"])
-def test_the_lines_are_a_local_recorders(web: TestClient, llm: LLM, level: str) -> None:
+def test_the_lines_are_a_local_recorders(web: TestClient, llm: LLM, level: str, drafter: str) -> None:
     recorder = Recorder(level)
-    local = llm.using(recorder, drafter="ngram")
+    local = llm.using(recorder, drafter=drafter, **(SKIP if drafter == "layerskip" else {}))
     params = SamplingParams(temperature=0.7, seed=11, max_tokens=40, ignore_eos=True)
+    for say in (lambda: local.chat(ASKED["messages"], params), lambda: chunks(web)):
+        say()  # so that both know the prompt's K/V: a drafter may begin with the first pass where it is known
+    recorder.lines.clear()
     (result,) = local.chat(ASKED["messages"], params)
-    told = chunks(web, speculation={"drafter": "ngram", "trace": level})
-    trace = Trace.of(lines_of(told))
-    assert [bare(line) for line in trace.lines] == [bare(line) for line in recorder.lines]
+    told = chunks(web, speculation={"drafter": drafter, "trace": level})
+    trace, lines = Trace.of(lines_of(told)), json.loads(json.dumps(recorder.lines))
+    assert [bare(line) for line in trace.lines] == [bare(line) for line in lines]
+    assert any("guesses" in line for line in trace.lines) == (level == "full" and drafter == "layerskip")
     assert any(line["nodes"] for line in trace.lines)
     assert ("chose" in trace.lines[0]) == (level == "full")
     assert ids_of(told) == result.token_ids == [token for line in trace.lines for token in line["emitted"]]
@@ -96,9 +103,7 @@ def test_texts_and_pieces_come_with_the_lines_that_need_them(web: TestClient) ->
         for line in chunk["trace"]:
             assert not known.keys() & line.get("pieces", {}).keys(), "told twice"
             known |= line.get("pieces", {})
-            shown = [*line["emitted"]] if "nodes" in line else []
-            shown += [node[0] for node in line.get("nodes", [])]
-            shown += [token for chosen in line.get("chose", ()) for token, _ in chosen[3]]
+            shown = tokens_of(line) if "nodes" in line else set()
             assert {str(token) for token in shown} <= known.keys()
             assert len(line.get("texts", [])) == (len(line["emitted"]) if "nodes" in line else 0)
         texts = [text for line in chunk["trace"] for text in line.get("texts", [])]
@@ -114,6 +119,13 @@ def test_asking_for_it_changes_no_text(web: TestClient) -> None:
     assert ids_of(plain) == ids_of(quiet)
     assert lines_of(plain)[0]["drafter"] == "off"
     assert not any(line.get("nodes") for line in lines_of(plain))
+
+
+def test_a_guided_answer_is_traced_too(web: TestClient) -> None:
+    guided = {"guided_regex": "(one|two|three)( (one|two|three)){3,9}", "temperature": 1.0, "ignore_eos": False}
+    told = chunks(web, **guided, speculation={"drafter": "layerskip", "trace": "full"})
+    assert any(line.get("guesses") for line in lines_of(told))
+    assert ids_of(told) == ids_of(chunks(web, **guided, speculation={"enabled": False}))
 
 
 def test_it_is_refused_where_it_cannot_be(web: TestClient) -> None:

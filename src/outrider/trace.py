@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +33,7 @@ from .verify import RULES
 VERSION = 1
 LEVELS = ("off", "summary", "full")
 Line = dict[str, Any]
+Guess = Callable[[], list[tuple[int, float]]]
 
 
 class Recorder:
@@ -102,14 +104,17 @@ class Note:
         self.seed = None if seq.params.greedy or seq.rule != "match" else seq.seed  # None: no noise
         self.logits: Tensor | None = None  # [n+1, V]
         if full:
-            logits = step.output.logits[at : at + 1 + len(step.draft.trees[i].tokens)]
+            logits = step.output.logits[at : at + 1 + len(self.tree.tokens)]
             self.logits = logits.clone().cpu() if keep else logits.cpu()
+            if seq.matcher is not None:  # a guide's state belongs to the engine's thread: it is asked here
+                asked: dict[int, Guess] = {n: partial(list, guess()) for n, guess in (self.tree.guesses or {}).items()}
+                self.tree = self.tree._replace(guesses=asked)
         self._line = _line(step, i, verdict, own)
 
     @property
     def rows(self) -> int:
-        """Of logits that are kept."""
-        return 0 if self.logits is None else self.logits.shape[0]
+        """Of logits that are kept, the target's and the drafter's."""
+        return 0 if self.logits is None else self.logits.shape[0] + len(self.tree.guesses or ())
 
     def line(self) -> Line:
         if self.logits is not None:

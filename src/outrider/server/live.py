@@ -8,6 +8,8 @@ bounded: of a client that reads too slowly the target's thoughts are dropped fir
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from ..llm import LLM
@@ -25,6 +27,7 @@ class Tape:
     def __init__(self, seq: Sequence, level: str) -> None:
         self.level = level
         seq.shows_logits = level == "full"
+        self.own = 0.0  # seconds of the engine's thread that noting has taken
         self._lock, self._waiting = threading.Lock(), 0
 
     def note(self, step: Step, i: int) -> Note | None:
@@ -32,9 +35,12 @@ class Tape:
         verdict = step.verdicts[i]
         if verdict is None:
             return None
-        note = Note(step, i, verdict, full=self.level == "full" and self._waiting < ROWS, keep=True)
+        begin = time.perf_counter()
+        full = self.level == "full" and self._waiting < ROWS
+        note = Note(step, i, verdict, full, keep=True, own=self.own)
         with self._lock:
             self._waiting += note.rows
+        self.own += time.perf_counter() - begin
         return note
 
     def line(self, note: Note) -> Line:
@@ -82,7 +88,7 @@ class Script:
         facts: dict[str, Any] = {"finish": finish, "seed": self.answer.seq.seed, "seconds": stats.seconds}
         return {"end": True, **self.counts, **facts}
 
-    def _pieces(self, tokens: list[int]) -> dict[int, str]:
+    def _pieces(self, tokens: Iterable[int]) -> dict[int, str]:
         """The texts of those tokens that have not been named yet."""
         fresh = set(tokens) - self.known
         self.known |= fresh

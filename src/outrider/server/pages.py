@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
+from ..web import files, index
 from .problems import Problem
 
 TYPES = {
@@ -64,33 +65,25 @@ def is_open(path: str) -> bool:
     return path == "/" or path.startswith(HOME)
 
 
-def read_files(folder: Path, keyed: bool) -> dict[str, File]:
-    """Every file that a browser may have, by its name below the folder; the front page knows where it is."""
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.suffix in TYPES}
-    files = {name: File.of(path.read_bytes(), path.suffix) for name, path in names.items()}
-    files[FRONT] = File.of(_served(names[FRONT].read_text(encoding="utf-8"), keyed).encode(), ".html")
-    return files
+def read_files(folder: Path, front: str, keyed: bool) -> dict[str, File]:
+    """Every file that a browser may have, by its name below the folder; the front page says if a key is wanted."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.suffix in TYPES}
+    front = front.replace("<title>", '<meta name="outrider-key" content="1">\n<title>', 1) if keyed else front
+    read = {name: File.of(path.read_bytes(), path.suffix) for name, path in found.items()}
+    return read | {FRONT: File.of(front.encode(), ".html")}
 
 
-def _served(page: str, keyed: bool) -> str:
-    """The page with a word that a server is there to ask, and whether it wants a key."""
-    told = '<meta name="outrider-live" content="1">' + ('<meta name="outrider-key" content="1">' if keyed else "")
-    begin, head, rest = page.partition("<head>")
-    assert head, "the page has no head"
-    return f"{begin}{head}{told}{rest}"
-
-
-def pages(folder: Path, keyed: bool) -> APIRouter:
-    router, files = APIRouter(), read_files(folder, keyed)
+def pages(keyed: bool) -> APIRouter:
+    router, known = APIRouter(), read_files(files(), index(live=True), keyed)
 
     def found(name: str, request: Request) -> Response:
-        if name not in files:
+        if name not in known:
             raise Problem(404, "The page has no such file.", "not_found")
-        return files[name].answer(request.headers.get("if-none-match", ""))
+        return known[name].answer(request.headers.get("if-none-match", ""))
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def front(request: Request) -> Response:
-        return found(FRONT, request)
+    async def front() -> Response:
+        return RedirectResponse(HOME, headers=HEADERS)  # where the page's files are beside it
 
     @router.api_route(HOME + "{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str, request: Request) -> Response:

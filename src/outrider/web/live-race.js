@@ -56,9 +56,8 @@ export class Runner {
 
   /** The plain run of the same request belongs to this one's record: the race can then be drawn from it alone. */
   keepPlain(plain) {
-    if (plain.passes.some((pass) => pass === null)) return;
-    const known = { us: plain.passes, same: same(this, plain).identical };
-    const footer = { ...(this.lines.at(-1)?.end ? this.lines.pop() : { end: true }), plain: known };
+    if (!same(this, plain).identical || plain.passes.some((pass) => pass === null)) return;
+    const footer = { ...(this.lines.at(-1)?.end ? this.lines.pop() : { end: true }), plain: { us: plain.passes } };
     this.lines.push(footer);
     this.run.push(footer);
   }

@@ -24,7 +24,7 @@ export function mountLive(section, app) {
   const looking = el("div", { class: "looking", role: "group", "aria-label": "Which run is shown below" });
   const place = el("div", { class: "live-run" });
   const scores = makeScores();
-  let runners = [], shown = null, stopper = null;
+  let runners = [], shown = null, pinned = false, stopper = null;
 
   style();
   replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, place);
@@ -76,19 +76,19 @@ export function mountLive(section, app) {
       runner.card.state(runner);
       if (runner.state === "running" && !runner.told) tell(`${runner.name} is running.`);
       runner.told = runner.state === "running";
-      if (shown.runner !== runner && runner.state === "running" && !runner.plain && !runner.ids.length) look(runner);
+      if (!pinned && !runner.plain && runner.state === "running" && shown.runner !== runner) look(runner);
       draw();
     };
     await race(runners, request(settings), { key: form.key, signal: stopper.signal, changed });
     const plain = runners.at(-1), drafted = runners.filter((runner) => !runner.plain);
     replace(verdicts, drafted.map((runner) => verdict(runner, plain)));
     for (const runner of drafted) scores.add(title, runner, plain);
-    look(drafted[0]);
+    if (!pinned) look(drafted[0]);
     tell(drafted.map((runner) => outcome(runner, plain)).join(" "));
   }
 
   function begin(fresh, tokens) {
-    runners = fresh;
+    [runners, pinned] = [fresh, false];
     for (const runner of runners) runner.card = makeCard(runner, tokens);
     replace(cards, runners.map((runner) => runner.card.element));
     replace(verdicts);
@@ -104,12 +104,20 @@ export function mountLive(section, app) {
   /* ------------------------------------------------------------ the run below */
 
   function look(runner) {
-    shown?.view.destroy();
-    shown = { runner, view: mountRun(place, runner.run, { title: runner.plain ? "Plain decoding" : `Drafter ${runner.name}` }) };
-    const button = (each) => el("button", { type: "button", "aria-pressed": String(each === runner), onclick: () => look(each) }, each.name);
+    shown?.view?.destroy();
+    shown = { runner, view: null };
+    replace(place, el("p", { class: "note" }, "Waiting for the first step …"));
+    showRun();
+    const button = (each) => el("button", { type: "button", "aria-pressed": String(each === runner), onclick: () => ((pinned = true), look(each)) }, each.name);
     replace(looking, el("span", { class: "note" }, "Shown below:"), runners.map(button),
       el("button", { type: "button", onclick: () => download(runner) }, "Download this trace"),
       el("button", { type: "button", onclick: () => (app.open(runner.run, `live: ${runner.name}`), (location.hash = "#run")) }, "Open it in Run"));
+  }
+
+  /** The run below, as soon as there is something to see of it. */
+  function showRun() {
+    if (shown.view) shown.view.update();
+    else if (shown.runner.run.steps.length) shown.view = mountRun(place, shown.runner.run, { title: shown.runner.plain ? "Plain decoding" : `Drafter ${shown.runner.name}` });
   }
 
   let due = null, last = 0;
@@ -120,7 +128,7 @@ export function mountLive(section, app) {
       due = null;
       last = performance.now();
       for (const runner of runners) runner.card.update(runner);
-      shown?.view.update();
+      if (shown) showRun();
     }, now ? 0 : Math.max(0, last + DRAW - performance.now()));
   }
 
