@@ -77,6 +77,14 @@ def test_the_stations_show_steps_of_the_trace(page: Page, address: str) -> None:
     assert page.locator(".station td .chip.rejected").inner_text() == seen(pieces[missed[0]])
 
 
+def test_a_run_without_them_borrows_the_bundled_steps(page: Page, tmp_path: Path) -> None:
+    of_file(page, tmp_path, TRACES["story.jsonl"])
+    page.locator("#tab-explain").click()
+    page.locator(".dot", has_text="Reject").click()
+    assert "the stations show the bundled run" in page.locator("#explain").inner_text()
+    assert page.locator(".station td .chip.rejected").count() == 1
+
+
 def seen(text: str) -> str:
     """As the page shows white space."""
     return text.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍").replace(" ", "·")

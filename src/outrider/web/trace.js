@@ -142,6 +142,17 @@ export class Run {
     return this.counts.reachedAt.map((reached, i) => ({ reached, accepted: this.counts.acceptedAt[i], alpha: this.counts.acceptedAt[i] / reached }));
   }
 
+  /** What became of each drafter's proposals, those with most drafts first. */
+  bySource() {
+    const sources = new Map();
+    for (const step of this.steps) {
+      if (!step.nodes.length) continue;
+      if (!sources.has(step.source)) sources.set(step.source, emptyCounts());
+      count(sources.get(step.source), step);
+    }
+    return [...sources].map(([source, counts]) => ({ source, ...counts, alpha: ratio(counts.accepted, counts.reached) })).sort((a, b) => b.drafts - a.drafts);
+  }
+
   /** Drafted tokens per draft. */
   meanK() {
     return ratio(this.counts.drafted, this.counts.drafts);
