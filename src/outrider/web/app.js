@@ -82,7 +82,7 @@ const MAKE = {
 
 function show() {
   const name = view();
-  if (name !== app.shown) scrollTo(0, 0); // the browser has gone to the section that the hash names, below the header
+  if (name !== app.shown) scrollTo(0, 0);
   app.shown = name;
   for (const each of VIEWS) {
     $(each).hidden = each !== name;
