@@ -24,7 +24,7 @@ from outrider import LLM, drafters
 
 import tiny
 
-pytest_plugins = ("browser", "pytester")
+pytest_plugins = ("browser", "pages", "pytester")
 torch.set_num_threads(1)
 
 

@@ -332,6 +332,8 @@ def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: Plain | N
         pieces = {t: llm.tokenizer.decode([t], skip_special=False) for t in {*seq.tokens, *drafted}}
         told: dict[str, Any] = {"drafting": llm.drafting} if llm.drafting else {}
         told["texts"] = llm.texts_of(seq)
+        if llm.learning is not None:
+            told["learning"] = llm.learning
         if plain is not None:
             told["plain"] = {"tokens": plain.tokens, "seconds": plain.seconds, "us": plain.us}
         recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds, **told)

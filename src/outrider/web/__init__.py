@@ -67,9 +67,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def page(trace_lines: Iterable[dict[str, Any]] | None = None, live: bool = False, title: str = "This run") -> str:
     """One self-contained file: this trace, if there is one, then the bundled runs. It asks nobody for anything."""
-    own = [] if trace_lines is None else [{"title": title, "text": _jsonl(trace_lines)}]
-    bundled = [{"title": each["title"], "text": _text(f"examples/{each['file']}")} for each in examples()]
-    data = _script_safe(json.dumps({"start": "run" if own else "explain", "traces": own + bundled}, ensure_ascii=False))
+    own: list[dict[str, Any]] = [] if trace_lines is None else [{"title": title, "text": _jsonl(trace_lines)}]
+    traces = [*own, *(_bundled(**each) for each in examples())]
+    data = _script_safe(json.dumps({"start": "run" if own else "explain", "traces": traces}, ensure_ascii=False))
     style, script = _text("vendor/uPlot.css") + _text("page.css"), join("app.js")
     policy = f"{POLICY}; script-src {_hash(script)}; style-src {_hash(style)}"
     if live:
@@ -120,6 +120,10 @@ def _name(module: str) -> str:
 
 def _text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
+
+
+def _bundled(title: str, file: str) -> dict[str, Any]:
+    return {"title": title, "text": _text(f"examples/{file}"), "bundled": True}
 
 
 def _jsonl(lines: Iterable[dict[str, Any]]) -> str:

@@ -7,18 +7,19 @@
 
 import { el, replace } from "./dom.js";
 import { mountExplain } from "./explain.js";
-import { LIMITS, TraceError, parseTrace } from "./trace.js";
+import { LIMITS, TraceError, parseTrace, telling } from "./trace.js";
 import { mountRun } from "./view.js";
 import { mountWhatIf } from "./whatif.js";
 
 const VIEWS = ["explain", "run", "whatif", "live"];
 const $ = (id) => document.getElementById(id);
-const app = { runs: [], current: null, bundled: null, mounted: new Map(), open, say };
+const app = { runs: [], current: null, fallback: null, mounted: new Map(), open, say };
 
 /* ---------------------------------------------------------------- runs */
 
-function open(run, title = run.title) {
+async function open(run, title = run.title) {
   if (!app.runs.some((each) => each.run === run)) app.runs.push({ title, run });
+  if (!telling(run)) app.fallback ??= await read(app.runs.find((each) => each.bundled)); // what the stations need
   app.current = run;
   listRuns();
   unmount();
@@ -29,10 +30,13 @@ function listRuns() {
   replace($("runs"), app.runs.map(({ title, run }, i) => el("option", { value: i, selected: run !== null && run === app.current }, title.slice(0, 60))));
 }
 
+async function read(entry) {
+  if (entry) entry.run ??= parseTrace(await entry.load(), entry.title);
+  return entry?.run ?? null;
+}
+
 async function choose(entry) {
-  entry.run ??= parseTrace(await entry.load(), entry.title);
-  app.bundled ??= entry.run;
-  open(entry.run, entry.title);
+  await open(await read(entry), entry.title);
 }
 
 /** A sentence for the user; an empty one clears it. */
@@ -59,7 +63,7 @@ async function openFiles(files) {
     if (file.size > LIMITS.characters * 4) throw new TraceError(`${file.name} has ${Math.round(file.size / 1e6)} MB; this page reads at most ${LIMITS.characters / 1e6} million characters.`);
     const run = parseTrace(await file.text(), file.name);
     if (location.hash !== "#whatif") history.replaceState(null, "", "#run");
-    open(run, file.name);
+    await open(run, file.name);
   }
 }
 
@@ -71,13 +75,15 @@ function view() {
 }
 
 const MAKE = {
-  explain: (section) => mountExplain(section, app.current, app.bundled),
+  explain: (section) => mountExplain(section, app.current, app.fallback),
   run: (section) => mountRun(section, app.current),
   whatif: (section) => mountWhatIf(section, app.current),
 };
 
 function show() {
   const name = view();
+  if (name !== app.shown) scrollTo(0, 0); // the browser has gone to the section that the hash names, below the header
+  app.shown = name;
   for (const each of VIEWS) {
     $(each).hidden = each !== name;
     if (each === name) $(`tab-${each}`).setAttribute("aria-current", "page");
@@ -120,10 +126,10 @@ async function bundled() {
   if (inside) {
     const { start, traces } = JSON.parse(inside.textContent);
     app.start = start;
-    return traces.map(({ title, text }) => ({ title, run: null, load: async () => text }));
+    return traces.map(({ title, text, bundled }) => ({ title, bundled, run: null, load: async () => text }));
   }
   const listed = await (await fetch("examples/index.json")).json();
-  return listed.map(({ title, file }) => ({ title, run: null, load: async () => (await fetch(`examples/${file}`)).text() }));
+  return listed.map(({ title, file }) => ({ title, bundled: true, run: null, load: async () => (await fetch(`examples/${file}`)).text() }));
 }
 
 async function live() {

@@ -1,6 +1,6 @@
 /* The dials: how often the target agrees, how far a pass reaches, how much is drafted and why. */
 
-import { UNKNOWN, el, fixed, micros, percent, plural, replace, times } from "./dom.js";
+import { UNKNOWN, el, fixed, grouped, micros, percent, plural, replace, times } from "./dom.js";
 import { mountPlot } from "./plot.js";
 
 const WINDOW = 24; // drafts of one point of the learning curve
@@ -24,7 +24,7 @@ export function mountDials(run, { compact }) {
     alpha.set([places.map((_, i) => i + 1), places.map((each) => each.alpha)], places.map((each, i) => `${i + 1}: ${percent(each.alpha)} of ${each.reached}`).slice(0, 8).join(", ") || "Nothing was drafted.");
     depth.set([xs, run.steps.map((step) => step.nodes.length), run.steps.map((step) => step.accepted)], `${plural(run.counts.drafted, "token")} drafted, ${run.counts.accepted} accepted, in ${plural(run.counts.steps, "step")}.`);
     learning.set([xs, rolling(run.steps)], "It rises where a drafter learns, and falls where the text turns hard.");
-    replace(notes, drafting(run));
+    replace(notes, sources(run), drafting(run));
   }
 
   function seek(at) {
@@ -76,14 +76,29 @@ function reasonList(run, at) {
   ];
 }
 
+function sources(run) {
+  const found = run.bySource().slice(0, 12), cells = (tag, values) => el("tr", {}, values.map((value) => el(tag, tag === "th" ? { scope: "col" } : {}, value)));
+  if (!found.length) return null;
+  const rows = found.map((each) => cells("td", [each.source || UNKNOWN, String(each.drafts), String(each.drafted), String(each.accepted), percent(each.alpha)]));
+  return [el("h4", {}, "Who drafted"), el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Who drafted" }, el("table", { class: "sources" }, el("thead", {}, cells("th", ["drafter", "drafts", "tokens", "accepted", "α"])), el("tbody", {}, rows)))];
+}
+
+/** A drafter that learns while it serves says how far it is. */
+function learning(told) {
+  if (typeof told !== "object" || told === null) return null;
+  const [updates, records] = [told.updates, told.records].map((value) => (Number.isSafeInteger(value) ? grouped(value) : UNKNOWN));
+  return el("p", { "data-number": "learning" }, `Learning ${String(told.state).slice(0, 40)}: ${updates} updates from ${records} verified tokens so far.`);
+}
+
 /** What a drafter told about its own work. Shown as it was told; `ahead` is known by name. */
 function drafting(run) {
-  const told = run.footer?.drafting;
-  if (!told) return null;
+  const told = run.footer?.drafting ?? {}, learnt = learning(run.footer?.learning);
+  if (!Object.keys(told).length) return learnt;
   const ahead = typeof told.ahead === "object" && told.ahead ? told.ahead : null;
   const rest = Object.entries(told).filter(([name]) => name !== "ahead").slice(0, 12);
   const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
   return [
+    learnt,
     el("h4", {}, "What the drafter tells"),
     ahead ? el("p", { "data-number": "hits" }, `Ahead: ${percent(number(ahead.hit_rate))} of outcomes were prepared for; ${micros((number(ahead.hidden_seconds) ?? 0) * 1e6)} of drafting hidden behind the target, ${micros((number(ahead.exposed_seconds) ?? 0) * 1e6)} not.`) : null,
     rest.length ? el("dl", { class: "told" }, rest.map(([name, value]) => el("div", {}, el("dt", {}, name.slice(0, 60)), el("dd", {}, JSON.stringify(value).slice(0, 300))))) : null,

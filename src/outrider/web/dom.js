@@ -45,7 +45,7 @@ export function times(value) {
 /** A chance, short enough for a small box. */
 export function chance(value) {
   if (value === null || value === undefined) return "–";
-  return value > 0.9995 ? "1" : value.toFixed(value < 0.01 ? 3 : 2).replace(/^0/, "");
+  return value.toFixed(value < 0.01 ? 3 : 2).replace(/^0\./, ".");
 }
 
 export function micros(value) {
@@ -54,8 +54,12 @@ export function micros(value) {
   return value >= 1e3 ? `${(value / 1e3).toFixed(value >= 1e5 ? 0 : 1)} ms` : `${Math.round(value)} µs`;
 }
 
+const grouping = new Intl.NumberFormat("en");
+
+export const grouped = (count) => grouping.format(count);
+
 export function plural(count, one, many = `${one}s`) {
-  return `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+  return `${grouped(count)} ${count === 1 ? one : many}`;
 }
 
 /** A token's text where white space must be seen. */
@@ -85,9 +89,13 @@ export function legend(...fates) {
   return el("ul", { class: "legend", "aria-label": "Legend" }, items);
 }
 
-/** A colour of the page's own, for canvases. */
-export function colour(name, node = document.documentElement) {
-  return getComputedStyle(node).getPropertyValue(`--${name}`).trim();
+/** A colour of the page's own, for canvases. Asking the browser makes it settle its styles, so it is asked once a theme. */
+export function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
 }
+
+const palette = new Map();
+document.addEventListener("outrider:theme", () => palette.clear(), { capture: true });
 
 export const prefersStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,6 +1,7 @@
 /* Six stations over a real run, one idea each. Every token, chance and time on them is the trace's. */
 
 import { UNKNOWN, chance, el, fixed, legend, micros, percent, plural, prefersStill, replace, times, visible } from "./dom.js";
+import { telling } from "./trace.js";
 
 const STATIONS = [
   {
@@ -48,7 +49,7 @@ const STATIONS = [
 ];
 
 export function mountExplain(element, run, fallback) {
-  const [shown, steps] = stepsOf(run) ? [run, stepsOf(run)] : [fallback, stepsOf(fallback)];
+  const [shown, steps] = telling(run) ? [run, telling(run)] : [fallback, telling(fallback)];
   let at = 0;
   const dots = STATIONS.map((station, i) => el("button", { type: "button", class: "dot", onclick: () => go(i) }, el("span", { "aria-hidden": "true" }, String(i + 1)), el("span", { class: "name" }, station.name)));
   const back = el("button", { type: "button", onclick: () => go(at - 1) }, "← Back");
@@ -92,25 +93,11 @@ export function mountExplain(element, run, fallback) {
   return { key, go };
 }
 
-/** A step that keeps several tokens, and one that loses some: the clearest ones of this run. */
-export function stepsOf(run) {
-  if (!run) return null;
-  const later = run.steps.slice(1);
-  const score = (step) => step.accepted + (step.emitted.length > step.accepted) - 2 * Math.max(0, step.nodes.length - 6);
-  const accept = best(later.filter((step) => step.accepted >= 2 && isChain(step)), score);
-  const lost = (step) => 3 * Math.min(step.accepted, 2) + Math.min(2, step.nodes.filter((node) => node.fate === "u").length) - 2 * Math.max(0, step.nodes.length - 6);
-  const reject = best(later.filter((step) => isChain(step) && step.nodes.some((node) => node.fate === "r")), lost);
-  return accept && reject ? { accept, reject } : null;
-}
-
-const isChain = (step) => step.nodes.length > 0 && step.nodes.every((node, i) => node.parent === i - 1);
-const best = (steps, score) => steps.reduce((top, step) => (top === null || score(step) > score(top) ? step : top), null);
-
 /* ---------------------------------------------------------------- figures */
 
 function before(run, step) {
   const text = run.steps.slice(0, step.index).map((each) => run.textOf(each).join("")).join("");
-  const tail = text.slice(-160).replace(/^\S*\s/, "");
+  const tail = text.slice(-240).split("\n").slice(-3).join("\n");
   return el("pre", { class: "context", tabindex: "0", "aria-label": "The text before this step" }, tail.length < text.length ? "… " : "", tail, el("span", { class: "caret", "aria-hidden": "true" }));
 }
 
@@ -149,7 +136,7 @@ function targetCell(run, step, i, settled) {
   if (settled && !reached) return el("td", { class: "empty" }, "–");
   const p = settled || !node ? step.chose?.[i]?.p : node.p;
   const shown = reached ? el("code", { class: "chip own" }, visible(run.piece(said))) : el("span", { class: "empty" }, node ? "…" : "");
-  return el("td", {}, shown, el("small", {}, node && !settled ? `p of draft ${chance(node.p)}` : reached ? `p ${chance(p)}` : ""));
+  return el("td", {}, shown, el("small", {}, node && !settled ? `p ${chance(node.p)}` : reached ? `p ${chance(p)}` : ""));
 }
 
 function emittedCell(run, step, i) {
@@ -160,10 +147,11 @@ function emittedCell(run, step, i) {
 function caption(run, step, stage) {
   const n = step.index + 1;
   if (stage === "draft") return `Step ${n} of this run: ${plural(step.nodes.length, "token")} drafted by ${step.source || "nobody named"}; the target has seen none of them yet.`;
-  if (stage === "verify") return `The same step: ${plural(step.nodes.length + 1, "prediction")} from one pass, one after the text and one after each drafted token.`;
+  if (stage === "verify") return `The same step: ${plural(step.nodes.length + 1, "prediction")} from one pass, one after the text and one after each drafted token. p is the target’s chance for the drafted one.`;
   if (stage === "accept") return `The same step: ${step.accepted} accepted and ${step.emitted.length - step.accepted} bonus: ${plural(step.emitted.length, "token")} from one pass.`;
-  const miss = step.nodes.find((node) => node.fate === "r");
-  return `Step ${n}: the draft said ${visible(run.piece(miss.token))}, the target ${visible(run.piece(step.emitted[miss.depth]))}. ${plural(step.emitted.length, "token")} still came from this pass; ${plural(step.nodes.length - step.accepted, "drafted token")} went.`;
+  const miss = step.nodes.find((node) => node.fate === "r"), said = (id, name) => el("code", { class: `chip ${name}` }, visible(run.piece(id)));
+  return [`Step ${n}: the draft said `, said(miss.token, "rejected"), ", the target ", said(step.emitted[miss.depth], "bonus"),
+    `. ${plural(step.emitted.length, "token")} still came from this pass; ${plural(step.nodes.length - step.accepted, "drafted token")} went.`];
 }
 
 function speedup(run) {

@@ -16,7 +16,7 @@ export function mountLanes(run, { onseek }) {
   const words = el("p", { class: "note", "aria-live": "off" });
   const element = el("section", { class: "panel lanes", "aria-label": "The race" },
     el("h3", {}, "The race against plain decoding"), result, race, el("h4", {}, "Around this step, in real microseconds"), zoom, words);
-  let still = null, at = 0;
+  let still = null, at = 0, width = 0; // reading the width makes the browser lay out the page: once is enough
 
   race.addEventListener("click", (event) => {
     const found = run.race();
@@ -38,14 +38,17 @@ export function mountLanes(run, { onseek }) {
     const found = run.race();
     race.hidden = zoom.hidden = !found;
     if (!found) return void (words.textContent = `The clock of this run is ${UNKNOWN}.`);
-    if (!element.clientWidth) return; // not on screen
-    still ??= background(race, found);
-    drawRace(race, still, found, step);
-    drawZoom(zoom, run, found, step);
+    if (!width) return; // not on screen
+    still ??= background(race, width, found);
+    drawRace(race, width, still, found, step);
+    drawZoom(zoom, width, run, found, step);
     words.textContent = tell(run, found, step);
   }
 
-  const watcher = new ResizeObserver(() => requestAnimationFrame(draw));
+  const watcher = new ResizeObserver(() => {
+    width = element.clientWidth - 2 * parseFloat(getComputedStyle(element).paddingLeft);
+    if (run.steps.length) requestAnimationFrame(draw);
+  });
   watcher.observe(element);
   return { element, seek, draw, destroy: () => watcher.disconnect() };
 }
@@ -80,25 +83,25 @@ function tell(run, found, at) {
 
 /* ---------------------------------------------------------------- the race */
 
-function prepare(canvas, height) {
-  const width = canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(canvas.parentElement).paddingLeft), scale = devicePixelRatio || 1;
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
+function prepare(canvas, width, height) {
+  const scale = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
   }
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
   pen.font = `12px ${colour("mono")}`;
   pen.textBaseline = "middle";
-  return { pen, width, height };
+  return pen;
 }
 
 /** All that stands still: both tracks, their passes, the finish lines. */
-function background(canvas, found) {
-  const { pen, width, height } = prepare(canvas, 118);
+function background(canvas, width, found) {
+  const height = 118, pen = prepare(canvas, width, height);
   const x = (moment) => LEFT + (moment / raceEnd(found)) * (width - LEFT - 12);
   const tracks = [["Outrider", found.own, found.ownEnd, "verify"], ["plain", found.plain?.passes, found.plain?.end, "plain"]];
   const dense = Math.max(1, Math.ceil(Math.max(found.own.length, found.plain?.passes.length ?? 0) / ((width - LEFT) / 3)));
@@ -147,8 +150,8 @@ function axis(pen, x, end, width, height) {
   pen.textAlign = "left";
 }
 
-function drawRace(canvas, { kept, x, tracks }, found, at) {
-  const { pen } = prepare(canvas, 118);
+function drawRace(canvas, width, { kept, x, tracks }, found, at) {
+  const pen = prepare(canvas, width, 118);
   pen.save();
   pen.setTransform(1, 0, 0, 1, 0, 0);
   pen.drawImage(kept, 0, 0);
@@ -162,7 +165,7 @@ function drawRace(canvas, { kept, x, tracks }, found, at) {
     pen.fillRect(LEFT, top + 4, x(Math.max(0, Math.min(done.at, end))) - LEFT, 18);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("ink");
-    const words = `${done.tokens} tokens`, right = x(Math.min(done.at, end)) + 6;
+    const words = `${done.tokens} tokens`, right = Math.max(x(Math.min(done.at, end)), x(now)) + 8;
     pen.fillText(words, right + 80 > x(raceEnd(found)) ? x(raceEnd(found)) - 86 : right, top + 13);
   });
   cursor(pen, x(now), 10, 98);
@@ -179,14 +182,14 @@ function cursor(pen, x, top, bottom) {
 
 /* ---------------------------------------------------------------- around the cursor */
 
-function drawZoom(canvas, run, found, at) {
+function drawZoom(canvas, width, run, found, at) {
   const steps = run.steps.slice(Math.max(0, at - AROUND), at + AROUND + 1);
   const zero = run.steps[0].us.verify[0] + run.steps[0].us.verify[1];
   const spans = steps.flatMap((step) => Object.values(step.us));
   const from = Math.min(...spans.map((span) => span[0])), to = Math.max(...spans.map((span) => span[0] + span[1]));
   const lanes = LANES.filter((lane) => steps.some((step) => step.us[lane]));
   const rows = [...lanes, ...(found.plain ? ["plain"] : [])];
-  const { pen, width, height } = prepare(canvas, rows.length * (ROW + GAP) + 26);
+  const height = rows.length * (ROW + GAP) + 26, pen = prepare(canvas, width, height);
   const x = (moment) => LEFT + ((moment - from) / (to - from || 1)) * (width - LEFT - 12);
   const bars = steps.flatMap((step) => lanes.filter((lane) => step.us[lane]).map((lane) => ({ lane, span: step.us[lane], now: step.index === at })));
   if (found.plain) bars.push(...plainBars(found.plain.passes, from - zero, to - zero, zero));

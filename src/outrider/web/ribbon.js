@@ -3,10 +3,10 @@
    Only a window of steps around the caret is in the document, and moving the caret touches only what changes: a step's
    class, and the ghosts. So a run of thousands of steps scrubs as smoothly as a short one. */
 
-import { FATES, el, replace, visible } from "./dom.js";
+import { FATES, el, grouped, replace, visible } from "./dom.js";
 
-const CHUNK = 60; // steps are added and dropped in chunks
-const AROUND = 2; // chunks before and after the caret's own
+const CHUNK = 50; // steps are added and dropped in chunks
+const AROUND = 1; // chunks before and after the caret's own
 const WHOLE = 300; // a run this short is simply all there
 
 export function mountRibbon(run, { onseek, compact }) {
@@ -35,7 +35,6 @@ export function mountRibbon(run, { onseek, compact }) {
     else mark(step);
     at = step;
     haunt(run.steps[step]);
-    follow(step);
   }
 
   function redraw(from, to, step) {
@@ -50,8 +49,8 @@ export function mountRibbon(run, { onseek, compact }) {
     shown = make(from, to, step);
     [low, high] = [from, to];
     replace(flow, shown);
-    before.textContent = from > 0 ? `… ${from.toLocaleString("en")} steps before` : "";
-    after.textContent = to < run.steps.length ? `${(run.steps.length - to).toLocaleString("en")} steps to come …` : "";
+    before.textContent = from > 0 ? `… ${grouped(from)} steps before` : "";
+    after.textContent = to < run.steps.length ? `${grouped(run.steps.length - to)} steps to come …` : "";
   }
 
   function make(from, to, step) {
@@ -75,14 +74,15 @@ export function mountRibbon(run, { onseek, compact }) {
     element.insertBefore(ghosts, element.querySelector(".bonus"));
   }
 
-  function follow(step) {
-    const element = shown[step - low], room = box.clientHeight;
+  /** Bring the caret into sight. It reads the layout, so it comes after all that changes it. */
+  function follow() {
+    const element = shown[at - low], room = box.clientHeight;
     if (!element || box.scrollHeight <= room) return;
-    const top = element.offsetTop - box.offsetTop;
+    const top = element.offsetTop;
     if (top < box.scrollTop + 8 || top > box.scrollTop + room - 56) box.scrollTop = Math.max(0, top - room * 0.5);
   }
 
-  return { element: box, seek, reset: () => ((low = high = 0), (at = -1), (shown = [])) };
+  return { element: box, seek, follow, reset: () => ((low = high = 0), (at = -1), (shown = [])) };
 }
 
 function className(i, caret) {

@@ -142,6 +142,17 @@ export class Run {
     return this.counts.reachedAt.map((reached, i) => ({ reached, accepted: this.counts.acceptedAt[i], alpha: this.counts.acceptedAt[i] / reached }));
   }
 
+  /** What became of each drafter's proposals, those with most drafts first. */
+  bySource() {
+    const sources = new Map();
+    for (const step of this.steps) {
+      if (!step.nodes.length) continue;
+      if (!sources.has(step.source)) sources.set(step.source, emptyCounts());
+      count(sources.get(step.source), step);
+    }
+    return [...sources].map(([source, counts]) => ({ source, ...counts, alpha: ratio(counts.accepted, counts.reached) })).sort((a, b) => b.drafts - a.drafts);
+  }
+
   /** Drafted tokens per draft. */
   meanK() {
     return ratio(this.counts.drafted, this.counts.drafts);
@@ -305,6 +316,27 @@ function count(counts, step) {
     counts.acceptedAt[depth] = (counts.acceptedAt[depth] ?? 0) + (depth < step.accepted);
   }
 }
+
+/* ---------------------------------------------------------------- what to look at first */
+
+/** A step that keeps several tokens and one that loses some: the clearest chains of a run; null where there are none. */
+export function telling(run) {
+  const chains = (run?.steps ?? []).slice(1).filter((step) => step.nodes.length && step.nodes.every((node, i) => node.parent === i - 1));
+  const long = (step) => 2 * Math.max(0, step.nodes.length - 6); // a long one does not fit
+  const words = (step) => step.nodes.filter((node) => /\w/.test(run.piece(node.token))).length / 2; // words say more than signs
+  const lost = (step) => step.nodes.filter((node) => node.fate === "u").length;
+  const accept = best(chains.filter((step) => step.accepted >= 2), (step) => step.emitted.length + words(step) - long(step));
+  const reject = best(chains.filter((step) => step.nodes.some((node) => node.fate === "r")), (step) => 4 * Math.min(step.accepted, 1) + 3 * Math.min(lost(step), 1) + words(step) - long(step));
+  return accept && reject ? { accept, reject } : null;
+}
+
+/** Where a finished run is opened: at a step with something to see. */
+export function firstLook(run) {
+  const full = best(run.steps.filter((step) => step.nodes.length > 1), (step) => Math.min(step.accepted, 3) + (step.accepted < step.nodes.length));
+  return (telling(run)?.reject ?? full ?? run.steps[run.steps.length - 1])?.index ?? -1;
+}
+
+const best = (steps, score) => steps.reduce((top, step) => (top === null || score(step) > score(top) ? step : top), null);
 
 /* ---------------------------------------------------------------- small things */
 

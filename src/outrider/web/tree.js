@@ -1,6 +1,6 @@
 /* The tree of one step: every drafted node with the drafter's q and the target's p, and why it lived or died. */
 
-import { FATES, UNKNOWN, chance, el, fixed, label, legend, percent, replace, svg, visible } from "./dom.js";
+import { FATES, UNKNOWN, chance, el, fixed, grouped, label, percent, replace, svg, visible } from "./dom.js";
 import { ranking } from "./trace.js";
 
 const BOX = { width: 104, height: 52, gapX: 30, gapY: 14 };
@@ -9,7 +9,7 @@ const MOST = 160; // nodes that are drawn of one step
 export function mountTree(run, { compact }) {
   const picture = el("div", { class: "treebox", tabindex: "0", role: "group", "aria-label": "The draft of this step" });
   const why = el("div", { class: "why", "aria-live": "polite" });
-  const element = el("section", { class: "panel tree", "aria-label": "The draft" }, el("h3", {}, "The draft of this step"), legend("a", "b", "r", "u"), picture, compact ? null : why);
+  const element = el("section", { class: "panel tree", "aria-label": "The draft" }, el("h3", {}, "The draft of this step"), picture, compact ? null : why);
   let step = null, chosen = null;
 
   function seek(next) {
@@ -59,7 +59,7 @@ function drawing(run, step, chosen, choose) {
   }
   const left = step.nodes.length - nodes.length;
   const image = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Drafted tokens" }, edges, boxes);
-  return [image, left ? el("p", { class: "note" }, `${left.toLocaleString("en")} more nodes are not drawn.`) : null];
+  return [image, left ? el("p", { class: "note" }, `${grouped(left)} more nodes are not drawn.`) : null];
 }
 
 /** Depth to the right; every leaf has a row of its own, and a parent stands beside its first child. */

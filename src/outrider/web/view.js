@@ -4,17 +4,19 @@
    `update` after run.push(…): a view that stands at the last step follows the run. */
 
 import { mountDials } from "./dials.js";
-import { UNKNOWN, el, legend, plural, replace } from "./dom.js";
+import { UNKNOWN, el, legend, plural, replace, svg } from "./dom.js";
 import { mountLanes } from "./lanes.js";
 import { mountRibbon } from "./ribbon.js";
+import { firstLook } from "./trace.js";
 import { mountTree } from "./tree.js";
 
 const SPEEDS = [["real time", 1], ["4× slower", 4], ["12× slower", 12], ["40× slower", 40]];
+const ICONS = { first: "M2 3h2v12H2z M10.5 3v12L4.5 9z M16.500 3v12l-6-6z", back: "M13 3v12L6.500 9z M3.5 3H6v12H3.5z", play: "M4 2.5v13L15.5 9z", pause: "M4 3h3.5v12H4z M10.5 3H14v12h-3.5z", forward: "M5 3v12l6.5-6z M12 3h2.5v12H12z" };
 const STEP_PAUSE = 300; // milliseconds for a step whose clock is not recorded
 
 export function mountRun(element, run, options = {}) {
   const compact = Boolean(options.compact);
-  let at = run.steps.length - 1, playing = null, drawn = -1;
+  let at = run.footer && !compact ? firstLook(run) : run.steps.length - 1, playing = null, drawn = -1;
   const seek = (step) => go(Math.max(0, Math.min(run.steps.length - 1, step)));
   const ribbon = mountRibbon(run, { onseek: (step) => (pause(), seek(step)), compact });
   const tree = mountTree(run, { compact });
@@ -35,9 +37,9 @@ export function mountRun(element, run, options = {}) {
   function update() {
     body.hidden = !run.steps.length;
     waiting.hidden = !body.hidden;
-    replace(facts, describe(run, options.title, select));
+    replace(facts, describe(run, options, select));
     if (!run.steps.length) return;
-    const followed = at >= bar.last || at < 0;
+    const followed = at < 0 || (bar.last >= 0 && at >= bar.last);
     bar.extend(run.steps.length);
     if (drawn !== run.version) {
       dials.draw();
@@ -54,6 +56,7 @@ export function mountRun(element, run, options = {}) {
     tree.seek(run.steps[at]);
     lanes.seek(at);
     dials.seek(at);
+    ribbon.follow();
   }
 
   function select(seq) {
@@ -102,15 +105,15 @@ export function mountRun(element, run, options = {}) {
   }
 
   function controls() {
-    const button = (words, sign, act) => el("button", { type: "button", class: "round", "aria-label": words, title: words, onclick: act }, el("span", { "aria-hidden": "true" }, sign));
+    const button = (words, sign, act) => el("button", { type: "button", class: "round", "aria-label": words, title: words, onclick: act }, icon(sign));
     const range = el("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "Step", oninput: () => (pause(), seek(Number(range.value))) });
     const where = el("output", { class: "where" });
-    const toggle = button("Play", "▶", () => (playing ? pause() : play()));
+    const toggle = button("Play", "play", () => (playing ? pause() : play()));
     const speed = el("select", { "aria-label": "Speed" }, SPEEDS.map(([words, by]) => el("option", { value: by, selected: by === 12 }, words)));
-    const node = el("div", { class: "controls" }, button("First step", "▏◀", () => (pause(), seek(0))), button("Step back", "‹", () => (pause(), seek(at - 1))), toggle,
-      button("Step forward", "›", () => (pause(), seek(at + 1))), range, where, speed);
+    const node = el("div", { class: "controls" }, button("First step", "first", () => (pause(), seek(0))), button("Step back", "back", () => (pause(), seek(at - 1))), toggle,
+      button("Step forward", "forward", () => (pause(), seek(at + 1))), range, where, speed);
     const bar = {
-      element: node, last: 0,
+      element: node, last: -1,
       extend: (count) => ((bar.last = count - 1), (range.max = String(count - 1))),
       show: (step) => {
         range.value = String(step);
@@ -119,7 +122,7 @@ export function mountRun(element, run, options = {}) {
       },
       slower: () => Number(speed.value),
       playing: (on) => {
-        toggle.firstChild.textContent = on ? "❚❚" : "▶";
+        replace(toggle, icon(on ? "pause" : "play"));
         toggle.setAttribute("aria-label", on ? "Pause" : "Play");
         toggle.title = on ? "Pause" : "Play";
       },
@@ -139,8 +142,12 @@ export function mountRun(element, run, options = {}) {
   return { update, seek: (step) => (pause(), seek(step)), destroy, play };
 }
 
+function icon(name) {
+  return svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
+}
+
 /** Whose run it is. */
-function describe(run, title, select) {
+function describe(run, { title, compact }, select) {
   const header = run.header ?? {}, words = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
   const temperature = run.temperature === null ? UNKNOWN : String(run.temperature);
   const prompt = typeof header.prompt_text === "string" ? header.prompt_text.slice(0, 20000) : null;
@@ -148,7 +155,7 @@ function describe(run, title, select) {
     ? el("label", {}, "Sequence ", el("select", { onchange: (event) => select(Number(event.target.value)) }, run.sequences.map((seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq)))))
     : null;
   return [
-    title || run.title ? el("h2", {}, (title || run.title).slice(0, 120)) : null,
+    title || run.title ? el(compact ? "h2" : "h1", {}, (title || run.title).slice(0, 120)) : null,
     el("p", { class: "note" }, `${words(header.model)} (${words(header.dtype)}, ${words(header.device)}) · drafter ${words(header.drafter)}, K ${words(header.k)} · rule ${words(header.rule)} · temperature ${temperature}`
       + (run.footer?.finish ? ` · ended by ${words(run.footer.finish)}` : "")),
     many,
