@@ -142,6 +142,7 @@ def looks(page: Page, name: str, whole: bool = True) -> None:
     if not (folder := os.environ.get("OUTRIDER_SCREENSHOTS")):
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
+    page.evaluate("scrollTo(0, 0)")  # what sticks to the window should be at its top
     for look, size, scheme in (("desktop", DESKTOP, "light"), ("dark", DESKTOP, "dark"), ("phone", PHONE, "light")):
         page.set_viewport_size(size)  # type: ignore[arg-type]
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]

@@ -145,9 +145,8 @@ class Rollout:
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         """One more token at the end of a chain. logits [V]."""
         seq, last = growth.seq, len(growth.tokens) - 1
-        self._show(growth, last, logits)
         if seq.rule == "match":
-            token, confidence = self._ranked(logits, seq, growth.tokens, 1)[0]
+            token, confidence = self._choices(growth, last, logits, 1)[0]
         else:
             q = self._law(logits, seq, growth.tokens)
             token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
@@ -156,19 +155,25 @@ class Rollout:
         growth.add(token, last, confidence)
 
     def _branch(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[int]:
-        self._show(growth, node, logits)
-        children = self._ranked(logits, growth.seq, growth.path(node), width)
+        children = self._choices(growth, node, logits, width)
         return [growth.add(token, node, confidence) for token, confidence in children]
 
     def _shows(self, seq: Sequence) -> bool:
         """Whether somebody wants to know. (q of other rules is a law, which no ranking under noise tells.)"""
         return (self.shown or seq.shows_logits) and seq.rule == "match"
 
-    def _show(self, growth: Growth, node: int, logits: Tensor) -> None:
-        """Keep the row [V] and the place as they are now: they are ranked when the clock no longer runs."""
-        if self._shows(growth.seq):
-            seq = replace(growth.seq)  # its tokens are a copy: the sequence itself grows
-            growth.guesses[node] = partial(self._ranked, logits.clone(), seq, growth.path(node), SHOWN)
+    def _choices(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[tuple[int, float]]:
+        """The likeliest tokens after a node, best first. Where somebody wants to know, what else was likely is kept."""
+        seq, path = growth.seq, growth.path(node)
+        if not self._shows(seq):
+            return self._ranked(logits, seq, path, width)
+        if seq.params.greedy:  # more of them take longer: they are ranked when the clock no longer runs
+            then = replace(seq)  # its tokens are a copy: the sequence itself grows
+            growth.guesses[node] = partial(self._ranked, logits.clone(), then, path, SHOWN)
+            return self._ranked(logits, seq, path, width)
+        best = self._ranked(logits, seq, path, max(width, SHOWN))  # under noise five take no longer than one
+        growth.guesses[node] = partial(list, best[:SHOWN])
+        return best[:width]
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
         return ranked(logits, seq, emitted, width)

@@ -12,7 +12,7 @@ export const PRESETS = [
 ];
 
 export function makeForm({ keyed, start, stop, compare, connect }) {
-  const prompt = el("textarea", { id: "live-prompt", rows: 7, required: true, spellcheck: "false", maxlength: 100_000 });
+  const prompt = el("textarea", { id: "live-prompt", rows: 6, required: true, spellcheck: "false", maxlength: 100_000 });
   prompt.value = PRESETS[0].prompt;
   const first = el("select", { id: "live-drafter" });
   const second = el("select", { id: "live-second" });

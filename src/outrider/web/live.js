@@ -3,7 +3,8 @@
    mountLive(section, app)      app.open(run, title) shows a run in the other views
 
    What is shown is what the traces say that arrive with the answers; the page estimates nothing. It draws seldom while
-   a race is on, because on one machine the browser and the model share the cores. */
+   a race is on (it spends a twentieth of its time on it at most), because on one machine the browser and the model share
+   the cores. */
 
 import { el, replace } from "./dom.js";
 import { Refusal, drafters } from "./live-ask.js";
@@ -12,7 +13,8 @@ import { Runner, race, request } from "./live-race.js";
 import { makeCard, makeScores, outcome, verdict } from "./live-show.js";
 import { mountRun } from "./view.js";
 
-const DRAW = 250; // milliseconds between two drawings of a run that grows
+const DRAW = 250; // milliseconds between two drawings of a run that grows, at least
+const IDLE = 20; // times as long as it took, at least
 
 export function mountLive(section, app) {
   const keyed = document.querySelector('meta[name="outrider-key"]')?.content === "1";
@@ -120,16 +122,18 @@ export function mountLive(section, app) {
     else if (shown.runner.run.steps.length) shown.view = mountRun(place, shown.runner.run, { title: shown.runner.plain ? "Plain decoding" : `Drafter ${shown.runner.name}` });
   }
 
-  let due = null, last = 0;
+  let due = null, next = 0;
   function draw(now = false) {
     if (due && !now) return;
     clearTimeout(due);
     due = setTimeout(() => {
+      const begun = performance.now();
       due = null;
-      last = performance.now();
       for (const runner of runners) runner.card.update(runner);
       if (shown) showRun();
-    }, now ? 0 : Math.max(0, last + DRAW - performance.now()));
+      const ended = performance.now();
+      next = ended + Math.max(DRAW, IDLE * (ended - begun));
+    }, now ? 0 : Math.max(0, next - performance.now()));
   }
 
   /* ------------------------------------------------------------ words */
