@@ -7,7 +7,7 @@ const WINDOW = 24; // drafts of one point of the learning curve
 
 export function mountDials(run, { compact }) {
   const numbers = el("dl", { class: "numbers" });
-  const alpha = mountPlot({ title: "α by position, given that it was reached", words: "", x: "position in the draft", y: "α", series: [{ label: "α", hue: "accepted", kind: "bars" }], range: { x: (u, low, high) => [low - 0.6, high + 0.6], y: () => [0, 1] } });
+  const alpha = mountPlot({ title: "α by position, given that it was reached", words: "", x: "position in the draft", y: "α", series: [{ label: "α", hue: "accepted", kind: "bars" }], range: { x: (u) => [0.4, u.data[0].length + 0.6], y: () => [0, 1] } });
   const depth = mountPlot({ title: "Drafted and accepted, step by step", words: "", x: "step", y: "tokens", series: [{ label: "drafted (K)", hue: "drafted", kind: "steps" }, { label: "accepted", hue: "accepted", kind: "steps" }] });
   const learning = mountPlot({ title: `α over time, the last ${WINDOW} drafts`, words: "", x: "step", y: "α", series: [{ label: "α", hue: "accepted", kind: "line" }], range: { y: () => [0, 1] } });
   const reasons = el("div", { class: "reasons" });

@@ -49,18 +49,24 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
     move(at);
   }
 
-  const watcher = new ResizeObserver(() => {
+  function fit() {
     if (!plot) make();
-    else if (plot.width !== place.clientWidth && place.clientWidth) plot.setSize({ width: place.clientWidth, height }), move(at);
-  });
+    else if (plot.width !== place.clientWidth && place.clientWidth) plot.setSize({ width: place.clientWidth, height });
+  }
+
+  const watcher = new ResizeObserver(() => requestAnimationFrame(fit)); // not at once: a new size is news to watchers, too
   watcher.observe(place);
-  const recolour = () => plot?.redraw(false);
+  const recolour = () => plot?.redraw();
   document.addEventListener("outrider:theme", recolour);
   const destroy = () => (watcher.disconnect(), document.removeEventListener("outrider:theme", recolour), plot?.destroy());
   return { element, set, move, destroy };
 }
 
-const padded = (u, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]);
+/** By the data: what uPlot hands over is the scale as it is, which would grow with every drawing. */
+function padded(u) {
+  const xs = u.data[0], low = xs[0] ?? 0, high = xs[xs.length - 1] ?? 1;
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
 
 function axis(name, size) {
   const font = "12px system-ui, sans-serif";
