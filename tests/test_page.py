@@ -183,6 +183,24 @@ def go_to(page: Page, step: int) -> None:
     )
 
 
+def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
+    """A server's summary of a batch: no p, no pieces, no clock; each sequence by itself."""
+    told: list[Line] = [{"outrider_trace": 1, "level": "summary", "rule": "match", "model": "m", "prompt_tokens": 3}]
+    for i in range(6):
+        nodes = [[40, -1, 0.5, None, "a"], [41, 0, None, None, "r"]]
+        told.append({"step": i, "seq": 7, "nodes": nodes, "emitted": [40, 42], "why": "because"})
+        told.append({"step": i, "seq": 9, "nodes": [], "emitted": [43], "why": ""})
+    show(page, address, "run")
+    drop(page, "batch.jsonl", "\n".join(map(json.dumps, told)))
+    page.wait_for_selector("#run h1:text('batch.jsonl')")
+    assert (number(page, "tau"), number(page, "alpha"), number(page, "speedup")) == ("2.00", "50.0%", "not recorded")
+    assert page.locator(".flow .step").first.inner_text() == " #40 #42"
+    page.get_by_label("Sequence").select_option("9")
+    assert (number(page, "tau"), number(page, "alpha")) == ("1.00", "not recorded")
+    assert "Nothing was drafted in this step" in page.locator(".treebox").inner_text()
+    assert "not recorded" in page.locator(".lanes").inner_text()
+
+
 def test_what_drafters_tell_of_themselves_is_shown(page: Page, address: str) -> None:
     told = read_lines(TRACES["code.jsonl"])
     told[-1]["drafting"] = {"ahead": {"hit_rate": 0.75, "hidden_seconds": 0.5, "exposed_seconds": 0.0021}}

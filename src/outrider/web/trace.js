@@ -117,7 +117,7 @@ export class Run {
     const told = this.sequences.length === 1 && Array.isArray(this.footer?.texts) ? this.footer.texts : null;
     return step.emitted.map((id, i) => {
       const text = told?.[step.tokensBefore + i];
-      return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : this.piece(id);
+      return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : (this.pieces.get(id) ?? ` #${id}`);
     });
   }
 
