@@ -191,6 +191,13 @@ def test_it_plays_and_pauses(page: Page, address: str) -> None:
     page.locator(".ribbon").focus()
     page.keyboard.press("Home")
     assert page.locator(".where").inner_text() == "step 1 of 57"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("ArrowRight")  # wherever the focus is
+    assert page.locator(".where").inner_text() == "step 2 of 57"
+    page.keyboard.press("Space")
+    assert page.get_by_role("button", name="Pause").count() == 1
+    page.keyboard.press("Space")
+    assert page.get_by_role("button", name="Pause").count() == 0
 
 
 # ---------------------------------------------------------------- what if

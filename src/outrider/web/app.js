@@ -82,7 +82,7 @@ const MAKE = {
 
 function show() {
   const name = view();
-  if (name !== app.shown) scrollTo(0, 0); // the browser has gone to the section that the hash names, below the header
+  if (name !== app.shown) scrollTo(0, 0);
   app.shown = name;
   for (const each of VIEWS) {
     $(each).hidden = each !== name;
@@ -114,10 +114,16 @@ function listen() {
   $("file").addEventListener("change", (event) => attempt(() => openFiles(event.target.files)));
   $("open").addEventListener("click", () => $("file").click());
   document.querySelector(".skip").addEventListener("click", (event) => (event.preventDefault(), $("main").focus())); // the hash names views
-  document.addEventListener("keydown", (event) => view() === "explain" && app.mounted.get("explain")?.key(event));
+  document.addEventListener("keydown", key);
   for (const kind of ["dragover", "dragenter"]) document.addEventListener(kind, (event) => (event.preventDefault(), document.body.classList.add("dropping")));
   for (const kind of ["dragleave", "drop"]) document.addEventListener(kind, () => document.body.classList.remove("dropping"));
   document.addEventListener("drop", (event) => (event.preventDefault(), attempt(() => openFiles(event.dataTransfer.files))));
+}
+
+/** Keys belong to the view that is shown, wherever they are pressed; a run hears those inside it by itself. */
+function key(event) {
+  const free = event.target === document.body || event.target === $("main");
+  if (free || view() === "explain") app.mounted.get(view())?.key?.(event);
 }
 
 /** The traces that come with the page: inside it, or beside it. */

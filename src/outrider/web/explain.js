@@ -97,7 +97,7 @@ export function mountExplain(element, run, fallback) {
 
 function before(run, step) {
   const text = run.steps.slice(0, step.index).map((each) => run.textOf(each).join("")).join("");
-  const tail = text.slice(-240).split("\n").slice(-3).join("\n");
+  const tail = text.slice(-240).split("\n").slice(-3).join("\n").replace(/^\n+/, "");
   return el("pre", { class: "context", tabindex: "0", "aria-label": "The text before this step" }, tail.length < text.length ? "… " : "", tail, el("span", { class: "caret", "aria-hidden": "true" }));
 }
 

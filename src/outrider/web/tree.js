@@ -164,7 +164,7 @@ function reason(run, step, index) {
   const onPath = node.parent < 0 || step.nodes[node.parent].fate === "a";
   const chose = onPath ? step.chose?.[depth] : null;
   return [
-    el("h4", {}, el("code", { class: `chip ${FATES[node.fate].name}` }, visible(run.piece(node.token)).slice(0, 80)), ` ${verdict(run, step, node, onPath)}`),
+    el("h4", {}, el("code", { class: `chip ${FATES[node.fate].name}` }, visible(run.piece(node.token)).slice(0, 80)), " ", verdict(run, step, node, onPath)),
     el("div", { class: "sides" },
       side(run, "The drafter’s top five", ranking(step.guesses?.[node.parent]), node.token, "q", onlyOwn(node)),
       side(run, "The target’s top five", chose?.top ?? [], chose?.token, "p", onPath ? `Not recorded (p of this token: ${chance(node.p)}).` : "The walk never came here, so the target was not asked.")),
@@ -182,7 +182,8 @@ function verdict(run, step, node, onPath) {
   if (node.fate === "p") return "was dropped before the pass: its row would have cost more than it promised.";
   if (!onPath) return "was never reached: the text had already left this path.";
   const said = step.emitted[node.depth];
-  return said === undefined ? "came after the end of the text." : `was not kept: the target chose ${visible(run.piece(said)).slice(0, 40)} here.`;
+  if (said === undefined) return "came after the end of the text.";
+  return ["was not kept: the target chose ", el("code", { class: "chip bonus" }, visible(run.piece(said)).slice(0, 40)), " here."];
 }
 
 function side(run, title, top, marked, letter, missing) {

@@ -139,7 +139,7 @@ export function mountRun(element, run, options = {}) {
     replace(element);
   }
 
-  return { update, seek: (step) => (pause(), seek(step)), destroy, play };
+  return { update, seek: (step) => (pause(), seek(step)), destroy, play, key: keys };
 }
 
 function icon(name) {
