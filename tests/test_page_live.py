@@ -203,6 +203,12 @@ def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
     raced(page)
     assert card(page, "suffix", "tokens") == card(page, "plain decoding", "tokens") == "12"
     assert page.evaluate("document.activeElement.textContent") == "Run the race"
+    page.get_by_role("button", name="Open it in Run").focus()
+    page.keyboard.press("Enter")
+    page.locator("#run h1", has_text="Live: suffix").wait_for()
+    assert page.locator("#run .flow").inner_text().strip()
+    page.get_by_role("link", name="Live", exact=True).press("Enter")
+    assert card(page, "suffix", "tokens") == "12"  # what was measured is still there
 
 
 def test_a_key_is_asked_for_kept_in_memory_and_refused_with_the_servers_sentence(

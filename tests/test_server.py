@@ -368,12 +368,15 @@ def test_traces_are_kept_bounded_and_replayed(llm: LLM, tmp_path: Path) -> None:
         assert 0 < len(names) < 12
         assert sum(path.stat().st_size for path in (tmp_path / "t").iterdir()) <= 20_000
         data = web.get(f"/traces/{names[0]}").content
-        for name in ("nobody", "..", "%2e%2e%2fx", "x" * 200):
+        plain = said(web, **WARM, speculation={"enabled": False})["id"]
+        web.service.traces._writer.submit(lambda: None).result()  # type: ignore[attr-defined]
+        assert json.loads(web.get(f"/traces/{plain}-0").text.splitlines()[0])["drafter"] == "off"
+        for name in ("nobody", "...", "%2e%2e%2fx", "x" * 200):
             assert web.get(f"/traces/{name}").status_code == 404
     (tmp_path / "one.jsonl").write_bytes(data)
     trace = read(tmp_path / "one.jsonl")
     assert replay(trace) == recorded(trace)
-    assert trace.footer["finish"] == "length"
+    assert (trace.header["drafter"], trace.footer["finish"]) == ("suffix", "length")
     with client(llm) as web:
         assert "--traces" in web.get("/traces").json()["error"]["message"]
 

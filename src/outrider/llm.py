@@ -152,6 +152,10 @@ class LLM:
         told = {own: about(self.config.drafter)} | {name: about(name) for name in self.engine.drafter.parts}
         return told | {"off": about("off")}
 
+    def drafter_of(self, seq: Sequence) -> str:
+        """Who drafts for this sequence; off where nobody does."""
+        return seq.only or self.config.drafter_name if seq.speculate else "off"
+
     @property
     def drafting(self) -> dict[str, Any]:
         """What the drafter tells about its own work, by name; most tell nothing."""

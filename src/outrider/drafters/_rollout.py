@@ -171,12 +171,14 @@ class Rollout:
             then = replace(seq)  # its tokens are a copy: the sequence itself grows
             growth.guesses[node] = partial(self._ranked, logits.clone(), then, path, SHOWN)
             return self._ranked(logits, seq, path, width)
-        best = self._ranked(logits, seq, path, max(width, SHOWN))  # under noise five take no longer than one
+        best = self._ranked(logits, seq, path, width, max(SHOWN - width, 0))  # those that noise was hashed for anyway
         growth.guesses[node] = partial(list, best[:SHOWN])
         return best[:width]
 
-    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
-        return ranked(logits, seq, emitted, width)
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
+        return ranked(logits, seq, emitted, width, spare)
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(logits, seq, emitted)

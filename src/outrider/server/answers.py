@@ -166,7 +166,7 @@ def _speculation(llm: LLM, asked: Asked, answers: list[Answer]) -> Json:
     passed = [drafts, *depths, 0]  # steps that accepted at least 0, 1, 2, … drafted tokens
     return {
         "enabled": not asked.plain,
-        "drafter": asked.drafter,
+        "drafter": llm.drafter_of(answers[0].seq),
         "reason": asked.plain or every[0].why,
         "num_spec_tokens": llm.config.k if isinstance(llm.config.k, int) else asked.most_drafted,
         "num_spec_steps": drafts,

@@ -29,8 +29,7 @@ class Asked:
 
     prompts: list[Any]  # each a text, its ids or messages
     params: SamplingParams
-    drafter: str  # who drafts for it; off where nobody does
-    only: str = ""  # that drafter, where it is one of several that work together here
+    only: str = ""  # who drafts for it, where it is one of several that work together here
     plain: str = ""
     most_drafted: int | None = None
     trace: str = "off"  # what is told of its steps
@@ -66,7 +65,8 @@ class Reading:
             params = SamplingParams(**given)
         except OutriderError as error:
             raise refused(str(error)) from error
-        return Asked(prompts, params, most_drafted=wish.k, trace=wish.trace or "off", **self._drafting(wish))
+        only, plain = self._drafting(wish)
+        return Asked(prompts, params, only, plain, wish.k, wish.trace or "off")
 
     def _within(self, request: Sampling, answers: int) -> None:
         limits = self.limits
@@ -100,18 +100,17 @@ class Reading:
             raise refused(f"A key of logit_bias is not a token id from 0 to {vocabulary - 1}.", "logit_bias")
         return {"logit_bias": {int(key): value for key, value in request.logit_bias.items()}}
 
-    def _drafting(self, wish: Speculation) -> dict[str, str]:
-        """Who drafts, and why nobody does where nobody does."""
+    def _drafting(self, wish: Speculation) -> tuple[str, str]:
+        """The one drafter that is asked for, where it is one of several; why nobody drafts, where nobody does."""
         own, known = self.llm.config.drafter_name, self.llm.drafters
         if wish.drafter is not None and wish.drafter not in known:
             words = f"A request to this server may name one of these drafters, and no other: {', '.join(known)}."
             raise refused(words, "speculation.drafter")
         if own == "off":
-            return {"drafter": "off", "plain": "the server runs without a drafter"}
+            return "", "the server runs without a drafter"
         if wish.enabled is False or wish.drafter == "off" or wish.k == 0:
-            return {"drafter": "off", "plain": "the request switched speculation off"}
-        drafter = wish.drafter or own
-        return {"drafter": drafter, "only": drafter if drafter != own else ""}
+            return "", "the request switched speculation off"
+        return wish.drafter if wish.drafter not in (None, own) else "", ""
 
     def _guided(self, request: Sampling) -> dict[str, Any]:
         """The one place where `response_format` and `prediction` become sampling parameters."""

@@ -70,7 +70,7 @@ class Script:
         llm, seq, asked = self.llm, self.answer.seq, self.asked
         prompt = seq.tokens[: seq.prompt_len]
         facts: Line = {"outrider_trace": VERSION, "level": asked.trace, "model": llm.name, "dtype": llm.dtype}
-        facts |= {"device": llm.device, "drafter": asked.drafter, "k": llm.config.k, "rule": seq.rule}
+        facts |= {"device": llm.device, "drafter": llm.drafter_of(seq), "k": llm.config.k, "rule": seq.rule}
         facts |= {"temperature": seq.params.temperature, "seed": seq.seed, "prompt": prompt}
         text = llm.tokenizer.decode(prompt, skip_special=False)
         return facts | {"prompt_text": text, "pieces": self._pieces(prompt)}

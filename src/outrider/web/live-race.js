@@ -12,7 +12,7 @@ export class Runner {
     this.name = name;
     this.plain = plain;
     this.state = "waiting"; // running, done, stopped, failed
-    this.run = new Run(plain ? "plain decoding" : name);
+    this.run = new Run();
     this.lines = []; // the trace's, as they came
     this.text = "";
     this.ids = [];

@@ -24,12 +24,13 @@ export function mountLive(section, app) {
   const cards = el("div", { class: "runners" });
   const verdicts = el("div", { class: "verdicts" });
   const looking = el("div", { class: "looking", role: "group", "aria-label": "Which run is shown below" });
+  const heading = el("h2", {});
   const place = el("div", { class: "live-run" });
   const scores = makeScores();
   let runners = [], shown = null, pinned = false, stopper = null;
 
   style();
-  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, place);
+  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, place);
   if (!keyed) connect();
 
   /* ------------------------------------------------------------ who is there */
@@ -59,6 +60,7 @@ export function mountLive(section, app) {
     } finally {
       stopper = null;
       form.running(false);
+      if (shown) look(shown.runner); // now with everything
       draw(true);
     }
   }
@@ -85,7 +87,7 @@ export function mountLive(section, app) {
     const plain = runners.at(-1), drafted = runners.filter((runner) => !runner.plain);
     replace(verdicts, drafted.map((runner) => verdict(runner, plain)));
     for (const runner of drafted) scores.add(title, runner, plain);
-    if (!pinned) look(drafted[0]);
+    if (!pinned) shown.runner = drafted[0];
     tell(drafted.map((runner) => outcome(runner, plain)).join(" "));
   }
 
@@ -113,13 +115,20 @@ export function mountLive(section, app) {
     const button = (each) => el("button", { type: "button", "aria-pressed": String(each === runner), onclick: () => ((pinned = true), look(each)) }, each.name);
     replace(looking, el("span", { class: "note" }, "Shown below:"), runners.map(button),
       el("button", { type: "button", onclick: () => download(runner) }, "Download this trace"),
-      el("button", { type: "button", onclick: () => (app.open(runner.run, `live: ${runner.name}`), (location.hash = "#run")) }, "Open it in Run"));
+      el("button", { type: "button", onclick: () => open(runner) }, "Open it in Run"));
+    replace(heading, runner.plain ? "Plain decoding, step by step" : `The drafter ${runner.name}, step by step`);
   }
 
-  /** The run below, as soon as there is something to see of it. */
+  function open(runner) {
+    runner.run.title = `Live: ${runner.name}`;
+    app.open(runner.run);
+    location.hash = "#run";
+  }
+
+  /** The run below, as soon as there is something to see of it; while a race is on, only what is quickly drawn. */
   function showRun() {
     if (shown.view) shown.view.update();
-    else if (shown.runner.run.steps.length) shown.view = mountRun(place, shown.runner.run, { title: shown.runner.plain ? "Plain decoding" : `Drafter ${shown.runner.name}` });
+    else if (shown.runner.run.steps.length) shown.view = mountRun(place, shown.runner.run, { compact: stopper !== null });
   }
 
   let due = null, next = 0;
