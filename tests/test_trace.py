@@ -172,7 +172,10 @@ def test_full_lines_carry_what_else_the_drafter_thought_likely(name: str, tree: 
             guesses = dict(line["guesses"][str(parent)])
             assert len(guesses) <= 5
             assert guesses[token] == pytest.approx(q, abs=2e-3)
-    assert not any("guesses" in line for line in run(name, level="summary").lines)
+
+
+def test_summaries_tell_no_thoughts() -> None:
+    assert not any({"guesses", "noise", "chose"} & line.keys() for line in run("model", level="summary").lines)
 
 
 def test_the_recorders_own_time_is_not_in_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

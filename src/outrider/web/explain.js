@@ -73,16 +73,16 @@ export function mountExplain(element, run, fallback) {
   const dots = STATIONS.map((station, i) =>
     el(
       "button",
-      { type: "button", class: "dot", onclick: () => go(i) },
+      { type: "button", class: "dot", onclick: (event) => press(event, i) },
       el("span", { "aria-hidden": "true" }, String(i + 1)),
       el("span", { class: "name" }, station.name),
     ),
   );
-  const back = el("button", { type: "button", onclick: () => go(at - 1) }, "← Back");
+  const back = el("button", { type: "button", onclick: (event) => press(event, at - 1) }, "← Back");
   const next = el("button", {
     type: "button",
     class: "primary",
-    onclick: () => (at === STATIONS.length - 1 ? (location.hash = "#run") : go(at + 1)),
+    onclick: (event) => (at === STATIONS.length - 1 ? (location.hash = "#run") : press(event, at + 1)),
   });
   const card = el("article", { class: "station", "aria-live": "polite", tabindex: "-1" });
   const borrowed =
@@ -117,6 +117,12 @@ export function mountExplain(element, run, fallback) {
         el("div", { class: "trap" }, el("dt", {}, "Failure trap"), el("dd", {}, station.trap)),
       ),
     );
+  }
+
+  /** After a click of the mouse the space bar should go on, not press the same button again. */
+  function press(event, i) {
+    go(i);
+    if (event.detail > 0) card.focus({ preventScroll: true });
   }
 
   function key(event) {
