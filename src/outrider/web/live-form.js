@@ -1,6 +1,6 @@
 /* What is asked: the prompt, who drafts, how warm, how long. It keeps the key in this page's memory and nowhere else. */
 
-import { el, replace } from "./dom.js";
+import { el, prefersStill, replace } from "./dom.js";
 
 export const PRESETS = [
   {
@@ -27,6 +27,7 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
   const halt = el("button", { type: "button", disabled: true, onclick: stop }, "Stop");
   const presets = PRESETS.map((preset) => el("button", { type: "button", onclick: () => (fill(preset.prompt), start(preset.title)) }, preset.title));
   const both = el("button", { type: "button", onclick: () => compare(PRESETS) }, "Compare the two");
+  const acts = el("div", { class: "acts" }, go, halt, el("span", { class: "presets", role: "group", "aria-label": "Presets" }, presets, both));
   let offered = null;
 
   const element = el("form", { class: "panel live-form", "aria-label": "What to ask" },
@@ -37,7 +38,7 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
     about,
     keyed ? el("p", { class: "note" }, "The key stays in this page’s memory: it is sent to this server only, and forgotten when the page is closed.") : null,
     el("div", { class: "ticks" }, tick("Record what the target thought at every node (takes a little time)", thoughts), tick("Continue the text as it is, without the chat template", raw)),
-    el("div", { class: "acts" }, go, halt, el("span", { class: "presets", role: "group", "aria-label": "Presets" }, presets, both)));
+    acts);
   element.addEventListener("submit", (event) => (event.preventDefault(), start()));
   element.addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && start());
   document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
@@ -72,6 +73,7 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
     },
     valid: () => element.reportValidity(),
     running(on) {
+      if (on) acts.scrollIntoView({ block: "start", behavior: prefersStill() ? "auto" : "smooth" }); // what comes is below
       halt.disabled = !on;
       for (const button of [go, both, ...presets]) button.disabled = on;
       if (on) halt.focus({ preventScroll: true });

@@ -12,9 +12,8 @@ export function makeCard(runner, tokens) {
   const bar = el("progress", { max: tokens, value: 0, "aria-label": `Tokens of ${runner.name}` });
   const text = el("pre", { class: "said", tabindex: "0", "aria-label": `What ${runner.name} says` });
   const row = (words, name) => el("div", {}, el("dt", {}, words), cells[name]);
-  const drafted = runner.plain ? [] : [row("α", "alpha"), row("τ", "tau")];
   const element = el("article", { class: `panel runner${runner.plain ? " plain" : ""}`, "data-runner": runner.name, "data-state": "waiting", "aria-label": runner.name },
-    el("h2", {}, runner.name, " ", state), el("dl", { class: "numbers" }, row("clock", "clock"), row("tokens", "tokens"), row("tokens/s", "speed"), drafted), bar, text);
+    el("h2", {}, runner.name, " ", state), el("dl", { class: "numbers" }, row("clock", "clock"), row("tokens", "tokens"), row("tokens/s", "speed"), row("α", "alpha"), row("τ", "tau")), bar, text);
 
   function show(now) {
     element.dataset.state = now.state;
