@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +183,39 @@ def go_to(page: Page, step: int) -> None:
     )
 
 
+def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
+    """A server's summary of a batch: no p, no pieces, no clock; each sequence by itself."""
+    told: list[Line] = [{"outrider_trace": 1, "level": "summary", "rule": "match", "model": "m", "prompt_tokens": 3}]
+    for i in range(6):
+        nodes = [[40, -1, 0.5, None, "a"], [41, 0, None, None, "r"]]
+        told.append({"step": i, "seq": 7, "nodes": nodes, "emitted": [40, 42], "why": "because"})
+        told.append({"step": i, "seq": 9, "nodes": [], "emitted": [43], "why": ""})
+    show(page, address, "run")
+    drop(page, "batch.jsonl", "\n".join(map(json.dumps, told)))
+    page.wait_for_selector("#run h1:text('batch.jsonl')")
+    assert (number(page, "tau"), number(page, "alpha"), number(page, "speedup")) == ("2.00", "50.0%", "not recorded")
+    assert page.locator(".flow .step").first.inner_text() == " #40 #42"
+    page.get_by_label("Sequence").select_option("9")
+    assert (number(page, "tau"), number(page, "alpha")) == ("1.00", "not recorded")
+    assert "Nothing was drafted in this step" in page.locator(".treebox").inner_text()
+    assert "not recorded" in page.locator(".lanes").inner_text()
+
+
+def test_what_drafters_tell_of_themselves_is_shown(page: Page, address: str) -> None:
+    told = read_lines(TRACES["code.jsonl"])
+    told[-1]["drafting"] = {"ahead": {"hit_rate": 0.75, "hidden_seconds": 0.5, "exposed_seconds": 0.0021}}
+    told[-1]["learning"] = {"state": "on", "updates": 12, "records": 3456}
+    show(page, address, "run")
+    drop(page, "told.jsonl", "\n".join(map(json.dumps, told)))
+    hits = page.locator("[data-number=hits]").inner_text()
+    assert hits.startswith("Ahead: 75% of outcomes were prepared for; 500 ms of drafting hidden")
+    assert hits.endswith("2.1 ms not.")
+    assert page.locator("[data-number=learning]").inner_text().startswith("Learning on: 12 updates from 3,456 verified")
+    rows = page.locator(".sources tbody tr").all_inner_texts()
+    drafts = Counter(line["source"] for line in told if line.get("nodes"))
+    assert {row.split()[0]: int(row.split()[1]) for row in rows} == drafts
+
+
 def test_it_plays_and_pauses(page: Page, address: str) -> None:
     show(page, address, "run")
     page.get_by_label("Speed").select_option("1")
@@ -261,13 +296,19 @@ def test_every_view_is_accessible_and_fits_a_phone(page: Page, address: str, vie
 
 def test_dark_and_light_by_the_button(page: Page, address: str) -> None:
     show(page, address, "run")
-    colour = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(colour)
+    look = """async () => {
+        for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame);
+        const drawn = [...document.querySelectorAll("#run canvas")].map((canvas) => canvas.toDataURL());
+        return [getComputedStyle(document.body).backgroundColor, ...drawn];
+    }"""
+    light = page.evaluate(look)
     page.get_by_label("Dark or light").click()
-    assert page.evaluate(colour) != light
+    dark = page.evaluate(look)
+    assert len(light) == 6  # the paper, two lanes and three plots
+    assert all(before != after for before, after in zip(light, dark, strict=True))
     accessible(page)
     page.get_by_label("Dark or light").click()
-    assert page.evaluate(colour) == light
+    assert page.evaluate(look) == light
 
 
 def test_the_first_paint_comes_within_a_second(browser: Browser, address: str) -> None:

@@ -54,6 +54,15 @@ def test_nothing_in_a_trace_ends_the_element_it_stands_in() -> None:
     assert (told["start"], len(told["traces"])) == ("run", 1 + len(TRACES))
 
 
+def test_dark_is_dark_whoever_asks_for_it() -> None:
+    style = (web.files() / "page.css").read_text(encoding="utf-8")
+    wished = re.search(r':root:not\(\[data-theme="light"\]\) \{(.*?)\}', style, re.DOTALL)
+    chosen = re.search(r':root\[data-theme="dark"\] \{(.*?)\}', style, re.DOTALL)
+    assert wished
+    assert chosen
+    assert wished[1].split() == chosen[1].split()
+
+
 def test_live_is_said_only_where_somebody_listens() -> None:
     told = '<meta name="outrider-live" content="1">'
     assert told in web.index(live=True)

@@ -7,7 +7,8 @@
 
 import { el, replace } from "./dom.js";
 import { mountExplain } from "./explain.js";
-import { LIMITS, TraceError, parseTrace, telling } from "./trace.js";
+import { telling } from "./telling.js";
+import { LIMITS, TraceError, parseTrace } from "./trace.js";
 import { mountRun } from "./view.js";
 import { mountWhatIf } from "./whatif.js";
 
@@ -27,7 +28,12 @@ async function open(run, title = run.title) {
 }
 
 function listRuns() {
-  replace($("runs"), app.runs.map(({ title, run }, i) => el("option", { value: i, selected: run !== null && run === app.current }, title.slice(0, 60))));
+  replace(
+    $("runs"),
+    app.runs.map(({ title, run }, i) =>
+      el("option", { value: i, selected: run !== null && run === app.current }, title.slice(0, 60)),
+    ),
+  );
 }
 
 async function read(entry) {
@@ -60,7 +66,10 @@ async function attempt(work) {
 
 async function openFiles(files) {
   for (const file of files) {
-    if (file.size > LIMITS.characters * 4) throw new TraceError(`${file.name} has ${Math.round(file.size / 1e6)} MB; this page reads at most ${LIMITS.characters / 1e6} million characters.`);
+    if (file.size > LIMITS.characters * 4)
+      throw new TraceError(
+        `${file.name} has ${Math.round(file.size / 1e6)} MB; this page reads at most ${LIMITS.characters / 1e6} million characters.`,
+      );
     const run = parseTrace(await file.text(), file.name);
     if (location.hash !== "#whatif") history.replaceState(null, "", "#run");
     await open(run, file.name);
@@ -100,7 +109,9 @@ function unmount() {
 /* ---------------------------------------------------------------- the frame */
 
 function theme() {
-  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = dark ? "light" : "dark";
   $("theme").setAttribute("aria-pressed", String(!dark));
   document.dispatchEvent(new Event("outrider:theme"));
@@ -109,15 +120,22 @@ function theme() {
 function listen() {
   addEventListener("hashchange", show);
   $("theme").addEventListener("click", theme);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("outrider:theme")));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+    document.dispatchEvent(new Event("outrider:theme")),
+  );
   $("runs").addEventListener("change", (event) => attempt(() => choose(app.runs[Number(event.target.value)])));
   $("file").addEventListener("change", (event) => attempt(() => openFiles(event.target.files)));
   $("open").addEventListener("click", () => $("file").click());
   document.querySelector(".skip").addEventListener("click", (event) => (event.preventDefault(), $("main").focus())); // the hash names views
   document.addEventListener("keydown", key);
-  for (const kind of ["dragover", "dragenter"]) document.addEventListener(kind, (event) => (event.preventDefault(), document.body.classList.add("dropping")));
-  for (const kind of ["dragleave", "drop"]) document.addEventListener(kind, () => document.body.classList.remove("dropping"));
-  document.addEventListener("drop", (event) => (event.preventDefault(), attempt(() => openFiles(event.dataTransfer.files))));
+  for (const kind of ["dragover", "dragenter"])
+    document.addEventListener(kind, (event) => (event.preventDefault(), document.body.classList.add("dropping")));
+  for (const kind of ["dragleave", "drop"])
+    document.addEventListener(kind, () => document.body.classList.remove("dropping"));
+  document.addEventListener(
+    "drop",
+    (event) => (event.preventDefault(), attempt(() => openFiles(event.dataTransfer.files))),
+  );
 }
 
 /** Keys belong to the view that is shown, wherever they are pressed; a run hears those inside it by itself. */
@@ -135,7 +153,12 @@ async function bundled() {
     return traces.map(({ title, text, bundled }) => ({ title, bundled, run: null, load: async () => text }));
   }
   const listed = await (await fetch("examples/index.json")).json();
-  return listed.map(({ title, file }) => ({ title, bundled: true, run: null, load: async () => (await fetch(`examples/${file}`)).text() }));
+  return listed.map(({ title, file }) => ({
+    title,
+    bundled: true,
+    run: null,
+    load: async () => (await fetch(`examples/${file}`)).text(),
+  }));
 }
 
 async function live() {

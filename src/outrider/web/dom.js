@@ -91,7 +91,8 @@ export function legend(...fates) {
 
 /** A colour of the page's own, for canvases. Asking the browser makes it settle its styles, so it is asked once a theme. */
 export function colour(name) {
-  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  if (!palette.has(name))
+    palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return palette.get(name);
 }
 

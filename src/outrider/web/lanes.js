@@ -7,16 +7,32 @@ import { UNKNOWN, colour, el, micros, plural, replace, times } from "./dom.js";
 
 const LANES = ["draft", "verify", "overlap", "judge", "host"];
 const AROUND = 3; // steps before and after the current one
-const LEFT = 66, ROW = 22, GAP = 6;
+const LEFT = 66,
+  ROW = 22,
+  GAP = 6;
 
 export function mountLanes(run, { onseek }) {
   const race = el("canvas", { class: "race", role: "img", "aria-label": "The race against the plain run" });
-  const zoom = el("canvas", { class: "zoom", role: "img", "aria-label": "Microseconds of the steps around the cursor" });
+  const zoom = el("canvas", {
+    class: "zoom",
+    role: "img",
+    "aria-label": "Microseconds of the steps around the cursor",
+  });
   const result = el("p", { class: "result", "data-number": "speedup" });
   const words = el("p", { class: "note", "aria-live": "off" });
-  const element = el("section", { class: "panel lanes", "aria-label": "The race" },
-    el("h3", {}, "The race against plain decoding"), result, race, el("h4", {}, "Around this step, in real microseconds"), zoom, words);
-  let still = null, at = 0, width = 0; // reading the width makes the browser lay out the page: once is enough
+  const element = el(
+    "section",
+    { class: "panel lanes", "aria-label": "The race" },
+    el("h3", {}, "The race against plain decoding"),
+    result,
+    race,
+    el("h4", {}, "Around this step, in real microseconds"),
+    zoom,
+    words,
+  );
+  let still = null,
+    at = 0,
+    width = 0; // reading the width makes the browser lay out the page: once is enough
 
   race.addEventListener("click", (event) => {
     const found = run.race();
@@ -57,7 +73,8 @@ const raceEnd = (found) => Math.max(found.ownEnd, found.plain?.end ?? 0) || 1;
 
 /** The last pass that had ended by then. */
 export function passAt(passes, moment) {
-  let low = 0, high = passes.length - 1;
+  let low = 0,
+    high = passes.length - 1;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
     if (passes[middle].at <= moment) low = middle;
@@ -68,16 +85,23 @@ export function passAt(passes, moment) {
 
 function sentence(run, found) {
   if (!found) return "";
-  if (!found.plain) return `${plural(found.tokens, "token")} in ${micros(found.ownEnd)} after the prompt’s pass. The plain run is ${UNKNOWN}; \`--trace FILE --compare\` records it.`;
+  if (!found.plain)
+    return `${plural(found.tokens, "token")} in ${micros(found.ownEnd)} after the prompt’s pass. The plain run is ${UNKNOWN}; \`--trace FILE --compare\` records it.`;
   const speed = run.speedup();
   const ratio = el("strong", {}, times(speed));
-  return [ratio, ` the plain speed${speed < 1 ? " (this run lost the race)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}, the same text.`];
+  return [
+    ratio,
+    ` the plain speed${speed < 1 ? " (this run lost the race)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}, the same text.`,
+  ];
 }
 
 function tell(run, found, at) {
-  const step = run.steps[at], own = found.own[at];
+  const step = run.steps[at],
+    own = found.own[at];
   const phases = LANES.filter((lane) => step.us[lane]).map((lane) => `${lane} ${micros(step.us[lane][1])}`);
-  const ahead = found.plain ? ` At this moment this run had ${plural(own.tokens, "token")}, the plain run ${plural(found.plain.passes[passAt(found.plain.passes, own.at)].tokens, "token")}.` : "";
+  const ahead = found.plain
+    ? ` At this moment this run had ${plural(own.tokens, "token")}, the plain run ${plural(found.plain.passes[passAt(found.plain.passes, own.at)].tokens, "token")}.`
+    : "";
   return `Step ${at + 1}: ${phases.join(", ")}.${ahead}`;
 }
 
@@ -101,10 +125,17 @@ function prepare(canvas, width, height) {
 
 /** All that stands still: both tracks, their passes, the finish lines. */
 function background(canvas, width, found) {
-  const height = 118, pen = prepare(canvas, width, height);
+  const height = 118,
+    pen = prepare(canvas, width, height);
   const x = (moment) => LEFT + (moment / raceEnd(found)) * (width - LEFT - 12);
-  const tracks = [["Outrider", found.own, found.ownEnd, "verify"], ["plain", found.plain?.passes, found.plain?.end, "plain"]];
-  const dense = Math.max(1, Math.ceil(Math.max(found.own.length, found.plain?.passes.length ?? 0) / ((width - LEFT) / 3)));
+  const tracks = [
+    ["Outrider", found.own, found.ownEnd, "verify"],
+    ["plain", found.plain?.passes, found.plain?.end, "plain"],
+  ];
+  const dense = Math.max(
+    1,
+    Math.ceil(Math.max(found.own.length, found.plain?.passes.length ?? 0) / ((width - LEFT) / 3)),
+  );
   tracks.forEach(([name, passes, end, hue], row) => {
     const top = 22 + row * 36;
     pen.fillStyle = colour("ink");
@@ -143,10 +174,12 @@ function finish(pen, x, top, hue) {
 
 function axis(pen, x, end, width, height) {
   pen.fillStyle = colour("ink-2");
-  const raw = end / Math.max(2, Math.floor((width - LEFT) / 110)), power = 10 ** Math.floor(Math.log10(raw));
+  const raw = end / Math.max(2, Math.floor((width - LEFT) / 110)),
+    power = 10 ** Math.floor(Math.log10(raw));
   const tick = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= raw);
   pen.textAlign = "center";
-  for (let moment = 0; moment <= end; moment += tick) pen.fillText(micros(moment).replace("0 µs", "0"), Math.min(x(moment), width - 24), height - 8);
+  for (let moment = 0; moment <= end; moment += tick)
+    pen.fillText(micros(moment).replace("0 µs", "0"), Math.min(x(moment), width - 24), height - 8);
   pen.textAlign = "left";
 }
 
@@ -159,13 +192,15 @@ function drawRace(canvas, width, { kept, x, tracks }, found, at) {
   const now = found.own[at].at;
   tracks.forEach(([, passes, end, hue], row) => {
     if (!passes) return;
-    const done = passes[passAt(passes, now)], top = 22 + row * 36;
+    const done = passes[passAt(passes, now)],
+      top = 22 + row * 36;
     pen.fillStyle = colour(hue);
     pen.globalAlpha = 0.75;
     pen.fillRect(LEFT, top + 4, x(Math.max(0, Math.min(done.at, end))) - LEFT, 18);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("ink");
-    const words = `${done.tokens} tokens`, right = Math.max(x(Math.min(done.at, end)), x(now)) + 8;
+    const words = `${done.tokens} tokens`,
+      right = Math.max(x(Math.min(done.at, end)), x(now)) + 8;
     pen.fillText(words, right + 80 > x(raceEnd(found)) ? x(raceEnd(found)) - 86 : right, top + 13);
   });
   cursor(pen, x(now), 10, 98);
@@ -186,12 +221,16 @@ function drawZoom(canvas, width, run, found, at) {
   const steps = run.steps.slice(Math.max(0, at - AROUND), at + AROUND + 1);
   const zero = run.steps[0].us.verify[0] + run.steps[0].us.verify[1];
   const spans = steps.flatMap((step) => Object.values(step.us));
-  const from = Math.min(...spans.map((span) => span[0])), to = Math.max(...spans.map((span) => span[0] + span[1]));
+  const from = Math.min(...spans.map((span) => span[0])),
+    to = Math.max(...spans.map((span) => span[0] + span[1]));
   const lanes = LANES.filter((lane) => steps.some((step) => step.us[lane]));
   const rows = [...lanes, ...(found.plain ? ["plain"] : [])];
-  const height = rows.length * (ROW + GAP) + 26, pen = prepare(canvas, width, height);
+  const height = rows.length * (ROW + GAP) + 26,
+    pen = prepare(canvas, width, height);
   const x = (moment) => LEFT + ((moment - from) / (to - from || 1)) * (width - LEFT - 12);
-  const bars = steps.flatMap((step) => lanes.filter((lane) => step.us[lane]).map((lane) => ({ lane, span: step.us[lane], now: step.index === at })));
+  const bars = steps.flatMap((step) =>
+    lanes.filter((lane) => step.us[lane]).map((lane) => ({ lane, span: step.us[lane], now: step.index === at })),
+  );
   if (found.plain) bars.push(...plainBars(found.plain.passes, from - zero, to - zero, zero));
   rows.forEach((lane, row) => {
     pen.fillStyle = colour("ink");
@@ -211,7 +250,8 @@ function plainBars(passes, from, to, zero) {
 }
 
 function zoomBar(pen, { lane, span, now }, top, x, width) {
-  const left = Math.max(LEFT, x(span[0])), right = Math.min(width - 12, Math.max(x(span[0] + span[1]), x(span[0]) + 1.5));
+  const left = Math.max(LEFT, x(span[0])),
+    right = Math.min(width - 12, Math.max(x(span[0] + span[1]), x(span[0]) + 1.5));
   pen.globalAlpha = now ? 1 : 0.4;
   pen.fillStyle = colour(lane);
   pen.fillRect(left, top, right - left, ROW);
@@ -222,4 +262,3 @@ function zoomBar(pen, { lane, span, now }, top, x, width) {
     pen.fillText(words, left + 4, top + ROW / 2);
   }
 }
-

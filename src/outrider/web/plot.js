@@ -7,10 +7,19 @@ import { colour, el } from "./dom.js";
 export function mountPlot({ title, words, x, y, series, height = 190, range = {} }) {
   const place = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${words}` });
   const caption = el("figcaption", {}, words);
-  const keys = series.length > 1 ? el("ul", { class: "keys" }, series.map((s) => el("li", {}, el("i", { class: `key ${s.kind} hue-${s.hue}` }), s.label))) : null;
+  const keys =
+    series.length > 1
+      ? el(
+          "ul",
+          { class: "keys" },
+          series.map((s) => el("li", {}, el("i", { class: `key ${s.kind} hue-${s.hue}` }), s.label)),
+        )
+      : null;
   const element = el("figure", { class: "figure" }, el("h4", {}, title), keys, place, caption);
   const line = el("div", { class: "cursorline", hidden: true });
-  let plot = null, data = series.map(() => []), at = null;
+  let plot = null,
+    data = series.map(() => []),
+    at = null;
   data.unshift([]);
 
   function make() {
@@ -24,8 +33,15 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
 
   function options(width) {
     return {
-      width, height, legend: { show: false }, cursor: { show: false }, padding: [8, 8, 0, 0],
-      scales: { x: { time: false, range: range.x ?? padded }, y: { range: range.y ?? ((u, low, high) => [0, (high || 1) * 1.1]) } },
+      width,
+      height,
+      legend: { show: false },
+      cursor: { show: false },
+      padding: [8, 8, 0, 0],
+      scales: {
+        x: { time: false, range: range.x ?? padded },
+        y: { range: range.y ?? ((u, low, high) => [0, (high || 1) * 1.1]) },
+      },
       axes: [axis(x, 40), axis(y, 54)],
       series: [{}, ...series.map(asSeries)],
       hooks: { draw: [() => move(at)] }, // scales settle after the data are set
@@ -49,31 +65,63 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
     move(at);
   }
 
-  const watcher = new ResizeObserver(() => {
+  function fit() {
     if (!plot) make();
-    else if (plot.width !== place.clientWidth && place.clientWidth) plot.setSize({ width: place.clientWidth, height }), move(at);
-  });
+    else if (plot.width !== place.clientWidth && place.clientWidth) plot.setSize({ width: place.clientWidth, height });
+  }
+
+  const watcher = new ResizeObserver(() => requestAnimationFrame(fit)); // not at once: a new size is news to watchers, too
   watcher.observe(place);
-  const recolour = () => plot?.redraw(false);
+  const recolour = () => plot?.redraw();
   document.addEventListener("outrider:theme", recolour);
-  const destroy = () => (watcher.disconnect(), document.removeEventListener("outrider:theme", recolour), plot?.destroy());
+  const destroy = () => (
+    watcher.disconnect(),
+    document.removeEventListener("outrider:theme", recolour),
+    plot?.destroy()
+  );
   return { element, set, move, destroy };
 }
 
-const padded = (u, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]);
+/** By the data: what uPlot hands over is the scale as it is, which would grow with every drawing. */
+function padded(u) {
+  const xs = u.data[0],
+    low = xs[0] ?? 0,
+    high = xs[xs.length - 1] ?? 1;
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
 
 function axis(name, size) {
   const font = "12px system-ui, sans-serif";
   return {
-    label: name, labelSize: 18, labelFont: font, font, size, stroke: () => colour("ink-2"),
-    grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1, size: 4 },
+    label: name,
+    labelSize: 18,
+    labelFont: font,
+    font,
+    size,
+    stroke: () => colour("ink-2"),
+    grid: { stroke: () => colour("line"), width: 1 },
+    ticks: { stroke: () => colour("line"), width: 1, size: 4 },
   };
 }
 
 function asSeries({ label, hue, kind, width = 2, dash }) {
   const stroke = () => colour(hue);
-  if (kind === "bars") return { label, stroke, fill: stroke, width: 0, paths: uPlot.paths.bars({ size: [0.7, 48] }), points: { show: false } };
-  if (kind === "points") return { label, stroke, paths: () => null, points: { show: true, size: 12, width: 3, stroke, fill: () => colour("paper") } };
+  if (kind === "bars")
+    return {
+      label,
+      stroke,
+      fill: stroke,
+      width: 0,
+      paths: uPlot.paths.bars({ size: [0.7, 48] }),
+      points: { show: false },
+    };
+  if (kind === "points")
+    return {
+      label,
+      stroke,
+      paths: () => null,
+      points: { show: true, size: 12, width: 3, stroke, fill: () => colour("paper") },
+    };
   const paths = kind === "steps" ? uPlot.paths.stepped({ align: -1 }) : uPlot.paths.linear();
   return { label, stroke, width, dash, paths, spanGaps: true, points: { show: false } };
 }

@@ -13,9 +13,23 @@ export function mountRibbon(run, { onseek, compact }) {
   const flow = el("div", { class: "flow" });
   const before = el("p", { class: "elsewhere" });
   const after = el("p", { class: "elsewhere" });
-  const box = el("div", { class: `ribbon${compact ? " compact" : ""}`, tabindex: "0", role: "group", "aria-label": "The text, step by step" }, before, flow, after);
+  const box = el(
+    "div",
+    {
+      class: `ribbon${compact ? " compact" : ""}`,
+      tabindex: "0",
+      role: "group",
+      "aria-label": "The text, step by step",
+    },
+    before,
+    flow,
+    after,
+  );
   const ghosts = el("span", { class: "ghosts" });
-  let low = 0, high = 0, at = -1, shown = []; // the window's steps [low, high), and their elements
+  let low = 0,
+    high = 0,
+    at = -1,
+    shown = []; // the window's steps [low, high), and their elements
 
   flow.addEventListener("click", (event) => {
     const found = event.target.closest("[data-step]");
@@ -68,7 +82,10 @@ export function mountRibbon(run, { onseek, compact }) {
   /** What the current step drafted in vain, struck out where it would have stood: before the target's own token. */
   function haunt(step) {
     const vain = step.nodes.filter((node) => node.fate === "r" || node.fate === "u");
-    replace(ghosts, vain.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))));
+    replace(
+      ghosts,
+      vain.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
+    );
     ghosts.hidden = !vain.length;
     const element = shown[step.index - low];
     element.insertBefore(ghosts, element.querySelector(".bonus"));
@@ -76,7 +93,8 @@ export function mountRibbon(run, { onseek, compact }) {
 
   /** Bring the caret into sight. It reads the layout, so it comes after all that changes it. */
   function follow() {
-    const element = shown[at - low], room = box.clientHeight;
+    const element = shown[at - low],
+      room = box.clientHeight;
     if (!element || box.scrollHeight <= room) return;
     const top = element.offsetTop;
     if (top < box.scrollTop + 8 || top > box.scrollTop + room - 56) box.scrollTop = Math.max(0, top - room * 0.5);

@@ -50,21 +50,29 @@ export class Run {
 
   #header(line) {
     if (line.outrider_trace !== LIMITS.version)
-      throw new TraceError(`The trace has version ${short(line.outrider_trace)}, but this page reads version ${LIMITS.version}.`);
+      throw new TraceError(
+        `The trace has version ${short(line.outrider_trace)}, but this page reads version ${LIMITS.version}.`,
+      );
     this.header = line;
   }
 
   #step(line) {
     if (this.stepCount >= LIMITS.steps)
-      throw new TraceError(`The trace has more than ${LIMITS.steps.toLocaleString("en")} steps; this page shows no more than that.`);
+      throw new TraceError(
+        `The trace has more than ${LIMITS.steps.toLocaleString("en")} steps; this page shows no more than that.`,
+      );
     const step = readStep(line, this.stepCount + 1);
     this.nodeCount += step.nodes.length;
     if (this.nodeCount > LIMITS.allNodes)
-      throw new TraceError(`The trace has more than ${LIMITS.allNodes.toLocaleString("en")} drafted nodes; this page shows no more than that.`);
+      throw new TraceError(
+        `The trace has more than ${LIMITS.allNodes.toLocaleString("en")} drafted nodes; this page shows no more than that.`,
+      );
     let steps = this.bySequence.get(step.seq);
     if (!steps) {
       if (this.bySequence.size >= LIMITS.sequences)
-        throw new TraceError(`The trace has more than ${LIMITS.sequences} sequences; this page shows no more than that.`);
+        throw new TraceError(
+          `The trace has more than ${LIMITS.sequences} sequences; this page shows no more than that.`,
+        );
       this.bySequence.set(step.seq, (steps = []));
       if (this.seq === null) this.seq = step.seq;
     }
@@ -80,7 +88,8 @@ export class Run {
     if (!isObject(pieces)) return;
     for (const [id, text] of Object.entries(pieces)) {
       if (this.pieces.size >= LIMITS.pieces) return;
-      if (typeof text === "string" && /^\d{1,9}$/.test(id)) this.pieces.set(Number(id), text.slice(0, LIMITS.pieceLength));
+      if (typeof text === "string" && /^\d{1,9}$/.test(id))
+        this.pieces.set(Number(id), text.slice(0, LIMITS.pieceLength));
     }
   }
 
@@ -117,7 +126,7 @@ export class Run {
     const told = this.sequences.length === 1 && Array.isArray(this.footer?.texts) ? this.footer.texts : null;
     return step.emitted.map((id, i) => {
       const text = told?.[step.tokensBefore + i];
-      return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : this.piece(id);
+      return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : (this.pieces.get(id) ?? ` #${id}`);
     });
   }
 
@@ -139,7 +148,11 @@ export class Run {
 
   /** α at each depth, given that the walk came there. */
   alphaByPosition() {
-    return this.counts.reachedAt.map((reached, i) => ({ reached, accepted: this.counts.acceptedAt[i], alpha: this.counts.acceptedAt[i] / reached }));
+    return this.counts.reachedAt.map((reached, i) => ({
+      reached,
+      accepted: this.counts.acceptedAt[i],
+      alpha: this.counts.acceptedAt[i] / reached,
+    }));
   }
 
   /** What became of each drafter's proposals, those with most drafts first. */
@@ -150,7 +163,9 @@ export class Run {
       if (!sources.has(step.source)) sources.set(step.source, emptyCounts());
       count(sources.get(step.source), step);
     }
-    return [...sources].map(([source, counts]) => ({ source, ...counts, alpha: ratio(counts.accepted, counts.reached) })).sort((a, b) => b.drafts - a.drafts);
+    return [...sources]
+      .map(([source, counts]) => ({ source, ...counts, alpha: ratio(counts.accepted, counts.reached) }))
+      .sort((a, b) => b.drafts - a.drafts);
   }
 
   /** Drafted tokens per draft. */
@@ -166,7 +181,13 @@ export class Run {
 
   #race() {
     const steps = this.steps;
-    const mine = steps.map((step) => step.us.verify && { at: step.us.verify[0] + step.us.verify[1], tokens: step.tokensBefore + step.emitted.length });
+    const mine = steps.map(
+      (step) =>
+        step.us.verify && {
+          at: step.us.verify[0] + step.us.verify[1],
+          tokens: step.tokensBefore + step.emitted.length,
+        },
+    );
     if (mine.length < 2 || mine.some((pass) => !pass)) return null;
     const zero = mine[0].at;
     const own = mine.map((pass) => ({ at: pass.at - zero, tokens: pass.tokens }));
@@ -179,7 +200,12 @@ export class Run {
     const spans = told.us.map(span);
     if (spans.some((each) => !each)) return null;
     const zero = spans[0][0] + spans[0][1];
-    const passes = spans.map(([start, lasted], i) => ({ start: start - zero, at: start + lasted - zero, lasted, tokens: i + 1 }));
+    const passes = spans.map(([start, lasted], i) => ({
+      start: start - zero,
+      at: start + lasted - zero,
+      lasted,
+      tokens: i + 1,
+    }));
     return { passes, end: passes[passes.length - 1].at, pass: median(passes.slice(1).map((pass) => pass.lasted)) };
   }
 
@@ -208,7 +234,9 @@ export class Run {
 
 export function parseTrace(text, title = "") {
   if (text.length > LIMITS.characters)
-    throw new TraceError(`The file has ${Math.round(text.length / 1e6)} million characters; this page reads at most ${LIMITS.characters / 1e6} million.`);
+    throw new TraceError(
+      `The file has ${Math.round(text.length / 1e6)} million characters; this page reads at most ${LIMITS.characters / 1e6} million.`,
+    );
   const run = new Run(title);
   const lines = text.split("\n").filter((line) => line.trim());
   lines.forEach((line, i) => {
@@ -217,7 +245,11 @@ export function parseTrace(text, title = "") {
       parsed = JSON.parse(line);
     } catch {
       if (i > 0 && i === lines.length - 1) return; // the run was cut off while writing this line
-      throw new TraceError(i === 0 ? "This is not an Outrider trace: its first line is not JSON." : `Line ${i + 1} of the trace is not JSON.`);
+      throw new TraceError(
+        i === 0
+          ? "This is not an Outrider trace: its first line is not JSON."
+          : `Line ${i + 1} of the trace is not JSON.`,
+      );
     }
     if (i === 0 && !(isObject(parsed) && "outrider_trace" in parsed))
       throw new TraceError("This is not an Outrider trace: its first line has no “outrider_trace”.");
@@ -234,7 +266,9 @@ function readStep(line, ordinal) {
   const where = `Step ${ordinal} of the trace`;
   if (!Array.isArray(line.nodes)) throw new TraceError(`${where} has no list of nodes.`);
   if (line.nodes.length > LIMITS.nodes)
-    throw new TraceError(`${where} has ${line.nodes.length.toLocaleString("en")} nodes; this page draws at most ${LIMITS.nodes.toLocaleString("en")} of one step.`);
+    throw new TraceError(
+      `${where} has ${line.nodes.length.toLocaleString("en")} nodes; this page draws at most ${LIMITS.nodes.toLocaleString("en")} of one step.`,
+    );
   if (!Array.isArray(line.emitted) || line.emitted.length > LIMITS.emitted || !line.emitted.every(isToken))
     throw new TraceError(`${where} does not say which tokens were emitted.`);
   const nodes = [];
@@ -252,7 +286,10 @@ function readStep(line, ordinal) {
     nodes,
     accepted: nodes.reduce((sum, node) => sum + (node.fate === "a"), 0),
     emitted: line.emitted,
-    texts: Array.isArray(line.texts) && line.texts.length === line.emitted.length ? line.texts.map((text) => words(text, LIMITS.pieceLength)) : null,
+    texts:
+      Array.isArray(line.texts) && line.texts.length === line.emitted.length
+        ? line.texts.map((text) => words(text, LIMITS.pieceLength))
+        : null,
     chose: Array.isArray(line.chose) ? line.chose.slice(0, line.emitted.length).map(readChoice) : null,
     noise: Array.isArray(line.noise) ? line.noise.map((each) => (isObject(each) ? each : {})) : null,
     guesses: isObject(line.guesses) ? line.guesses : null,
@@ -278,7 +315,10 @@ function readChoice(told) {
 /** Up to five [token, share] pairs; what is malformed is left out. */
 export function ranking(top) {
   if (!Array.isArray(top)) return [];
-  return top.slice(0, 5).filter((pair) => Array.isArray(pair) && isToken(pair[0])).map(([token, p]) => ({ token, p: share(p) }));
+  return top
+    .slice(0, 5)
+    .filter((pair) => Array.isArray(pair) && isToken(pair[0]))
+    .map(([token, p]) => ({ token, p: share(p) }));
 }
 
 function readClock(us) {
@@ -316,27 +356,6 @@ function count(counts, step) {
     counts.acceptedAt[depth] = (counts.acceptedAt[depth] ?? 0) + (depth < step.accepted);
   }
 }
-
-/* ---------------------------------------------------------------- what to look at first */
-
-/** A step that keeps several tokens and one that loses some: the clearest chains of a run; null where there are none. */
-export function telling(run) {
-  const chains = (run?.steps ?? []).slice(1).filter((step) => step.nodes.length && step.nodes.every((node, i) => node.parent === i - 1));
-  const long = (step) => 2 * Math.max(0, step.nodes.length - 6); // a long one does not fit
-  const words = (step) => step.nodes.filter((node) => /\w/.test(run.piece(node.token))).length / 2; // words say more than signs
-  const lost = (step) => step.nodes.filter((node) => node.fate === "u").length;
-  const accept = best(chains.filter((step) => step.accepted >= 2), (step) => step.emitted.length + words(step) - long(step));
-  const reject = best(chains.filter((step) => step.nodes.some((node) => node.fate === "r")), (step) => 4 * Math.min(step.accepted, 1) + 3 * Math.min(lost(step), 1) + words(step) - long(step));
-  return accept && reject ? { accept, reject } : null;
-}
-
-/** Where a finished run is opened: at a step with something to see. */
-export function firstLook(run) {
-  const full = best(run.steps.filter((step) => step.nodes.length > 1), (step) => Math.min(step.accepted, 3) + (step.accepted < step.nodes.length));
-  return (telling(run)?.reject ?? full ?? run.steps[run.steps.length - 1])?.index ?? -1;
-}
-
-const best = (steps, score) => steps.reduce((top, step) => (top === null || score(step) > score(top) ? step : top), null);
 
 /* ---------------------------------------------------------------- small things */
 

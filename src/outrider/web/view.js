@@ -7,16 +7,29 @@ import { mountDials } from "./dials.js";
 import { UNKNOWN, el, legend, plural, replace, svg } from "./dom.js";
 import { mountLanes } from "./lanes.js";
 import { mountRibbon } from "./ribbon.js";
-import { firstLook } from "./trace.js";
+import { firstLook } from "./telling.js";
 import { mountTree } from "./tree.js";
 
-const SPEEDS = [["real time", 1], ["4× slower", 4], ["12× slower", 12], ["40× slower", 40]];
-const ICONS = { first: "M2 3h2v12H2z M10.5 3v12L4.5 9z M16.500 3v12l-6-6z", back: "M13 3v12L6.500 9z M3.5 3H6v12H3.5z", play: "M4 2.5v13L15.5 9z", pause: "M4 3h3.5v12H4z M10.5 3H14v12h-3.5z", forward: "M5 3v12l6.5-6z M12 3h2.5v12H12z" };
+const SPEEDS = [
+  ["real time", 1],
+  ["4× slower", 4],
+  ["12× slower", 12],
+  ["40× slower", 40],
+];
+const ICONS = {
+  first: "M2 3h2v12H2z M10.5 3v12L4.5 9z M16.500 3v12l-6-6z",
+  back: "M13 3v12L6.500 9z M3.5 3H6v12H3.5z",
+  play: "M4 2.5v13L15.5 9z",
+  pause: "M4 3h3.5v12H4z M10.5 3H14v12h-3.5z",
+  forward: "M5 3v12l6.5-6z M12 3h2.5v12H12z",
+};
 const STEP_PAUSE = 300; // milliseconds for a step whose clock is not recorded
 
 export function mountRun(element, run, options = {}) {
   const compact = Boolean(options.compact);
-  let at = run.footer && !compact ? firstLook(run) : run.steps.length - 1, playing = null, drawn = -1;
+  let at = run.footer && !compact ? firstLook(run) : run.steps.length - 1,
+    playing = null,
+    drawn = -1;
   const seek = (step) => go(Math.max(0, Math.min(run.steps.length - 1, step)));
   const ribbon = mountRibbon(run, { onseek: (step) => (pause(), seek(step)), compact });
   const tree = mountTree(run, { compact });
@@ -28,8 +41,15 @@ export function mountRun(element, run, options = {}) {
   document.addEventListener("outrider:theme", theme);
   element.classList.add("run");
   element.addEventListener("keydown", keys);
-  const body = el("div", { class: "panels" }, bar.element, el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
-    tree.element, lanes.element, dials.element);
+  const body = el(
+    "div",
+    { class: "panels" },
+    bar.element,
+    el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
+    tree.element,
+    lanes.element,
+    dials.element,
+  );
   const waiting = el("p", { class: "note" }, "Waiting for the first step …");
   replace(element, facts, waiting, body);
   update();
@@ -72,7 +92,8 @@ export function mountRun(element, run, options = {}) {
   function play() {
     if (at >= run.steps.length - 1) seek(0);
     const race = run.race();
-    let moment = race ? race.own[at].at : 0, then = performance.now();
+    let moment = race ? race.own[at].at : 0,
+      then = performance.now();
     const tick = (now) => {
       const passed = now - then;
       then = now;
@@ -99,21 +120,43 @@ export function mountRun(element, run, options = {}) {
     if (event.altKey || event.ctrlKey || event.metaKey || own) return;
     const moves = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: run.steps.length - 1 };
     if (event.key === " ") playing ? pause() : play();
-    else if (event.key in moves && run.steps.length) pause(), seek(moves[event.key]);
+    else if (event.key in moves && run.steps.length) (pause(), seek(moves[event.key]));
     else return;
     event.preventDefault();
   }
 
   function controls() {
-    const button = (words, sign, act) => el("button", { type: "button", class: "round", "aria-label": words, title: words, onclick: act }, icon(sign));
-    const range = el("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "Step", oninput: () => (pause(), seek(Number(range.value))) });
+    const button = (words, sign, act) =>
+      el("button", { type: "button", class: "round", "aria-label": words, title: words, onclick: act }, icon(sign));
+    const range = el("input", {
+      type: "range",
+      min: 0,
+      max: 0,
+      value: 0,
+      "aria-label": "Step",
+      oninput: () => (pause(), seek(Number(range.value))),
+    });
     const where = el("output", { class: "where" });
     const toggle = button("Play", "play", () => (playing ? pause() : play()));
-    const speed = el("select", { "aria-label": "Speed" }, SPEEDS.map(([words, by]) => el("option", { value: by, selected: by === 12 }, words)));
-    const node = el("div", { class: "controls" }, button("First step", "first", () => (pause(), seek(0))), button("Step back", "back", () => (pause(), seek(at - 1))), toggle,
-      button("Step forward", "forward", () => (pause(), seek(at + 1))), range, where, speed);
+    const speed = el(
+      "select",
+      { "aria-label": "Speed" },
+      SPEEDS.map(([words, by]) => el("option", { value: by, selected: by === 12 }, words)),
+    );
+    const node = el(
+      "div",
+      { class: "controls" },
+      button("First step", "first", () => (pause(), seek(0))),
+      button("Step back", "back", () => (pause(), seek(at - 1))),
+      toggle,
+      button("Step forward", "forward", () => (pause(), seek(at + 1))),
+      range,
+      where,
+      speed,
+    );
     const bar = {
-      element: node, last: -1,
+      element: node,
+      last: -1,
       extend: (count) => ((bar.last = count - 1), (range.max = String(count - 1))),
       show: (step) => {
         range.value = String(step);
@@ -148,17 +191,39 @@ function icon(name) {
 
 /** Whose run it is. */
 function describe(run, { title, compact }, select) {
-  const header = run.header ?? {}, words = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
+  const header = run.header ?? {},
+    words = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
   const temperature = run.temperature === null ? UNKNOWN : String(run.temperature);
   const prompt = typeof header.prompt_text === "string" ? header.prompt_text.slice(0, 20000) : null;
-  const many = run.sequences.length > 1
-    ? el("label", {}, "Sequence ", el("select", { onchange: (event) => select(Number(event.target.value)) }, run.sequences.map((seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq)))))
-    : null;
+  const many =
+    run.sequences.length > 1
+      ? el(
+          "label",
+          {},
+          "Sequence ",
+          el(
+            "select",
+            { onchange: (event) => select(Number(event.target.value)) },
+            run.sequences.map((seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq))),
+          ),
+        )
+      : null;
   return [
     title || run.title ? el(compact ? "h2" : "h1", {}, (title || run.title).slice(0, 120)) : null,
-    el("p", { class: "note" }, `${words(header.model)} (${words(header.dtype)}, ${words(header.device)}) · drafter ${words(header.drafter)}, K ${words(header.k)} · rule ${words(header.rule)} · temperature ${temperature}`
-      + (run.footer?.finish ? ` · ended by ${words(run.footer.finish)}` : "")),
+    el(
+      "p",
+      { class: "note" },
+      `${words(header.model)} (${words(header.dtype)}, ${words(header.device)}) · drafter ${words(header.drafter)}, K ${words(header.k)} · rule ${words(header.rule)} · temperature ${temperature}` +
+        (run.footer?.finish ? ` · ended by ${words(run.footer.finish)}` : ""),
+    ),
     many,
-    prompt ? el("details", {}, el("summary", {}, `The prompt, ${plural(Array.isArray(header.prompt) ? header.prompt.length : 0, "token")}`), el("pre", { tabindex: "0" }, prompt)) : null,
+    prompt
+      ? el(
+          "details",
+          {},
+          el("summary", {}, `The prompt, ${plural(Array.isArray(header.prompt) ? header.prompt.length : 0, "token")}`),
+          el("pre", { tabindex: "0" }, prompt),
+        )
+      : null,
   ];
 }
