@@ -203,7 +203,9 @@ function intro() {
       "p",
       {},
       "Your prompt goes to this server, first with a drafter, then to plain decoding: one after the other, so that neither slows the other. " +
-        "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both.",
+        "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both. One race is one sample; for a figure to rely on there is ",
+      el("code", {}, "outrider bench"),
+      ".",
     ),
   );
 }
