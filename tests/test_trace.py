@@ -161,8 +161,7 @@ def test_full_lines_carry_the_noise_that_decided() -> None:
     assert "noise" not in Trace.of(run("model", temperature=0.0).lines).lines[0]
 
 
-@pytest.mark.parametrize("name", ["model", "head", "layerskip"])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("name", "tree"), [("model", False), ("model", True), ("head", False), ("layerskip", False)])
 def test_full_lines_carry_what_else_the_drafter_thought_likely(name: str, tree: bool) -> None:
     lines = [line for line in run(name, tree=tree).lines if line.get("nodes")]
     told = [line for line in lines if "guesses" in line]

@@ -116,6 +116,7 @@ def test_the_bundled_runs_are_whole_traces(path: Path) -> None:
     assert trace.header["level"] == "full"
     assert len(trace.footer["texts"]) == trace.footer["emitted"] == trace.footer["plain"]["tokens"]
     assert len(trace.footer["plain"]["us"]) == trace.footer["emitted"]
+    assert trace.footer["plain"]["same"] is True
     assert any("guesses" in line for line in trace.lines)
     assert str(Path.home()) not in path.read_text(encoding="utf-8")
 
@@ -186,3 +187,17 @@ def test_explain_loads_no_torch(tmp_path: Path) -> None:
         check=True,
         env={"OUTRIDER_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
     )
+
+
+def test_compare_records_the_plain_run(folder: Path, tmp_path: Path) -> None:
+    """What `--compare` measures is in the trace, beside the texts; the page needs nothing else."""
+    path, fast = tmp_path / "run.jsonl", ["--dtype", "float32", "--k", "4", "--drafter", "suffix"]
+    code, said = invoke("generate", "-m", folder, *fast, "-n", 24, "--json", "--compare", "--trace", path, "the cat")
+    assert code == 0, said
+    footer, told = read(path).footer, json.loads(said.splitlines()[-1])
+    assert footer["plain"].keys() == {"tokens", "seconds", "us", "same"}
+    assert footer["plain"]["same"] is True
+    assert len(footer["plain"]["us"]) == footer["plain"]["tokens"] == footer["emitted"]
+    assert footer["plain"]["tokens"] / footer["plain"]["seconds"] == pytest.approx(told["plain_tokens_per_second"])
+    assert "".join(footer["texts"]) == told["text"]
+    assert all(start >= 0 and lasted > 0 for start, lasted in footer["plain"]["us"])

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -335,7 +336,7 @@ def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: Plain | N
         if llm.learning is not None:
             told["learning"] = llm.learning
         if plain is not None:
-            told["plain"] = {"tokens": plain.tokens, "seconds": plain.seconds, "us": plain.us}
+            told["plain"] = asdict(plain)
         recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds, **told)
 
 

@@ -336,7 +336,7 @@ function speedup(run) {
     el(
       "figcaption",
       {},
-      `${plural(counts.emitted, "token")}, the same in both. τ = ${fixed(run.tau())} tokens per pass; α = ${percent(run.alpha())} of the drafted tokens that the target looked at were its own choice. ${clock}`,
+      `${plural(counts.emitted, "token")}${race?.plain?.same ? ", the same in both" : ""}. τ = ${fixed(run.tau())} tokens per pass; α = ${percent(run.alpha())} of the drafted tokens that the target looked at were its own choice. ${clock}`,
     ),
   );
 }

@@ -6,6 +6,11 @@
 import { UNKNOWN, colour, el, micros, plural, replace, times } from "./dom.js";
 
 const LANES = ["draft", "verify", "overlap", "judge", "host"];
+const SAME = new Map([
+  [true, ", the same text"],
+  [false, ", but another text"],
+  [null, ""],
+]); // what the recorder found
 const AROUND = 3; // steps before and after the current one
 const LEFT = 66,
   ROW = 22,
@@ -91,7 +96,7 @@ function sentence(run, found) {
   const ratio = el("strong", {}, times(speed));
   return [
     ratio,
-    ` the plain speed${speed < 1 ? " (this run lost the race)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}, the same text.`,
+    ` the plain speed${speed < 1 ? " (this run lost the race)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}${SAME.get(found.plain.same)}.`,
   ];
 }
 

@@ -206,7 +206,12 @@ export class Run {
       lasted,
       tokens: i + 1,
     }));
-    return { passes, end: passes[passes.length - 1].at, pass: median(passes.slice(1).map((pass) => pass.lasted)) };
+    return {
+      same: told.same === true ? true : told.same === false ? false : null,
+      passes,
+      end: passes[passes.length - 1].at,
+      pass: median(passes.slice(1).map((pass) => pass.lasted)),
+    };
   }
 
   /** How many times faster than the plain run, clock against clock; null where there is nothing to compare. */
