@@ -67,7 +67,7 @@ export function mountLanes(run, { onseek }) {
   }
 
   const watcher = new ResizeObserver(() => {
-    width = element.clientWidth - 2 * parseFloat(getComputedStyle(element).paddingLeft);
+    width = Math.max(0, element.clientWidth - 2 * parseFloat(getComputedStyle(element).paddingLeft)); // 0: not on screen
     if (run.steps.length) requestAnimationFrame(draw);
   });
   watcher.observe(element);

@@ -27,7 +27,10 @@ export function mountLive(section, app) {
   const heading = el("h2", {});
   const place = el("div", { class: "live-run" });
   const scores = makeScores();
-  let runners = [], shown = null, pinned = false, stopper = null;
+  let runners = [],
+    shown = null,
+    pinned = false,
+    stopper = null;
 
   style();
   replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, place);
@@ -84,8 +87,12 @@ export function mountLive(section, app) {
       draw();
     };
     await race(runners, request(settings), { key: form.key, signal: stopper.signal, changed });
-    const plain = runners.at(-1), drafted = runners.filter((runner) => !runner.plain);
-    replace(verdicts, drafted.map((runner) => verdict(runner, plain)));
+    const plain = runners.at(-1),
+      drafted = runners.filter((runner) => !runner.plain);
+    replace(
+      verdicts,
+      drafted.map((runner) => verdict(runner, plain)),
+    );
     for (const runner of drafted) scores.add(title, runner, plain);
     if (!pinned) shown.runner = drafted[0];
     tell(drafted.map((runner) => outcome(runner, plain)).join(" "));
@@ -94,7 +101,10 @@ export function mountLive(section, app) {
   function begin(fresh, tokens) {
     [runners, pinned] = [fresh, false];
     for (const runner of runners) runner.card = makeCard(runner, tokens);
-    replace(cards, runners.map((runner) => runner.card.element));
+    replace(
+      cards,
+      runners.map((runner) => runner.card.element),
+    );
     replace(verdicts);
     look(runners[0]);
   }
@@ -112,10 +122,19 @@ export function mountLive(section, app) {
     shown = { runner, view: null };
     replace(place, el("p", { class: "note" }, "Waiting for the first step …"));
     showRun();
-    const button = (each) => el("button", { type: "button", "aria-pressed": String(each === runner), onclick: () => ((pinned = true), look(each)) }, each.name);
-    replace(looking, el("span", { class: "note" }, "Shown below:"), runners.map(button),
+    const button = (each) =>
+      el(
+        "button",
+        { type: "button", "aria-pressed": String(each === runner), onclick: () => ((pinned = true), look(each)) },
+        each.name,
+      );
+    replace(
+      looking,
+      el("span", { class: "note" }, "Shown below:"),
+      runners.map(button),
       el("button", { type: "button", onclick: () => download(runner) }, "Download this trace"),
-      el("button", { type: "button", onclick: () => open(runner) }, "Open it in Run"));
+      el("button", { type: "button", onclick: () => open(runner) }, "Open it in Run"),
+    );
     replace(heading, runner.plain ? "Plain decoding, step by step" : `The drafter ${runner.name}, step by step`);
   }
 
@@ -128,21 +147,26 @@ export function mountLive(section, app) {
   /** The run below, as soon as there is something to see of it; while a race is on, only what is quickly drawn. */
   function showRun() {
     if (shown.view) shown.view.update();
-    else if (shown.runner.run.steps.length) shown.view = mountRun(place, shown.runner.run, { compact: stopper !== null });
+    else if (shown.runner.run.steps.length)
+      shown.view = mountRun(place, shown.runner.run, { compact: stopper !== null });
   }
 
-  let due = null, next = 0;
+  let due = null,
+    next = 0;
   function draw(now = false) {
     if (due && !now) return;
     clearTimeout(due);
-    due = setTimeout(() => {
-      const begun = performance.now();
-      due = null;
-      for (const runner of runners) runner.card.update(runner);
-      if (shown) showRun();
-      const ended = performance.now();
-      next = ended + Math.max(DRAW, IDLE * (ended - begun));
-    }, now ? 0 : Math.max(0, next - performance.now()));
+    due = setTimeout(
+      () => {
+        const begun = performance.now();
+        due = null;
+        for (const runner of runners) runner.card.update(runner);
+        if (shown) showRun();
+        const ended = performance.now();
+        next = ended + Math.max(DRAW, IDLE * (ended - begun));
+      },
+      now ? 0 : Math.max(0, next - performance.now()),
+    );
   }
 
   /* ------------------------------------------------------------ words */
@@ -158,7 +182,11 @@ export function mountLive(section, app) {
 
   function complain(error) {
     if (error.name === "AbortError") return;
-    say(error instanceof Refusal || error.constructor.name === "TraceError" ? error.message : `This page failed: ${error.message}`);
+    say(
+      error instanceof Refusal || error.constructor.name === "TraceError"
+        ? error.message
+        : `This page failed: ${error.message}`,
+    );
     tell("");
     if (!(error instanceof Refusal)) console.warn(error);
   }
@@ -167,9 +195,19 @@ export function mountLive(section, app) {
 }
 
 function intro() {
-  return el("div", { class: "intro" }, el("h1", {}, "Live"),
-    el("p", {}, "Your prompt goes to this server, first with a drafter, then to plain decoding: one after the other, so that neither slows the other. "
-      + "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both."));
+  return el(
+    "div",
+    { class: "intro" },
+    el("h1", {}, "Live"),
+    el(
+      "p",
+      {},
+      "Your prompt goes to this server, first with a drafter, then to plain decoding: one after the other, so that neither slows the other. " +
+        "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both. One race is one sample; for a figure to rely on there is ",
+      el("code", {}, "outrider bench"),
+      ".",
+    ),
+  );
 }
 
 function download(runner) {
@@ -181,5 +219,6 @@ function download(runner) {
 /** This view's own style sheet, where it is used. */
 function style() {
   const href = new URL("./live.css", import.meta.url).href;
-  if (![...document.styleSheets].some((sheet) => sheet.href === href)) document.head.append(el("link", { rel: "stylesheet", href }));
+  if (![...document.styleSheets].some((sheet) => sheet.href === href))
+    document.head.append(el("link", { rel: "stylesheet", href }));
 }
