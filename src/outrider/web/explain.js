@@ -190,7 +190,7 @@ function baseline(run) {
     ),
   );
   const said = plain
-    ? `The plain run of this prompt: ${plural(plain.passes.length, "token")}, ${plural(plain.passes.length, "pass", "passes")}, ${micros(plain.pass)} each.`
+    ? `The plain run of this prompt: ${plural(plain.passes.length, "token")}, ${plural(plain.passes.length, "pass", "passes")}, ${micros(plain.pass)} each by the median.`
     : `The plain run is ${UNKNOWN} in this trace.`;
   return el(
     "figure",

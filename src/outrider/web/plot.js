@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.js";
 import { colour, el } from "./dom.js";
 
-/* series: [{label, hue, kind: "line" | "bars" | "steps" | "points"}]; data: [xs, ys, …]; a null is a gap. */
+/* series: [{label, hue, kind: "line" | "bars" | "steps" | "points" (rings) | "spots"}]; data: [xs, ys, …]; a null is a gap. */
 export function mountPlot({ title, words, x, y, series, height = 190, range = {} }) {
   const place = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${words}` });
   const caption = el("figcaption", {}, words);
@@ -115,13 +115,18 @@ function asSeries({ label, hue, kind, width = 2, dash }) {
       paths: uPlot.paths.bars({ size: [0.7, 48] }),
       points: { show: false },
     };
-  if (kind === "points")
-    return {
-      label,
+  if (kind === "points" || kind === "spots") {
+    // A ring and a dot: colour is not all that tells them apart, and a dot in a ring is seen as both.
+    const ring = kind === "points";
+    const points = {
+      show: true,
+      size: ring ? 13 : 7,
+      width: ring ? 3 : 1,
       stroke,
-      paths: () => null,
-      points: { show: true, size: 12, width: 3, stroke, fill: () => colour("paper") },
+      fill: ring ? "transparent" : stroke,
     };
+    return { label, stroke, paths: () => null, points };
+  }
   const paths = kind === "steps" ? uPlot.paths.stepped({ align: -1 }) : uPlot.paths.linear();
   return { label, stroke, width, dash, paths, spanGaps: true, points: { show: false } };
 }

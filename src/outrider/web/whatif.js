@@ -48,7 +48,7 @@ export function mountWhatIf(element, run) {
   const k = slider("K", "drafted tokens per pass", 0, MOST, 1, Math.round(run.meanK() ?? 4), String);
   const c = slider("c", "drafting one token, in plain passes", 0, 1, 0.01, own.c ?? 0.05, (v) => fixed(v));
   const point = { label: "this run", hue: "accent", kind: "points" };
-  const chosen = { label: "your K", hue: "rejected", kind: "points" };
+  const chosen = { label: "your K", hue: "rejected", kind: "spots" };
   const series = (label) => [{ label, hue: "verify", kind: "line" }, chosen, point];
   const tokens = mountPlot({
     title: "Expected tokens per pass",
@@ -121,7 +121,7 @@ export function mountWhatIf(element, run) {
       "div",
       { class: "intro" },
       el("h1", {}, "What if?"),
-      el("p", {}, "Move the sliders; the ring marks what this run measured."),
+      el("p", {}, "Move the sliders; the dot follows, the ring marks what this run measured."),
     ),
     el(
       "div",
