@@ -68,7 +68,7 @@ class Seen:
 
     def watch(self, page: Page) -> None:
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", lambda error: self.errors.append(f"{error}: {getattr(error, 'stack', '')}"))
         page.on("request", self._asked)
 
     def _asked(self, request: Request) -> None:

@@ -59,7 +59,7 @@ export function mountLanes(run, { onseek }) {
     const found = run.race();
     race.hidden = zoom.hidden = !found;
     if (!found) return void (words.textContent = `The clock of this run is ${UNKNOWN}.`);
-    if (!width) return; // not on screen
+    if (!(width >= 1)) return; // not on screen, or not laid out yet
     still ??= background(race, width, found);
     drawRace(race, width, still, found, step);
     drawZoom(zoom, width, run, found, step);
@@ -67,7 +67,7 @@ export function mountLanes(run, { onseek }) {
   }
 
   const watcher = new ResizeObserver(() => {
-    width = Math.max(0, element.clientWidth - 2 * parseFloat(getComputedStyle(element).paddingLeft)); // 0: not on screen
+    width = element.clientWidth - 2 * parseFloat(getComputedStyle(element).paddingLeft);
     if (run.steps.length) requestAnimationFrame(draw);
   });
   watcher.observe(element);

@@ -2,8 +2,8 @@
 
    mountLive(section, app)      app.open(run, title) shows a run in the other views
 
-   What is shown is what the traces say that arrive with the answers; the page estimates nothing. It draws seldom while
-   a race is on (it spends a twentieth of its time on it at most), because on one machine the browser and the model share
+   What is shown is what the traces say that arrive with the answers; the page estimates nothing. While a race is on it
+   draws the run's steps seldom (a twentieth of its time at most), because on one machine the browser and the model share
    the cores. */
 
 import { el, replace } from "./dom.js";
@@ -152,21 +152,26 @@ export function mountLive(section, app) {
   }
 
   let due = null,
-    next = 0;
+    next = 0,
+    frame = null;
+
+  /** Numbers and texts of the cards with the next frame; the run below when it is due. */
   function draw(now = false) {
+    frame ??= requestAnimationFrame(() => {
+      frame = null;
+      for (const runner of runners) runner.card.update(runner);
+    });
     if (due && !now) return;
     clearTimeout(due);
-    due = setTimeout(
-      () => {
-        const begun = performance.now();
-        due = null;
-        for (const runner of runners) runner.card.update(runner);
-        if (shown) showRun();
-        const ended = performance.now();
-        next = ended + Math.max(DRAW, IDLE * (ended - begun));
-      },
-      now ? 0 : Math.max(0, next - performance.now()),
-    );
+    due = setTimeout(drawRun, now ? 0 : Math.max(0, next - performance.now()));
+  }
+
+  function drawRun() {
+    const begun = performance.now();
+    due = null;
+    if (shown) showRun();
+    const ended = performance.now();
+    next = ended + Math.max(DRAW, IDLE * (ended - begun));
   }
 
   /* ------------------------------------------------------------ words */
