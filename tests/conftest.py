@@ -1,5 +1,7 @@
 """One thread per test process (several run at once, and idle OpenMP threads spin), and a registry that stays clean.
 
+A tiny model that many files use (`folder`, `llm`), and a browser (`page`, `seen`: see browser.py).
+
 On a machine with a GPU the same tests run there; on one without, its kernels run in triton's interpreter.
 """
 
@@ -10,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +20,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports triton; see kernels.py
 
-from outrider import drafters
+from outrider import LLM, drafters
 
+import tiny
+
+pytest_plugins = ("browser", "pages", "pytester")
 torch.set_num_threads(1)
 
 
@@ -29,3 +35,15 @@ def registered() -> Iterator[None]:
     yield
     for name in set(drafters._REGISTRY) - known:
         del drafters._REGISTRY[name]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's files; nobody writes there."""
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    """The tiny model with a drafter that finds something; one for each file of tests, for it remembers."""
+    return LLM(folder, drafter="suffix", dtype="float32", k=4)

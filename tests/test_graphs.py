@@ -219,6 +219,16 @@ def test_sequences_come_and_go_while_passes_are_started_ahead(target: Transforme
         assert other.generated == seq.generated, i
 
 
+def test_nothing_is_started_over_logits_that_somebody_will_look_at(target: Transformer) -> None:
+    shown = engine(target, "off", 0)
+    seq = Sequence(1, [3, 1, 4], SamplingParams(max_tokens=4, ignore_eos=True), shows_logits=True)
+    shown.add(seq)
+    while shown.busy:
+        step = shown.step()
+        assert shown.target.ahead is None  # type: ignore[attr-defined]
+        assert int(step.output.logits[0].argmax()) == seq.tokens[-1]
+
+
 def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> None:
     """A shape may be recorded between a pass and the one that goes on from it."""
     crowd = engine(target, "off", 0)

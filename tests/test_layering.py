@@ -34,7 +34,7 @@ ALLOWED = {
     "prices": "types costs",
     "watch": "",
     "control": "types costs prices",
-    "trace": f"{FLOW} verify",
+    "trace": f"{FLOW} sampling verify",
     "scheduler": "types cache",
     "profile": "types cache costs machine paths",
     "engine": f"{FLOW} brought cache control drafters sampling scheduler verify watch",  # protocols: no drafter
@@ -78,22 +78,24 @@ ALLOWED = {
     "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
-    "llm": f"{FLOW} build config guides learn.drift machine models prediction profile profiles text trace "
+    "llm": f"{FLOW} build config drafters guides learn.drift machine models prediction profile profiles text trace "
     "models.checkpoint models.load",
     "prompts": "errors",
     "lossless": f"{FLOW} drafters llm",
     "show": f"{FLOW} text trace lossless",
     "options": FLOW,
-    "answer": "types llm show",
+    "answer": "types llm show trace",
     "teaching": "errors learn learn.store llm models.checkpoint",
     "cli_drafter": "cli learn learn.* paths teaching",
     "remote": "errors",
     "load": "remote",
+    "web": "errors",
+    "cli_page": "cli errors paths web",
     "server": "",
-    "server.*": f"{FLOW} llm text trace watch server.*",  # the library's front door, as a program of its own would
+    "server.*": f"{FLOW} llm text trace watch web server.*",  # the library's front door, as a program of its own would
     "cli_serve": "cli cli_measure errors load options prompts remote server.app server.logs server.settings teaching",
     "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
-    "cli_serve cli_train",
+    "cli_page cli_serve cli_train",
     "__main__": "cli",
 }
 

@@ -32,16 +32,6 @@ class Prophet(Drafter):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, drafter="suffix", dtype="float32", k=4)
-
-
-@pytest.fixture(scope="module")
 def real() -> LLM:
     """The default model; short contexts, so that its cache is small."""
     return LLM(drafter="suffix", dtype="auto", k=4, max_length=512)

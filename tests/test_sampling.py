@@ -85,6 +85,16 @@ def test_ranked_leads_with_the_choice() -> None:
             assert [c for _, c in order] == sorted((c for _, c in order), reverse=True)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_spare_choices_change_nothing_about_the_first(temperature: float) -> None:
+    for seed in range(20):
+        seq = sequence(seed=seed, temperature=temperature)
+        best, more = ranked(8 * logits(seed), seq, [4], 2), ranked(8 * logits(seed), seq, [4], 2, spare=3)
+        assert more[:2] == best
+        assert 2 <= len(more) <= 5
+        assert [share for _, share in more] == sorted((share for _, share in more), reverse=True)
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     flat = torch.zeros(V)
     assert choose(flat, sequence(), []) == 0

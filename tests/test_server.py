@@ -16,22 +16,10 @@ from outrider.server.settings import Limits, Settings
 from outrider.trace import read, recorded, replay
 from serving import HELLO, client, events, is_openai_error
 
-import tiny
-
 KEY = "a-key-for-tests"
 NAME = re.compile(r"outrider:\w+")
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 WARM: dict[str, Any] = {"messages": HELLO, "temperature": 0.8, "seed": 7, "max_tokens": 24, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, drafter="suffix", dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +149,7 @@ def test_speculation_is_told_and_can_be_switched_off(web: TestClient) -> None:
     assert one["num_draft_tokens"] <= one["num_spec_steps"]
     refused = ask(web, **asked, speculation={"drafter": "model"})
     assert refused.status_code == 400
-    assert "drafts with 'suffix'" in refused.json()["error"]["message"]
+    assert "one of these drafters, and no other: suffix, off." in refused.json()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_says_so(llm: LLM) -> None:
@@ -380,12 +368,15 @@ def test_traces_are_kept_bounded_and_replayed(llm: LLM, tmp_path: Path) -> None:
         assert 0 < len(names) < 12
         assert sum(path.stat().st_size for path in (tmp_path / "t").iterdir()) <= 20_000
         data = web.get(f"/traces/{names[0]}").content
-        for name in ("nobody", "..", "%2e%2e%2fx", "x" * 200):
+        plain = said(web, **WARM, speculation={"enabled": False})["id"]
+        web.service.traces._writer.submit(lambda: None).result()  # type: ignore[attr-defined]
+        assert json.loads(web.get(f"/traces/{plain}-0").text.splitlines()[0])["drafter"] == "off"
+        for name in ("nobody", "...", "%2e%2e%2fx", "x" * 200):
             assert web.get(f"/traces/{name}").status_code == 404
     (tmp_path / "one.jsonl").write_bytes(data)
     trace = read(tmp_path / "one.jsonl")
     assert replay(trace) == recorded(trace)
-    assert trace.footer["finish"] == "length"
+    assert (trace.header["drafter"], trace.footer["finish"]) == ("suffix", "length")
     with client(llm) as web:
         assert "--traces" in web.get("/traces").json()["error"]["message"]
 

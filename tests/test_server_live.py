@@ -27,20 +27,8 @@ from outrider.remote import RemoteError, Server
 from outrider.server.settings import Limits, Settings
 from serving import HELLO, listening, wait_for
 
-import tiny
-
 KEY = "a-key-for-tests"
 PROMPTS = ["the quick brown fox", "def add(a, b):", "one two three one two three one two", "the lazy dog " * 6]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, drafter="suffix", dtype="float32", k=4)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from outrider.drafters import Workspace, lookup, suffix
 from outrider.drafters.suffix import BORDER, GRAMS, LONGEST, PLACES, Shared, Suffix, Text
 from outrider.errors import ConfigError
-from outrider.types import Sequence, Tree
+from outrider.types import SamplingParams, Sequence, Tree
 
 texts = st.lists(st.integers(0, 2), max_size=60)
 
@@ -204,6 +204,16 @@ def test_the_request_itself_counts_more_than_strangers() -> None:
         finish(it, number, [11, 12, 13, 66])
     tree = ask(it, Sequence(9, [11, 12, 13, 55, 11, 12, 13]), 1)
     assert (tree.tokens, tree.source) == ([55], "suffix")
+
+
+def test_a_request_that_must_not_be_learnt_from_is_not_remembered() -> None:
+    it = drafter()
+    seq = Sequence(1, [90, 91], SamplingParams(learn=False))
+    it.begin(seq)
+    seq.tokens.extend([11, 12, 13, 11, 12])
+    assert ask(it, seq, 2).tokens == [13, 11]  # its own text helps it all the same
+    it.end(seq)
+    assert not ask(it, Sequence(2, [7, 11, 12]), 2).tokens
 
 
 def test_zero_shared_tokens_keep_strangers_apart() -> None:

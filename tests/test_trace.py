@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
+from itertools import pairwise
+from math import log
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,3 +143,51 @@ def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("outrider.trace._line", forbidden)
     assert run("suffix", level="off").lines == []
+
+
+def test_full_lines_carry_the_noise_that_decided() -> None:
+    """The choice is the highest ln p / T + g of all that are told of, whatever was drafted."""
+    trace = Trace.of(run("model", temperature=0.8).lines)
+    compared = 0
+    for line in trace.lines:
+        for i, ((token, p, _, top), noise) in enumerate(zip(line["chose"], line["noise"], strict=True)):
+            drafted = {node[0] for node in line["nodes"] if node[1] < 0} if i == 0 else set()
+            assert set(noise) >= {str(each) for each in {token, *drafted, *(t for t, _ in top)}}
+            for other, chance in top:
+                if chance > 0.01 and p > 0.01 and other != token:
+                    compared += 1
+                    assert log(p) / 0.8 + noise[str(token)] > log(chance) / 0.8 + noise[str(other)] - 0.03
+    assert compared > 40
+    assert "noise" not in Trace.of(run("model", temperature=0.0).lines).lines[0]
+
+
+@pytest.mark.parametrize(("name", "tree"), [("model", False), ("model", True), ("head", False), ("layerskip", False)])
+def test_full_lines_carry_what_else_the_drafter_thought_likely(name: str, tree: bool) -> None:
+    lines = [line for line in run(name, tree=tree).lines if line.get("nodes")]
+    told = [line for line in lines if "guesses" in line]
+    assert len(told) > 10
+    for line in told:
+        assert set(line["guesses"]) == {str(node[1]) for node in line["nodes"]}
+        for token, parent, q, *_ in line["nodes"]:
+            guesses = dict(line["guesses"][str(parent)])
+            assert len(guesses) <= 5
+            assert guesses[token] == pytest.approx(q, abs=2e-3)
+
+
+def test_summaries_tell_no_thoughts() -> None:
+    assert not any({"guesses", "noise", "chose"} & line.keys() for line in run("model", level="summary").lines)
+
+
+def test_the_recorders_own_time_is_not_in_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Recorder, line: object) -> None:
+        time.sleep(0.01)
+        put(self, line)  # type: ignore[arg-type]
+
+    put = Recorder._put
+    monkeypatch.setattr(Recorder, "_put", slow)
+    recorder = Recorder("full")
+    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(recorder,))
+    decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=30))
+    spans = [line["us"] for line in recorder.lines]
+    pauses = [after["draft"][0] - sum(before["judge"]) for before, after in pairwise(spans)]
+    assert 0 <= sorted(pauses)[len(pauses) // 2] < 9_000

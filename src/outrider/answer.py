@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from .llm import LLM
 from .show import ahead_line, ghosts, learning_line, legend, piece, summary, translation_line
+from .trace import Passes
 from .types import SamplingParams, Sequence
 
 errors = Console(stderr=True)
@@ -99,13 +100,30 @@ class Run:
         return result if plain is None else result | {"plain_tokens_per_second": plain}
 
 
-def plain_speed(llm: LLM, ids: list[int], params: SamplingParams, run: Run) -> float | None:
-    """The same prompt and seed without drafts, in the same process; None if nothing was said."""
+@dataclass(frozen=True)
+class Plain:
+    """The same prompt and seed without drafts: what it took, and when each of its passes ran."""
+
+    tokens: int
+    seconds: float
+    us: list[list[int]]  # [start, duration] of each pass
+    same: bool  # whether it said the very same tokens
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def plain_run(llm: LLM, ids: list[int], params: SamplingParams, run: Run) -> Plain | None:
+    """The same text without drafts, in the same process; None if nothing was said."""
     if run.interrupted or not run.seq.generated:
         return None
+    passes = Passes()
+    sibling = llm.using(drafter="off", recorder=passes)
     begin = time.perf_counter()
-    (plain,) = llm.using(drafter="off").generate([ids], replace(params, seed=run.seq.seed, n=1))
+    (plain,) = sibling.generate([ids], replace(params, seed=run.seq.seed, n=1))
     seconds = time.perf_counter() - begin
-    if plain.token_ids != run.seq.generated and llm.config.rule == "match":
+    same = plain.token_ids == run.seq.generated
+    if not same and llm.config.rule == "match":
         errors.print("[red]The plain text differs: please run `outrider verify` and report what it says.[/red]")
-    return len(plain.token_ids) / seconds
+    return Plain(len(plain.token_ids), seconds, passes.us, same)

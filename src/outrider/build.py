@@ -41,7 +41,9 @@ def build_engine(
         """The prices of whichever controller is at work: it is made after the drafter, and may be replaced."""
         return getattr(engine.controller, "now", None)
 
-    drafter = make(config.drafter, Workspace(model, cache, plane, config.options, tokenizer, graphs, market, begun))
+    shown = any(getattr(listener, "reads_guesses", False) for listener in listeners)
+    space = Workspace(model, cache, plane, config.options, tokenizer, graphs, market, begun, shown)
+    drafter = make(config.drafter, space)
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if hasattr(runner, "warm"):
         runner.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it

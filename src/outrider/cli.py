@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from .options import arguments, brought, from_elsewhere, sampling
 from .teaching import Teaching
 
 if TYPE_CHECKING:
+    from .answer import Plain
     from .llm import LLM
     from .trace import Recorder
     from .types import SamplingParams, Sequence
@@ -124,7 +126,7 @@ def generate(
         own = brought(json_schema, regex, grammar, prediction)
         own |= {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())}
         params = sampling(given, **own)
-        from .answer import Run, plain_speed
+        from .answer import Run, plain_run
 
         with _recorder(trace) as recorder:
             teaching = Teaching(learn, learn_from, learn_to)
@@ -134,13 +136,17 @@ def generate(
             # As a text it is continued, its first space included; as ids it is answered.
             run = Run(llm, prompt if raw or llm.tokenizer.chat_template is None else ids, params, quiet=as_json)
             run.go()
-            _footer(llm, recorder, run.seq)
-        teaching.keep(llm)
-        plain = plain_speed(llm, ids, params, run) if compare else None
+            teaching.keep(llm)
+            plain = None
+            try:
+                plain = plain_run(llm, ids, params, run) if compare else None
+            finally:
+                _footer(llm, recorder, run.seq, plain)
+        speed = None if plain is None else plain.speed
         if as_json:
-            print(json.dumps(run.as_json(plain), ensure_ascii=False))
+            print(json.dumps(run.as_json(speed), ensure_ascii=False))
         else:
-            run.print_summary(plain)
+            run.print_summary(speed)
         if run.interrupted:
             raise typer.Exit(130)
 
@@ -318,14 +324,19 @@ def _header(llm: LLM, recorder: Recorder | None, ids: list[int], params: Samplin
         recorder.header(**facts, rule=llm.config.rule, temperature=params.temperature, prompt=ids, prompt_text=text)
 
 
-def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence) -> None:
+def _footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: Plain | None) -> None:
     if recorder is not None:
-        from .trace import read
+        from .trace import read, tokens_of
 
         path = Path(recorder.file.name) if recorder.file else None
-        drafted = [n[0] for line in read(path).lines for n in line["nodes"]] if path else []
+        drafted = set().union(*map(tokens_of, read(path).lines)) if path else set()
         pieces = {t: llm.tokenizer.decode([t], skip_special=False) for t in {*seq.tokens, *drafted}}
-        told = {"drafting": llm.drafting} if llm.drafting else {}
+        told: dict[str, Any] = {"drafting": llm.drafting} if llm.drafting else {}
+        told["texts"] = llm.texts_of(seq)
+        if llm.learning is not None:
+            told["learning"] = llm.learning
+        if plain is not None:
+            told["plain"] = asdict(plain)
         recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds, **told)
 
 
@@ -361,4 +372,4 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_drafter, cli_measure, cli_serve, cli_train  # noqa: E402, F401 - they register their commands
+from . import cli_drafter, cli_measure, cli_page, cli_serve, cli_train  # noqa: E402, F401 - they register their commands

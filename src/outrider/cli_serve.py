@@ -85,7 +85,7 @@ def serve(
     profile: Profile = None,
     debug: Debug = False,
 ) -> None:
-    """Serve the model over HTTP as OpenAI does, with speculation. The log is JSON on standard error."""
+    """Serve the model over HTTP as OpenAI does, with speculation, and the page. The log is JSON on standard error."""
     with _sentences(debug):
         parts = _server_parts()
         given = {"max_batch": max_batch} | arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
@@ -104,7 +104,8 @@ def serve(
         parts.log_to(sys.stderr)
         application = parts.make_app(llm, settings)
         words = f"{application.service.name} ({llm.dtype}, {llm.device}, drafter {llm.config.drafter_name})"
-        errors.print(f"Serving {words} at http://{host}:{port}/v1", highlight=False, soft_wrap=True)
+        where = f"http://{host}:{port}"
+        errors.print(f"Serving {words} at {where}/v1; the page is {where}/", highlight=False, soft_wrap=True)
         parts.serve(application)
         teaching.keep(llm)
 

@@ -20,6 +20,7 @@ import torch
 
 from .build import build_engine, make_controller
 from .config import Config, config_from, from_hugging_face, from_speculative_config
+from .drafters import about
 from .errors import ConfigError
 from .learn.drift import Monitor
 from .machine import choose_device, device_name, prepare
@@ -145,6 +146,17 @@ class LLM:
         return str(device_of(self.target))
 
     @property
+    def drafters(self) -> dict[str, str]:
+        """Who may draft for a sequence, each with a sentence: the drafter, those that work together in it, and off."""
+        own = self.config.drafter_name
+        told = {own: about(self.config.drafter)} | {name: about(name) for name in self.engine.drafter.parts}
+        return told | {"off": about("off")}
+
+    def drafter_of(self, seq: Sequence) -> str:
+        """Who drafts for this sequence; off where nobody does."""
+        return seq.only or self.config.drafter_name if seq.speculate else "off"
+
+    @property
     def drafting(self) -> dict[str, Any]:
         """What the drafter tells about its own work, by name; most tell nothing."""
         return self.engine.drafter.notes()
@@ -244,14 +256,18 @@ class LLM:
         params: SamplingParams,
         speculate: bool = True,
         most_drafted: int | None = None,
+        only: str = "",
     ) -> list[Sequence]:
-        """The sequences that answer a prompt, not under way yet: `engine.add` them, and `close` each in the end."""
+        """The sequences that answer a prompt, not under way yet: `engine.add` them, and `close` each in the end.
+
+        `only` is one of the drafters that work together here (`drafters`), to hear no other.
+        """
         asked: Any = prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             asked = self.tokenizer.encode_chat(prompt)
         seqs = self._sequences(self._encode(asked), params, speculate, isinstance(asked, str))
         for seq in seqs:
-            seq.most_drafted = most_drafted
+            seq.most_drafted, seq.only = most_drafted, only
         return seqs
 
     # ------------------------------------------------------------ inside
@@ -335,6 +351,10 @@ class LLM:
         return Completion(
             "".join(reader.texts), seq.generated, seq.finish or "", seq.origins, seq.stats, seq.seed, logprobs
         )
+
+    def texts_of(self, seq: Sequence) -> list[str]:
+        """The text that each generated token released; joined, they are what was said."""
+        return list(_reader(seq).texts)
 
     def observe(self, step: Step) -> None:
         """The engine's listener: remembers what was drafted in vain, for whoever shows it."""

@@ -196,18 +196,19 @@ def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
     return logits.masked_fill(~allowed.to(logits.device), -math.inf)
 
 
-def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> list[tuple[int, float]]:
     """The `width` likeliest choices under this seed's noise, best first, with a confidence each: for drafting trees.
 
-    A drafter that ranks by *noised* scores proposes what the target, under the same noise, is likely to choose.
+    A drafter that ranks by *noised* scores proposes what the target, under the same noise, is likely to choose. Up to
+    `spare` more follow where they are found on the way: no noise is hashed for their sake.
     """
     logits = _guess_within(adjust(logits, seq, emitted), seq, emitted)
     if seq.params.greedy:
-        confidence, ids = torch.softmax(logits.float(), -1).topk(min(width, logits.shape[-1]))
+        confidence, ids = torch.softmax(logits.float(), -1).topk(min(width + spare, logits.shape[-1]))
     else:
         names, scores = _hopeful(logits, seq, width)
         noised = scores + gumbel(key(seq.seed, len(seq.tokens) + len(emitted), CHOICE), names)
-        confidence, order = torch.softmax(noised, 0).topk(min(width, names.numel()))
+        confidence, order = torch.softmax(noised, 0).topk(min(width + spare, names.numel()))
         ids = names[order]
     return list(zip(ids.tolist(), confidence.tolist(), strict=True))
 

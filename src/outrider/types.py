@@ -33,6 +33,8 @@ class Tree(NamedTuple):
     survival: list[float] | None = None  # [n] the drafter's chance that the whole path to the node is accepted
     q: Tensor | None = None  # [n, V] the law each node was really drawn from; only `reject` and `block` read it
     source: str = ""  # who drafted it
+    # By parent: what the drafter thought likeliest there, best first. Only where somebody records, who asks afterwards.
+    guesses: dict[int, Callable[[], list[tuple[int, float]]]] | None = None
 
     @property
     def is_chain(self) -> bool:
@@ -43,7 +45,8 @@ class Tree(NamedTuple):
         if n >= len(self.tokens):
             return self
         survival = None if self.survival is None else self.survival[:n]
-        return Tree(self.tokens[:n], self.parents[:n], survival, None if self.q is None else self.q[:n], self.source)
+        q = None if self.q is None else self.q[:n]
+        return self._replace(tokens=self.tokens[:n], parents=self.parents[:n], survival=survival, q=q)
 
 
 def chain(
@@ -273,6 +276,8 @@ class Sequence:
     rule: str = "match"
     speculate: bool = True  # False: plain decoding for this one, in the same batch
     most_drafted: int | None = None  # nodes of one step, whatever the controller would allow
+    only: str = ""  # where several drafters work together, the one that drafts for it; empty: any of them
+    shows_logits: bool = False  # somebody looks at its rows' logits after each step, so they must still be there
     watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
     matcher: Matcher | None = None  # what its guide allows; None: anything
     prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Workspace:
     passes: Callable[..., Passes | None] = lambda model, plane, cache=None: None  # None: call the model itself
     market: Callable[[], Market | None] = lambda: None  # None: nobody counts, K is fixed
     begun: FirstLayers | None = None  # None: whoever runs the target runs it whole
+    shown: bool = False  # somebody records: trees should carry what else was thought likely (Tree.guesses)
 
     def option(self, *names: str, default: Any) -> Any:
         """The first of these options that was given: an option may have one name here and another elsewhere."""
@@ -136,6 +138,11 @@ class Drafter:
     def overlaps(self) -> bool:
         """Whether `overlap` does anything: only then is it worth running the target in a thread."""
         return type(self).overlap is not Drafter.overlap
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Drafters that work together in it, by name: a sequence may ask for one of them alone (`Sequence.only`)."""
+        return ()
 
     @property
     def added_memory(self) -> Memory:
@@ -207,6 +214,12 @@ def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
     if drafter not in _REGISTRY:
         raise ConfigError(f"There is no drafter called '{drafter}'. Choose one of: {', '.join(names())}.")
     return _REGISTRY[drafter]
+
+
+def about(drafter: str | type[Drafter]) -> str:
+    """What it does, in the first sentence of the file it is in."""
+    words = (sys.modules[lookup(drafter).__module__].__doc__ or "").strip()
+    return words.partition("\n")[0]
 
 
 def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:

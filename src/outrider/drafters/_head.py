@@ -54,7 +54,7 @@ class HeadRollout(Rollout):
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            if growth.seq.rule == "match" and growth.seq.params.plain:
+            if growth.seq.rule == "match" and growth.seq.params.plain and not self._shows(growth.seq):
                 for token, confidence in self._likeliest(rows):
                     growth.add(token, len(growth.tokens) - 1, confidence)
             else:
@@ -123,15 +123,17 @@ class HeadRollout(Rollout):
         own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
         return own and super()._goes_on(growth)
 
-    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
-        if seq.params.plain and width == 1:
+        if seq.params.plain and width + spare == 1:
             return self._likeliest(logits[None])
         if seq.params.plain:
-            confidence, place = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
+            confidence, place = torch.softmax(logits, -1).topk(min(width + spare, logits.shape[-1]))
             choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
         else:
-            choices = ranked(self.head.spread(logits), seq, emitted, width)
+            choices = ranked(self.head.spread(logits), seq, emitted, width, spare)
         return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
 
     def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:

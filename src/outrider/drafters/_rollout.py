@@ -9,8 +9,9 @@ with noise of their own, and q is handed over.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from ..models.feed import CHUNK, catch_up
 from ..sampling import DRAFT, draw, key, law, ranked
 from ..types import Draft, Sequence, Tree
 from . import Passes, RecordedChains
+
+SHOWN = 5  # guesses of one place that are shown to whoever records
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Growth:
     survival: list[float] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)  # [V] each
     places: dict[int, int] = field(default_factory=dict)  # node that was fed -> its spare slot, in order of feeding
+    guesses: dict[int, Callable[[], list[tuple[int, float]]]] = field(default_factory=dict)  # by parent
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root down to a node."""
@@ -51,7 +55,7 @@ class Growth:
 
     def tree(self, source: str) -> Tree:
         q = torch.stack(self.q) if self.q else None
-        return Tree(self.tokens, self.parents, self.survival, q, source)
+        return Tree(self.tokens, self.parents, self.survival, q, source, self.guesses or None)
 
 
 class Rollout:
@@ -59,6 +63,7 @@ class Rollout:
 
     again = 2  # committed tokens that a recorded draft feeds once more
     stop_below = 0.0  # a node less likely than this is not gone on from
+    shown = False  # keep what else was likely, for whoever records
 
     def __init__(
         self,
@@ -141,7 +146,7 @@ class Rollout:
         """One more token at the end of a chain. logits [V]."""
         seq, last = growth.seq, len(growth.tokens) - 1
         if seq.rule == "match":
-            token, confidence = self._ranked(logits, seq, growth.tokens, 1)[0]
+            token, confidence = self._choices(growth, last, logits, 1)[0]
         else:
             q = self._law(logits, seq, growth.tokens)
             token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
@@ -150,11 +155,30 @@ class Rollout:
         growth.add(token, last, confidence)
 
     def _branch(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[int]:
-        children = self._ranked(logits, growth.seq, growth.path(node), width)
+        children = self._choices(growth, node, logits, width)
         return [growth.add(token, node, confidence) for token, confidence in children]
 
-    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
-        return ranked(logits, seq, emitted, width)
+    def _shows(self, seq: Sequence) -> bool:
+        """Whether somebody wants to know. (q of other rules is a law, which no ranking under noise tells.)"""
+        return (self.shown or seq.shows_logits) and seq.rule == "match"
+
+    def _choices(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[tuple[int, float]]:
+        """The likeliest tokens after a node, best first. Where somebody wants to know, what else was likely is kept."""
+        seq, path = growth.seq, growth.path(node)
+        if not self._shows(seq):
+            return self._ranked(logits, seq, path, width)
+        if seq.params.greedy:  # more of them take longer: they are ranked when the clock no longer runs
+            then = replace(seq)  # its tokens are a copy: the sequence itself grows
+            growth.guesses[node] = partial(self._ranked, logits.clone(), then, path, SHOWN)
+            return self._ranked(logits, seq, path, width)
+        best = self._ranked(logits, seq, path, width, max(SHOWN - width, 0))  # those that noise was hashed for anyway
+        growth.guesses[node] = partial(list, best[:SHOWN])
+        return best[:width]
+
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
+        return ranked(logits, seq, emitted, width, spare)
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(logits, seq, emitted)
@@ -177,6 +201,7 @@ class Rollout:
             [growth.survival[n] for n in order],
             None,
             self.source,
+            {number[n]: guess for n, guess in growth.guesses.items() if n in number} or None,
         )
 
     # ------------------------------------------------------------ running

@@ -111,9 +111,11 @@ class Intersection(Translated):
     def _said(self, seq: Sequence, emitted: list[int]) -> tuple[Sequence, list[int]]:
         return self.of[seq.id].origin, [self.forth[i] for i in emitted]
 
-    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
         wide, inside = self._wide(logits)
-        found = ranked(wide, *self._said(seq, emitted), width)
+        found = ranked(wide, *self._said(seq, emitted), width, spare)
         return [(self.back[i], inside * chance) for i, chance in found if chance > 0 and i in self.back]
 
     def _extend(self, growth: Growth, logits: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..types import Draft, Sequence, Step, Tree
 from . import Drafter, Market, Workspace, register
 from ._habit import CLAIM, Habit, Wait
-from .cascade import FREE, Cascade
+from .cascade import FREE, Cascade, may_draft
 from .head import chosen
 
 UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
@@ -79,12 +79,18 @@ class Auto(Cascade):
         self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
         self.wanted = False
         for drafter in self.free:
-            self._propose(drafter, seqs, budget)
+            wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
+            if wanted:
+                self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
         for drafter in self.costly:
-            worthy = self._worth_asking(drafter, seqs, budget)
-            if worthy:
-                self.asked[drafter.name] = len(worthy), sum(drafter.behind(seqs[i]) for i in worthy)
-                self._propose(drafter, [seqs[i] for i in worthy], [budget[i] for i in worthy])
+            named = [i for i, seq in enumerate(seqs) if seq.only == drafter.name]  # asked for: nothing to weigh
+            others = [i for i, seq in enumerate(seqs) if not seq.only]
+            worthy = self._worth_asking(drafter, [seqs[i] for i in others], [budget[i] for i in others])
+            asked = sorted(named + [others[i] for i in worthy])
+            self.wanted |= bool(named)
+            if asked:
+                self.asked[drafter.name] = len(asked), sum(drafter.behind(seqs[i]) for i in asked)
+                self._propose(drafter, [seqs[i] for i in asked], [budget[i] for i in asked])
         return Draft.pack((self._best(seq) for seq in seqs), self.unread)
 
     def observe(self, step: Step) -> None:

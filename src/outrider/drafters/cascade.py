@@ -42,6 +42,10 @@ class Cascade(Drafter):
         return any(drafter.overlaps for drafter in self.drafters)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(drafter.name for drafter in self.drafters)
+
+    @property
     def added_memory(self) -> Memory:
         every = [drafter.added_memory for drafter in self.drafters]
         return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
@@ -49,9 +53,9 @@ class Cascade(Drafter):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         trees, unread = [Tree([], [])] * len(seqs), None
         for drafter in self.drafters:
-            open_ = [i for i, tree in enumerate(trees) if not tree.tokens]
+            open_ = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, seqs[i])]
             if not open_:
-                break
+                continue
             drafter.stop_below = self.stop_below
             try:
                 answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
@@ -93,3 +97,8 @@ class Cascade(Drafter):
                 failure = error
         if failure is not None:
             raise failure
+
+
+def may_draft(drafter: Drafter, seq: Sequence) -> bool:
+    """Whether it is one that the sequence wants to hear."""
+    return seq.only in ("", drafter.name)

@@ -85,10 +85,15 @@ class ExitRollout(Rollout):
     def _scores(self, states: Tensor) -> Tensor:
         return self.exit.scores(states).cpu()  # [B, D]
 
-    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
         """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
         if not seq.params.plain:
-            return ranked(self.exit.spread(logits), seq, emitted, width)
+            return ranked(self.exit.spread(logits), seq, emitted, width, spare)
+        if width + spare > 1:
+            shares, places = torch.softmax(logits, -1).topk(min(width + spare, logits.shape[-1]))
+            return list(zip(self.exit.ids[places].tolist(), shares.tolist(), strict=True))
         place = int(logits.argmax())
         return [(int(self.exit.ids[place]), float((logits[place] - logits.logsumexp(-1)).exp()))]
 
@@ -114,6 +119,7 @@ class EarlyExit(Drafter):
         begun = space.begun if space.option("exit_reuse", default=True) else None
         first = begun or Alone(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)
+        self.rollout.shown = space.shown
 
     @property
     def added_memory(self) -> Memory:

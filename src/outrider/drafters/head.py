@@ -53,6 +53,7 @@ class TrainedHead(Drafter):
             self.features = Kept(config.taps, space.cache, space.plane)
             drafts = passes.heads(space.plane, "head")
         self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
+        self.rollout.shown = space.shown
         self.tree = bool(space.option("tree", default=False))
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing

@@ -44,6 +44,7 @@ class LayerSkip(Drafter):
         skip = _skip(space)
         passes = space.passes(space.target, space.plane)
         self.rollout = Scratch(space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes)
+        self.rollout.shown = space.shown
         share = _share(space)
         # Captured passes would have to be recorded anew for every set: there it stays as it is.
         self.refinement = Refinement(space, skip, share) if share and passes is None else None

@@ -58,8 +58,8 @@ class Suffix(Drafter):
         return Draft.pack(self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True))
 
     def end(self, seq: Sequence) -> None:
-        """Hand the response to all; a second `end` finds nothing to hand over."""
-        if self._requests.pop(seq.id, None) is not None:
+        """Hand the response to all, unless nothing is to be learnt from it; a second `end` finds nothing to give."""
+        if self._requests.pop(seq.id, None) is not None and seq.params.learn:
             self._shared.add(seq.generated)
 
     def _draft(self, seq: Sequence, room: int) -> Tree:

@@ -296,7 +296,7 @@ def filters(seq: Sequence) -> bool:
 
 def _goes_on(seq: Sequence, length: int) -> bool:
     """Whether a sequence surely takes what the device chooses, needs no logits for it, and has room for one more."""
-    plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None
+    plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
     return plain and seq.room > 1 and len(seq.tokens) + 1 < length
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..llm import LLM
+from ..trace import Line
 from ..types import TokenLogprob
 from .asked import Asked
 from .job import Answer, Job, Words
@@ -67,7 +68,7 @@ class Letter:
 
     # ------------------------------------------------------------ in chunks
 
-    def chunk(self, words: Words) -> Json:
+    def chunk(self, words: Words, trace: list[Line] | None = None) -> Json:
         first = words.index not in self.begun
         delta: Json = {"role": "assistant"} if first else {}
         said: Json = {"delta": delta | {"content": words.text}}
@@ -76,7 +77,8 @@ class Letter:
         choice = {"index": words.index, **said, "logprobs": self._logprobs(words.index, words.logprobs)}
         choice |= {"finish_reason": words.finish} | self._ids(words.index, words.tokens, first)
         measured = self._measured([self.job.answers[words.index]]) if words.finish else {}
-        return self._head(self._chunk_kind) | {"choices": [choice], **measured}
+        told = {} if trace is None else {"trace": trace}
+        return self._head(self._chunk_kind) | {"choices": [choice], **measured, **told}
 
     def usage_chunk(self) -> Json:
         return self._head(self._chunk_kind) | {"choices": [], "usage": self.usage()}
@@ -164,7 +166,7 @@ def _speculation(llm: LLM, asked: Asked, answers: list[Answer]) -> Json:
     passed = [drafts, *depths, 0]  # steps that accepted at least 0, 1, 2, … drafted tokens
     return {
         "enabled": not asked.plain,
-        "drafter": "off" if asked.plain else llm.config.drafter_name,
+        "drafter": llm.drafter_of(answers[0].seq),
         "reason": asked.plain or every[0].why,
         "num_spec_tokens": llm.config.k if isinstance(llm.config.k, int) else asked.most_drafted,
         "num_spec_steps": drafts,

@@ -21,6 +21,7 @@ from ..llm import LLM
 from .guard import Guard, unreadable
 from .logs import Journal
 from .metrics import Metrics
+from .pages import pages
 from .problems import Problem, broken
 from .routes import Service, endpoints
 from .settings import Settings
@@ -61,6 +62,7 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
 
     app = FastAPI(title="Outrider", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(endpoints(service))
+    app.include_router(pages(keyed=bool(settings.keys)))
     _speak_openai(app)
     if settings.origins:
         carried = ["authorization", "content-type"]

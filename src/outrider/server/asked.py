@@ -29,13 +29,15 @@ class Asked:
 
     prompts: list[Any]  # each a text, its ids or messages
     params: SamplingParams
+    only: str = ""  # who drafts for it, where it is one of several that work together here
     plain: str = ""
     most_drafted: int | None = None
+    trace: str = "off"  # what is told of its steps
 
     def sequences(self, llm: LLM) -> list[Sequence]:
         """All answers, those to one prompt together."""
         try:
-            every = [llm.prepare(p, self.params, not self.plain, self.most_drafted) for p in self.prompts]
+            every = [llm.prepare(p, self.params, not self.plain, self.most_drafted, self.only) for p in self.prompts]
         except OutriderError as error:
             raise refused(str(error)) from error
         return [seq for seqs in every for seq in seqs]
@@ -53,14 +55,18 @@ class Reading:
             raise Problem(404, words, "model_not_found", "model")
         prompts = _prompts(request)
         self._within(request, len(prompts) * (request.n or 1))
-        plain, most = self._speculation(request.speculation or Speculation())
+        wish = request.speculation or Speculation()
+        if wish.trace not in (None, "off") and not request.stream:
+            raise refused("The trace is told while it happens: it needs stream to be true.", "speculation.trace")
         given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
         given["temperature"] = 1.0 if request.temperature is None else request.temperature
         given |= self._length(request) | _logprobs(request) | self._bias(request) | self._guided(request)
         try:
-            return Asked(prompts, SamplingParams(**given), plain, most)
+            params = SamplingParams(**given)
         except OutriderError as error:
             raise refused(str(error)) from error
+        only, plain = self._drafting(wish)
+        return Asked(prompts, params, only, plain, wish.k, wish.trace or "off")
 
     def _within(self, request: Sampling, answers: int) -> None:
         limits = self.limits
@@ -94,17 +100,17 @@ class Reading:
             raise refused(f"A key of logit_bias is not a token id from 0 to {vocabulary - 1}.", "logit_bias")
         return {"logit_bias": {int(key): value for key, value in request.logit_bias.items()}}
 
-    def _speculation(self, wish: Speculation) -> tuple[str, int | None]:
-        """Why there is none, if there is none, and the most nodes of a step."""
-        own = self.llm.config.drafter_name
-        if wish.drafter not in (None, own, "off"):
-            words = f"This server drafts with '{own}'; a request may name that or 'off', and no other drafter."
+    def _drafting(self, wish: Speculation) -> tuple[str, str]:
+        """The one drafter that is asked for, where it is one of several; why nobody drafts, where nobody does."""
+        own, known = self.llm.config.drafter_name, self.llm.drafters
+        if wish.drafter is not None and wish.drafter not in known:
+            words = f"A request to this server may name one of these drafters, and no other: {', '.join(known)}."
             raise refused(words, "speculation.drafter")
         if own == "off":
-            return "the server runs without a drafter", wish.k
+            return "", "the server runs without a drafter"
         if wish.enabled is False or wish.drafter == "off" or wish.k == 0:
-            return "the request switched speculation off", wish.k
-        return "", wish.k
+            return "", "the request switched speculation off"
+        return wish.drafter if wish.drafter not in (None, own) else "", ""
 
     def _guided(self, request: Sampling) -> dict[str, Any]:
         """The one place where `response_format` and `prediction` become sampling parameters."""

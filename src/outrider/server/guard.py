@@ -17,6 +17,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .metrics import Metrics
+from .pages import is_open
 from .problems import Problem, broken, refused
 from .settings import Settings
 
@@ -85,7 +86,8 @@ class Guard:
         address = visit.scope.get("client")
         visit.client = address[0] if address else ""
         preflight = visit.scope["method"] == "OPTIONS" and self.settings.origins
-        if not self._keys or visit.scope["path"] in OPEN or preflight:
+        path = visit.scope["path"]
+        if not self._keys or path in OPEN or is_open(path) or preflight:
             return
         scheme, _, said = visit.header(b"authorization").partition(b" ")
         said = said.strip() if scheme.lower() == b"bearer" else b""
@@ -125,7 +127,8 @@ class Guard:
             self.metrics.refused(visit.status)
         facts = {"id": visit.id, "client": visit.client, "method": visit.scope["method"], "path": path[:128]}
         facts |= {"status": visit.status, "seconds": round(time.monotonic() - visit.begun, 4)}
-        log.log(logging.DEBUG if path in (*OPEN, "/metrics") else logging.INFO, "request", extra={"facts": facts})
+        quiet = path in (*OPEN, "/metrics") or is_open(path)
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"facts": facts})
 
 
 def _too_large(most: int) -> Problem:

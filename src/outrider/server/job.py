@@ -9,8 +9,10 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..types import Sequence, TokenLogprob
+from ..trace import Line, Note
+from ..types import Sequence, Step, TokenLogprob
 from .problems import Problem
 
 
@@ -23,6 +25,16 @@ class Words:
     tokens: list[int]
     logprobs: list[TokenLogprob]  # empty unless they were asked for
     finish: str | None  # stop or length; None while it goes on
+    texts: list[str] = field(default_factory=list)  # what each of the tokens released: `text`, apart
+    note: Note | None = None  # of the step, where its trace was asked for
+
+
+class Taping(Protocol):
+    """Whoever keeps what a sequence does, for its own client to see."""
+
+    def note(self, step: Step, i: int) -> Note | None: ...
+
+    def line(self, note: Note) -> Line: ...
 
 
 class Mailbox:
@@ -53,6 +65,7 @@ class Answer:
     job: Job
     index: int
     seq: Sequence
+    tape: Taping | None = None  # where its trace was asked for
     told: int = 0  # tokens that the client knows of
     started: float = 0.0  # it got a place in the batch
     first: float = 0.0  # its first token

@@ -22,8 +22,13 @@ class Speculation(Strict):
     """How this request is sped up. It changes speed, never text."""
 
     enabled: bool | None = Field(None, description="false: plain decoding")
-    drafter: str | None = Field(None, max_length=64, description="the server's own drafter, or off")
+    drafter: str | None = Field(
+        None, max_length=64, description="one of those that GET /v1/drafters lists; off: plain decoding"
+    )
     k: int | None = Field(None, ge=0, le=64, description="at most so many drafted tokens per step")
+    trace: Literal["off", "summary", "full"] | None = Field(
+        None, description="each chunk of a stream carries the trace's lines of its step, in `trace`"
+    )
 
 
 class StreamOptions(Strict):

@@ -16,6 +16,7 @@ from ..types import Sequence
 from .answers import Letter
 from .asked import Asked, Reading
 from .job import Job, Mailbox
+from .live import Tape
 from .metrics import Metrics
 from .problems import Problem, refused
 from .protocol import ChatRequest, CompletionRequest
@@ -76,6 +77,9 @@ class Service:
         # Long prompts take a while to become ids; other streams should not wait for that.
         asked, seqs = await asyncio.to_thread(self._understood, wish)
         job.add(seqs)
+        if asked.trace != "off":
+            for each in job.answers:
+                each.tape = Tape(each.seq, asked.trace)
         deadline = job.arrived + min(wish.timeout or self.settings.limits.seconds, self.settings.limits.seconds)
         self.worker.submit(job)
         letter = Letter(self.llm, self.name, job, asked, bool(wish.return_token_ids), kind)
@@ -116,6 +120,10 @@ def endpoints(service: Service) -> APIRouter:
             raise Problem(404, f"This server has only '{service.name}'.", "model_not_found", "model")
         return _card(service)
 
+    @router.get("/v1/drafters", summary="Who may draft for a request")
+    async def drafters() -> dict[str, Any]:
+        return _drafters(service)
+
     _add_watching(router, service)
     return router
 
@@ -153,6 +161,14 @@ def _traces(service: Service) -> Traces:
     if service.traces is None:
         raise Problem(404, "Nothing is recorded here; start the server with --traces FOLDER.", "traces_off")
     return service.traces
+
+
+def _drafters(service: Service) -> dict[str, Any]:
+    """Those that `speculation.drafter` may name, the default first, and how far a request may go."""
+    own, told = service.llm.config.drafter_name, service.llm.drafters
+    data = [{"id": name, "object": "drafter", "default": name == own, "about": words} for name, words in told.items()]
+    limits = {"max_tokens": service.settings.limits.max_tokens, "temperature": 100}
+    return {"object": "list", "data": data, "model": service.name, "k": service.llm.config.k, "limits": limits}
 
 
 def _card(service: Service) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from .answers import Letter, Told
 from .job import Job, Words
+from .live import Script
 from .problems import Problem
 from .worker import Worker
 
@@ -77,6 +78,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, letter: Letter, worker: Worker, deadline: float, with_usage: bool) -> None:
         self.letter, self.worker, self.deadline, self.with_usage = letter, worker, deadline, with_usage
+        answers, asked = letter.job.answers, letter.asked
+        self.scripts = [Script(letter.llm, asked, each) for each in answers] if asked.trace != "off" else []
         super().__init__(self._lines(), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,12 +92,20 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(follow(self.letter.job, self.worker, self.deadline)) as events:
                 async for words in events:
-                    yield b": waiting\n\n" if words is None else _line(self.letter.chunk(words))
+                    yield b": waiting\n\n" if words is None else await self._told(words)
             if self.with_usage:
                 yield _line(self.letter.usage_chunk())
         except Problem as problem:
             yield _line(problem.body())
         yield END
+
+    async def _told(self, words: Words) -> bytes:
+        """A chunk, with its lines of the trace where they were asked for; the longer work is not the event loop's."""
+        if not self.scripts:
+            return _line(self.letter.chunk(words))
+        lines = self.scripts[words.index].lines
+        trace = await asyncio.to_thread(lines, words) if words.note and words.note.rows else lines(words)
+        return _line(self.letter.chunk(words, trace))
 
 
 def _line(data: dict[str, Any]) -> bytes:

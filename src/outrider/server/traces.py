@@ -62,7 +62,7 @@ class Traces:
 
     def ended(self, answer: Answer) -> None:
         lines = self._recorder.by_sequence.pop(answer.seq.id, [])
-        facts: Line = {"model": self.llm.name, "drafter": self.llm.config.drafter_name, "rule": answer.seq.rule}
+        facts: Line = {"model": self.llm.name, "drafter": self.llm.drafter_of(answer.seq), "rule": answer.seq.rule}
         facts |= {"prompt_tokens": answer.seq.prompt_len, "seed": answer.seq.seed}
         header: Line = {"outrider_trace": VERSION, "level": "summary", "dtype": self.llm.dtype, **facts}
         footer = {"end": True, "finish": answer.finish, "emitted": len(answer.seq.generated)}

@@ -19,6 +19,7 @@ import torch
 from ..errors import OutriderError
 from ..llm import LLM
 from ..text import Reader
+from ..trace import Note
 from ..types import Step
 from ..watch import GivenUp, end_thread
 from .job import Answer, Job, Words
@@ -184,11 +185,19 @@ class Worker:
             self._beat = time.monotonic()
         for watcher in self.watchers:  # before the ends that come with this step
             self._guarded(watcher.observed, step)
-        for seq in step.seqs:
+        for i, seq in enumerate(step.seqs):
             if (answer := self._running.get(seq.id)) is not None:
-                self._tell(answer)
+                self._tell(answer, self._noted(answer, step, i))
 
-    def _tell(self, answer: Answer) -> None:
+    def _noted(self, answer: Answer, step: Step, i: int) -> Note | None:
+        """What the answer's own client asked to be told of this step: if that fails, the text goes on without it."""
+        try:
+            return None if answer.tape is None else answer.tape.note(step, i)
+        except Exception:
+            log.exception("note_failed")
+            return None
+
+    def _tell(self, answer: Answer, note: Note | None) -> None:
         seq, said = answer.seq, answer.told
         more = len(seq.origins) - said
         if more:
@@ -200,7 +209,8 @@ class Worker:
             self.llm.close(seq)  # lets go of text that was held back
         assert isinstance(seq.watch, Reader)
         texts, answer.told = seq.watch.texts[said:], said + more
-        words = Words(answer.index, "".join(texts), seq.generated[said:], seq.logprobs[said:], seq.finish)
+        tokens, logprobs = seq.generated[said:], seq.logprobs[said:]
+        words = Words(answer.index, "".join(texts), tokens, logprobs, seq.finish, texts, note)
         if seq.done:
             self._end(answer, seq.finish or "")
         answer.job.mailbox.put(words)
@@ -276,7 +286,7 @@ class Worker:
     def _take_over(self) -> None:
         """What a thread before this one has left: words that nobody was told, and answers that go on."""
         for answer in list(self._running.values()):
-            self._tell(answer)
+            self._tell(answer, None)
         for answer in list(self._running.values()):
             answer.started = answer.started or time.monotonic()
             self.llm.engine.add(answer.seq)

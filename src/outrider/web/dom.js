@@ -1,0 +1,102 @@
+/* Small tools for making elements. Data becomes text and attributes here, never markup: nothing in a trace can run. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** el("p", {class: "idea", onclick: f}, "text", child, …) */
+export function el(tag, props = {}, ...children) {
+  return fill(document.createElement(tag), props, children);
+}
+
+export function svg(tag, props = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), props, children);
+}
+
+function fill(node, props, children) {
+  for (const [name, value] of Object.entries(props)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** Put these into a node instead of what is there. */
+export function replace(node, ...children) {
+  node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+}
+
+/* ---------------------------------------------------------------- words for numbers */
+
+export const UNKNOWN = "not recorded";
+
+export function percent(value, digits = 0) {
+  return value === null || value === undefined ? UNKNOWN : `${(value * 100).toFixed(digits)}%`;
+}
+
+export function fixed(value, digits = 2) {
+  return value === null || value === undefined ? UNKNOWN : value.toFixed(digits);
+}
+
+export function times(value) {
+  return value === null || value === undefined ? UNKNOWN : `${value.toFixed(2)}×`;
+}
+
+/** A chance, short enough for a small box. */
+export function chance(value) {
+  if (value === null || value === undefined) return "–";
+  return value.toFixed(value < 0.01 ? 3 : 2).replace(/^0\./, ".");
+}
+
+export function micros(value) {
+  if (value === null || value === undefined) return UNKNOWN;
+  if (value >= 1e6) return `${(value / 1e6).toFixed(2)} s`;
+  return value >= 1e3 ? `${(value / 1e3).toFixed(value >= 1e5 ? 0 : 1)} ms` : `${Math.round(value)} µs`;
+}
+
+const grouping = new Intl.NumberFormat("en");
+
+export const grouped = (count) => grouping.format(count);
+
+export function plural(count, one, many = `${one}s`) {
+  return `${grouped(count)} ${count === 1 ? one : many}`;
+}
+
+/** A token's text where white space must be seen. */
+export function visible(text) {
+  if (text === "") return "∅";
+  return text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/ /g, "·");
+}
+
+/** The same, cut for a small box. */
+export function label(text, most = 12) {
+  const shown = [...visible(text.slice(0, 4 * most))];
+  return shown.length > most ? `${shown.slice(0, most - 1).join("")}…` : shown.join("");
+}
+
+/* ---------------------------------------------------------------- the fates, one legend everywhere */
+
+export const FATES = {
+  a: { name: "accepted", words: "accepted from the draft", mark: "✓" },
+  b: { name: "bonus", words: "the target’s own", mark: "◆" },
+  r: { name: "rejected", words: "rejected draft", mark: "✗" },
+  u: { name: "unreached", words: "never reached", mark: "·" },
+  p: { name: "pruned", words: "pruned", mark: "–" },
+};
+
+export function legend(...fates) {
+  const items = fates.map((fate) => el("li", {}, el("span", { class: `chip ${FATES[fate].name}` }, FATES[fate].words)));
+  return el("ul", { class: "legend", "aria-label": "Legend" }, items);
+}
+
+/** A colour of the page's own, for canvases. Asking the browser makes it settle its styles, so it is asked once a theme. */
+export function colour(name) {
+  if (!palette.has(name))
+    palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
+
+const palette = new Map();
+document.addEventListener("outrider:theme", () => palette.clear(), { capture: true });
+
+export const prefersStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

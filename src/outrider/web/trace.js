@@ -1,0 +1,379 @@
+/* A trace in the page: read line by line, checked, counted. It knows the file's format and no pixels.
+
+   run = parseTrace(text)      a whole file, or a TraceError whose message is a sentence for people
+   run = new Run(); run.push(line); …      the same while lines arrive
+   run.steps                   one sequence's steps, in order (choose another one by run.select(id))
+   run.piece(id)               a token's text; run.textOf(step) what each emitted token released
+
+   Nothing in a trace is trusted: shapes are checked here, once, and what is too large to show is refused. A number
+   that is missing or no number is null, and whoever shows it says "not recorded". */
+
+export class TraceError extends Error {}
+
+export const LIMITS = {
+  version: 1,
+  characters: 64e6,
+  steps: 50_000,
+  nodes: 4_096, // of one step
+  allNodes: 1_000_000,
+  emitted: 4_096, // of one step
+  pieces: 300_000,
+  pieceLength: 400,
+  sequences: 256,
+};
+const FATES = new Set(["a", "r", "u", "p"]);
+
+export class Run {
+  constructor(title = "") {
+    this.title = title;
+    this.header = null;
+    this.footer = null;
+    this.version = 0; // grows with every change: whoever draws knows when to draw again
+    this.pieces = new Map();
+    this.bySequence = new Map();
+    this.nodeCount = 0;
+    this.stepCount = 0;
+    this.seq = null;
+    this.counts = emptyCounts();
+  }
+
+  /* ------------------------------------------------------------ lines come in */
+
+  push(line) {
+    if (!isObject(line)) throw new TraceError("A line of the trace is not a JSON object.");
+    this.version++;
+    if (line.pieces !== undefined) this.#learnPieces(line.pieces);
+    if ("outrider_trace" in line) this.#header(line);
+    else if (line.end) this.footer = { ...line, drafting: isObject(line.drafting) ? line.drafting : null };
+    else this.#step(line);
+  }
+
+  #header(line) {
+    if (line.outrider_trace !== LIMITS.version)
+      throw new TraceError(
+        `The trace has version ${short(line.outrider_trace)}, but this page reads version ${LIMITS.version}.`,
+      );
+    this.header = line;
+  }
+
+  #step(line) {
+    if (this.stepCount >= LIMITS.steps)
+      throw new TraceError(
+        `The trace has more than ${LIMITS.steps.toLocaleString("en")} steps; this page shows no more than that.`,
+      );
+    const step = readStep(line, this.stepCount + 1);
+    this.nodeCount += step.nodes.length;
+    if (this.nodeCount > LIMITS.allNodes)
+      throw new TraceError(
+        `The trace has more than ${LIMITS.allNodes.toLocaleString("en")} drafted nodes; this page shows no more than that.`,
+      );
+    let steps = this.bySequence.get(step.seq);
+    if (!steps) {
+      if (this.bySequence.size >= LIMITS.sequences)
+        throw new TraceError(
+          `The trace has more than ${LIMITS.sequences} sequences; this page shows no more than that.`,
+        );
+      this.bySequence.set(step.seq, (steps = []));
+      if (this.seq === null) this.seq = step.seq;
+    }
+    const last = steps[steps.length - 1];
+    step.index = steps.length;
+    step.tokensBefore = last ? last.tokensBefore + last.emitted.length : 0;
+    steps.push(step);
+    this.stepCount++;
+    if (step.seq === this.seq) count(this.counts, step);
+  }
+
+  #learnPieces(pieces) {
+    if (!isObject(pieces)) return;
+    for (const [id, text] of Object.entries(pieces)) {
+      if (this.pieces.size >= LIMITS.pieces) return;
+      if (typeof text === "string" && /^\d{1,9}$/.test(id))
+        this.pieces.set(Number(id), text.slice(0, LIMITS.pieceLength));
+    }
+  }
+
+  /* ------------------------------------------------------------ what there is */
+
+  get steps() {
+    return this.bySequence.get(this.seq) ?? [];
+  }
+
+  get sequences() {
+    return [...this.bySequence.keys()];
+  }
+
+  select(seq) {
+    if (!this.bySequence.has(seq)) return;
+    this.seq = seq;
+    this.counts = emptyCounts();
+    for (const step of this.steps) count(this.counts, step);
+    this.version++;
+  }
+
+  get temperature() {
+    return number(this.header?.temperature);
+  }
+
+  /** A token's text, or #id where the trace does not tell. */
+  piece(id) {
+    return this.pieces.get(id) ?? `#${id}`;
+  }
+
+  /** What each emitted token of a step released: the very text where it is recorded, else the tokens' pieces. */
+  textOf(step) {
+    if (step.texts) return step.texts;
+    const told = this.sequences.length === 1 && Array.isArray(this.footer?.texts) ? this.footer.texts : null;
+    return step.emitted.map((id, i) => {
+      const text = told?.[step.tokensBefore + i];
+      return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : (this.pieces.get(id) ?? ` #${id}`);
+    });
+  }
+
+  get text() {
+    return this.steps.map((step) => this.textOf(step).join("")).join("");
+  }
+
+  /* ------------------------------------------------------------ numbers, as the terminal counts them */
+
+  /** Emitted tokens per pass with a verdict, bonus included. */
+  tau() {
+    return ratio(this.counts.emitted, this.counts.steps);
+  }
+
+  /** Accepted ÷ reached. */
+  alpha() {
+    return ratio(this.counts.accepted, this.counts.reached);
+  }
+
+  /** α at each depth, given that the walk came there. */
+  alphaByPosition() {
+    return this.counts.reachedAt.map((reached, i) => ({
+      reached,
+      accepted: this.counts.acceptedAt[i],
+      alpha: this.counts.acceptedAt[i] / reached,
+    }));
+  }
+
+  /** What became of each drafter's proposals, those with most drafts first. */
+  bySource() {
+    const sources = new Map();
+    for (const step of this.steps) {
+      if (!step.nodes.length) continue;
+      if (!sources.has(step.source)) sources.set(step.source, emptyCounts());
+      count(sources.get(step.source), step);
+    }
+    return [...sources]
+      .map(([source, counts]) => ({ source, ...counts, alpha: ratio(counts.accepted, counts.reached) }))
+      .sort((a, b) => b.drafts - a.drafts);
+  }
+
+  /** Drafted tokens per draft. */
+  meanK() {
+    return ratio(this.counts.drafted, this.counts.drafts);
+  }
+
+  /** When this run's passes ended against the plain run's, from the end of each one's prompt pass. null: not recorded. */
+  race() {
+    if (this.raced?.version !== this.version) this.raced = { version: this.version, race: this.#race() };
+    return this.raced.race;
+  }
+
+  #race() {
+    const steps = this.steps;
+    const mine = steps.map(
+      (step) =>
+        step.us.verify && {
+          at: step.us.verify[0] + step.us.verify[1],
+          tokens: step.tokensBefore + step.emitted.length,
+        },
+    );
+    if (mine.length < 2 || mine.some((pass) => !pass)) return null;
+    const zero = mine[0].at;
+    const own = mine.map((pass) => ({ at: pass.at - zero, tokens: pass.tokens }));
+    return { own, plain: this.#plain(), ownEnd: own[own.length - 1].at, tokens: own[own.length - 1].tokens };
+  }
+
+  #plain() {
+    const told = this.footer?.plain;
+    if (!isObject(told) || !Array.isArray(told.us) || told.us.length < 2 || told.us.length > LIMITS.steps) return null;
+    const spans = told.us.map(span);
+    if (spans.some((each) => !each)) return null;
+    const zero = spans[0][0] + spans[0][1];
+    const passes = spans.map(([start, lasted], i) => ({
+      start: start - zero,
+      at: start + lasted - zero,
+      lasted,
+      tokens: i + 1,
+    }));
+    return {
+      same: told.same === true ? true : told.same === false ? false : null,
+      passes,
+      end: passes[passes.length - 1].at,
+      pass: median(passes.slice(1).map((pass) => pass.lasted)),
+    };
+  }
+
+  /** How many times faster than the plain run, clock against clock; null where there is nothing to compare. */
+  speedup() {
+    const race = this.race();
+    return race?.plain && race.ownEnd > 0 ? race.plain.end / race.ownEnd : null;
+  }
+
+  /** c: drafting one token against one plain pass. */
+  draftCost() {
+    const plain = this.race()?.plain;
+    const drafts = this.steps.filter((step) => step.nodes.length && step.us.draft);
+    const tokens = drafts.reduce((sum, step) => sum + step.nodes.length, 0);
+    const micros = drafts.reduce((sum, step) => sum + step.us.draft[1], 0);
+    return plain && tokens && plain.pass ? micros / tokens / plain.pass : null;
+  }
+
+  /** A pass that judges a draft against a plain one. */
+  passCost() {
+    const plain = this.race()?.plain;
+    const passes = this.steps.slice(1).filter((step) => step.nodes.length && step.us.verify);
+    return plain?.pass && passes.length ? median(passes.map((step) => step.us.verify[1])) / plain.pass : null;
+  }
+}
+
+export function parseTrace(text, title = "") {
+  if (text.length > LIMITS.characters)
+    throw new TraceError(
+      `The file has ${Math.round(text.length / 1e6)} million characters; this page reads at most ${LIMITS.characters / 1e6} million.`,
+    );
+  const run = new Run(title);
+  const lines = text.split("\n").filter((line) => line.trim());
+  lines.forEach((line, i) => {
+    let parsed;
+    try {
+      parsed = JSON.parse(line);
+    } catch {
+      if (i > 0 && i === lines.length - 1) return; // the run was cut off while writing this line
+      throw new TraceError(
+        i === 0
+          ? "This is not an Outrider trace: its first line is not JSON."
+          : `Line ${i + 1} of the trace is not JSON.`,
+      );
+    }
+    if (i === 0 && !(isObject(parsed) && "outrider_trace" in parsed))
+      throw new TraceError("This is not an Outrider trace: its first line has no “outrider_trace”.");
+    run.push(parsed);
+  });
+  if (!run.header) throw new TraceError("The file is empty: there is no trace in it.");
+  if (!run.stepCount) throw new TraceError("The trace has a header but no step: there is nothing to show yet.");
+  return run;
+}
+
+/* ---------------------------------------------------------------- one line */
+
+function readStep(line, ordinal) {
+  const where = `Step ${ordinal} of the trace`;
+  if (!Array.isArray(line.nodes)) throw new TraceError(`${where} has no list of nodes.`);
+  if (line.nodes.length > LIMITS.nodes)
+    throw new TraceError(
+      `${where} has ${line.nodes.length.toLocaleString("en")} nodes; this page draws at most ${LIMITS.nodes.toLocaleString("en")} of one step.`,
+    );
+  if (!Array.isArray(line.emitted) || line.emitted.length > LIMITS.emitted || !line.emitted.every(isToken))
+    throw new TraceError(`${where} does not say which tokens were emitted.`);
+  const nodes = [];
+  for (const told of line.nodes) nodes.push(readNode(told, nodes, where));
+  return {
+    step: number(line.step) ?? ordinal,
+    seq: number(line.seq) ?? 0,
+    at: number(line.at),
+    source: words(line.source, 80),
+    budget: number(line.budget),
+    why: words(line.why, 400),
+    failure: words(line.failure, 400),
+    finish: words(line.finish, 40),
+    us: readClock(line.us),
+    nodes,
+    accepted: nodes.reduce((sum, node) => sum + (node.fate === "a"), 0),
+    emitted: line.emitted,
+    texts:
+      Array.isArray(line.texts) && line.texts.length === line.emitted.length
+        ? line.texts.map((text) => words(text, LIMITS.pieceLength))
+        : null,
+    chose: Array.isArray(line.chose) ? line.chose.slice(0, line.emitted.length).map(readChoice) : null,
+    noise: Array.isArray(line.noise) ? line.noise.map((each) => (isObject(each) ? each : {})) : null,
+    guesses: isObject(line.guesses) ? line.guesses : null,
+  };
+}
+
+function readNode(told, before, where) {
+  if (!Array.isArray(told)) throw new TraceError(`${where} has a node that is not a list.`);
+  const [token, parent, q, p, fate] = told;
+  if (!isToken(token)) throw new TraceError(`${where} has a node without a token.`);
+  if (!Number.isInteger(parent) || parent < -1 || parent >= before.length)
+    throw new TraceError(`${where} has a node whose parent does not come before it.`);
+  if (!FATES.has(fate)) throw new TraceError(`${where} has a node whose fate is unknown: ${short(fate)}.`);
+  return { token, parent, q: share(q), p: share(p), fate, depth: parent < 0 ? 0 : before[parent].depth + 1 };
+}
+
+function readChoice(told) {
+  if (!Array.isArray(told) || !isToken(told[0])) return null;
+  const [token, p, margin, top] = told;
+  return { token, p: share(p), margin: number(margin), top: ranking(top) };
+}
+
+/** Up to five [token, share] pairs; what is malformed is left out. */
+export function ranking(top) {
+  if (!Array.isArray(top)) return [];
+  return top
+    .slice(0, 5)
+    .filter((pair) => Array.isArray(pair) && isToken(pair[0]))
+    .map(([token, p]) => ({ token, p: share(p) }));
+}
+
+function readClock(us) {
+  const clock = {};
+  if (isObject(us))
+    for (const phase of ["draft", "verify", "overlap", "judge", "host"]) {
+      const read = span(us[phase]);
+      if (read) clock[phase] = read;
+    }
+  return clock;
+}
+
+function span(told) {
+  const sound = Array.isArray(told) && told.slice(0, 2).every((n) => number(n) !== null && n >= 0 && n < 1e14);
+  return sound && told.length >= 2 ? [told[0], told[1]] : null;
+}
+
+/* ---------------------------------------------------------------- counting */
+
+function emptyCounts() {
+  return { steps: 0, drafts: 0, drafted: 0, reached: 0, accepted: 0, emitted: 0, reachedAt: [], acceptedAt: [] };
+}
+
+/** As Stats.count does: one node per depth is reached, the accepted one or the step's first miss. */
+function count(counts, step) {
+  counts.steps++;
+  counts.drafts += step.nodes.length > 0;
+  counts.drafted += step.nodes.length;
+  counts.accepted += step.accepted;
+  counts.emitted += step.emitted.length;
+  const walked = step.accepted + step.nodes.some((node) => node.fate === "r");
+  counts.reached += walked;
+  for (let depth = 0; depth < walked; depth++) {
+    counts.reachedAt[depth] = (counts.reachedAt[depth] ?? 0) + 1;
+    counts.acceptedAt[depth] = (counts.acceptedAt[depth] ?? 0) + (depth < step.accepted);
+  }
+}
+
+/* ---------------------------------------------------------------- small things */
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isToken = (value) => Number.isInteger(value) && value >= 0 && value < 2 ** 31;
+const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
+const share = (value) => (number(value) !== null && value >= 0 && value <= 1.0001 ? value : null);
+const words = (value, most) => (typeof value === "string" ? value.slice(0, most) : "");
+const short = (value) => words(String(value), 40);
+const ratio = (part, whole) => (whole ? part / whole : null);
+
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length ? (sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2) : null;
+}

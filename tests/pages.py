@@ -1,0 +1,48 @@
+"""The page for tests: made once for each file of them, shown, and given traces as a hand would give them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outrider.web import examples, files, page as make_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+TRACES = {each["file"]: files() / "examples" / each["file"] for each in examples()}
+VIEWS = ("explain", "run", "whatif")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The self-contained page with the bundled runs, on the disk."""
+    place = tmp_path_factory.mktemp("page") / "explain.html"
+    place.write_text(make_page(), encoding="utf-8")
+    return place.as_uri()
+
+
+def show(page: Page, address: str, view: str = "explain") -> None:
+    page.goto(f"{address}#{view}")
+    page.wait_for_selector("html[data-ready]")
+
+
+def drop(page: Page, name: str, content: str) -> None:
+    """Drop a file on the page, as a hand would."""
+    page.evaluate(
+        """([name, content]) => {
+            const node = '[5,-1,0.5,0.5,"r"]'; // a million of them are made here: they are long to send
+            content = content.replace('"a million"', () => `${node},`.repeat(999_999) + node);
+            const held = new DataTransfer();
+            held.items.add(new File([content], name));
+            for (const kind of ["dragenter", "dragover", "drop"])
+                document.body.dispatchEvent(
+                    new DragEvent(kind, { dataTransfer: held, bubbles: true, cancelable: true }));
+        }""",
+        [name, content],
+    )
+
+
+def number(page: Page, name: str) -> str:
+    return page.locator(f".dials [data-number={name}]").inner_text()
