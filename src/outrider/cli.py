@@ -361,4 +361,4 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_drafter, cli_measure, cli_serve, cli_train  # noqa: E402, F401 - they register their commands
+from . import cli_drafter, cli_export, cli_measure, cli_serve, cli_train  # noqa: E402, F401 - they register their commands
