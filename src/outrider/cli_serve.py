@@ -39,6 +39,7 @@ from .cli import (
     app,
     errors,
 )  # fmt: skip
+from .cli_fleet import serve_elsewhere
 from .cli_measure import Prompts, bench_app
 from .errors import OutriderError
 from .options import arguments, from_elsewhere
@@ -48,10 +49,15 @@ Key = Annotated[
     list[str] | None,
     typer.Option(envvar="OUTRIDER_API_KEY", help="Only with this key; may be repeated.", show_envvar=True),
 ]
+EngineName = Annotated[str, typer.Option(help="outrider, or vllm: its server with our drafter.")]
+EngineArgs = Annotated[
+    list[str] | None, typer.Option(help="An option of vLLM's own: --engine-arg=--tensor-parallel-size=2.")
+]
 
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Model = None,
     drafter: DrafterName = None,
     draft_model: DraftModel = None,
@@ -80,10 +86,15 @@ def serve(
     learn_to: LearnTo = None,
     speculative_config: SpecConfig = None,
     profile: Profile = None,
+    engine: EngineName = "outrider",
+    engine_arg: EngineArgs = None,
     debug: Debug = False,
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with speculation. The log is JSON on standard error."""
     with _sentences(debug):
+        if engine != "outrider":
+            serve_elsewhere(context)
+            return
         parts = _server_parts()
         given = {"max_batch": max_batch} | arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
         given |= from_elsewhere(speculative_config, profile)

@@ -18,7 +18,10 @@ from .handover import Handover
 PROPOSER = "outrider.vllm_plugin.proposer"  # the module whose classes draft inside vLLM
 CLASSES = {"ngram": "NGramProposer", "suffix": "SuffixProposer"}
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # what our own n-gram drafter looks for
-_ARCTIC = "vLLM's own suffix decoding needs the package arctic-inference; Outrider's runs with `outrider serve --engine vllm`."
+_ARCTIC = (
+    "vLLM's own suffix decoding needs the package arctic-inference; "
+    "Outrider's runs with `outrider serve --engine vllm`."
+)
 _NOT_RUN = "This command line follows the engine's documentation; it was not run when this version was made."
 
 
@@ -39,7 +42,6 @@ class Places:
     target: PurePath
     drafter: PurePath | None
     name: str
-    folder: PurePath = PurePath(".")  # of files that are written beside
     port: int = 8000
     dtype: str = "auto"
 
@@ -105,7 +107,7 @@ def sglang(given: Handover, places: Places) -> Told:
     if given.table and given.kind == "head":
         file = "adaptive.json"
         files[file] = {str(low): {"candidate_steps": [k]} for low, _, k in given.table}
-        flags |= {"speculative_adaptive": True, "speculative_adaptive_config": str(places.folder / file)}
+        flags |= {"speculative_adaptive": True, "speculative_adaptive_config": file}
     for name, value in flags.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if given.kind == "suffix":

@@ -1,8 +1,8 @@
 """Draft models for llama.cpp: a GGUF file of some of a target's layers, or of a small model with the target's words.
 
 Promise: tensors of a GGUF target are copied bit for bit, quantised as they are; only what has to be silent is written
-anew, as zeros. A small model in Hugging Face layout becomes 16-bit floats under the target file's own header (tokenizer,
-template), with its own sizes. It knows files; `models.gguf_file` knows their conventions.
+anew, as zeros. A small model in Hugging Face layout becomes 16-bit floats under the target file's own header
+(tokenizer, template), with its own sizes. It knows files; `models.gguf_file` knows their conventions.
 """
 
 from __future__ import annotations

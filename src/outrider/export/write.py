@@ -55,7 +55,7 @@ def export(checkpoint: Checkpoint, given: Handover, order: Order, say: Say = lam
     target = _target(checkpoint, order)
     say("the drafter", 0.6)
     drafter = _drafter(checkpoint, given, order)
-    places = Places(target, drafter, order.name or checkpoint.name, Path("."), dtype=order.dtype)
+    places = Places(target, drafter, order.name or checkpoint.name, dtype=order.dtype)
     told = tell(given, places)
     facts = _facts(checkpoint, given, order, told, places)
     say("the command line", 0.95)
@@ -130,7 +130,8 @@ def _model(checkpoint: Checkpoint, folder: Path, order: Order, to: Path) -> Path
     if small.config.vocab_size != checkpoint.config.vocab_size:
         raise ConfigError(
             f"The draft model {folder} has {small.config.vocab_size} tokens and the target "
-            f"{checkpoint.config.vocab_size}: engines want one vocabulary; distil one with `outrider train --kind model`."
+            f"{checkpoint.config.vocab_size}: engines want one vocabulary; make a model of the target's own with "
+            "`outrider train --kind model`."
         )
     if order.engine == "llamacpp":
         gguf_out.write_model(small, checkpoint.path, to.with_suffix(".gguf"))
