@@ -7,6 +7,7 @@ Promise: what is written is read by Ray's own schema (`ServeDeploySchema`), and 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,24 +90,32 @@ def application(facts: dict[str, Any], scale: Scale, name: str | None = None) ->
     return {"applications": [app]}
 
 
-def to_yaml(value: Any, depth: int = 0) -> str:
+def to_yaml(value: Any) -> str:
     """Plain values as block-style YAML; strings are written as JSON, which YAML reads as it is."""
-    if depth == 0:
-        return "# Ray Serve LLM application, written by `outrider deploy ray`.\n" + _block(value, 0)
-    return _block(value, depth)
+    return "# Ray Serve LLM application, written by `outrider deploy ray`.\n" + "".join(
+        f"{line}\n" for line in _lines(value)
+    )
 
 
-def _block(value: Any, depth: int) -> str:
-    pad = "  " * depth
+def _lines(value: Any) -> list[str]:
     if isinstance(value, dict) and value:
-        return "".join(f"{pad}{json.dumps(str(key))}:{_tail(item, depth + 1)}" for key, item in value.items())
+        return [line for key, item in value.items() for line in _entry(_key(str(key)), item)]
     if isinstance(value, list) and value:
-        return "".join(f"{pad}-{_tail(item, depth + 1)}" for item in value)
-    return f"{pad}{json.dumps(value)}\n"
+        return [line for item in value for line in _item(_lines(item))]
+    return [json.dumps(value)]
 
 
-def _tail(item: Any, depth: int) -> str:
-    """What follows a key or a dash: on the same line where it is a single value or an empty one."""
+def _entry(key: str, item: Any) -> list[str]:
+    """A key and what belongs to it: on the same line where that is a single value or an empty one."""
     if isinstance(item, dict | list) and item:
-        return "\n" + _block(item, depth)
-    return f" {json.dumps(item)}\n"
+        return [f"{key}:", *(f"  {line}" for line in _lines(item))]
+    return [f"{key}: {json.dumps(item)}"]
+
+
+def _item(lines: list[str]) -> list[str]:
+    return [f"- {lines[0]}", *(f"  {line}" for line in lines[1:])]
+
+
+def _key(key: str) -> str:
+    """Bare where nobody could take it for anything but a word."""
+    return key if re.fullmatch(r"[a-z]+_[a-z_]+|applications|args|name|method|model|dtype", key) else json.dumps(key)

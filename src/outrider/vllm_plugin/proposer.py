@@ -37,6 +37,9 @@ class Proposer:
         self.rows = Rows(_ends(vllm_config.model_config), self.drafter.begin, self.drafter.end)
         self._warned = False
 
+    def load_model(self, target_model: Any) -> None:
+        """Lookups have no weights; vLLM's CPU build asks every proposer to load some."""
+
     def propose(
         self,
         sampled_token_ids: list[list[int]],
