@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -344,6 +345,10 @@ def test_a_head_goes_to_vllm_and_sglang(small: Checkpoint, head: Path, tmp_path:
     before, weights = read_head(head)
     assert replace(config, target_name="") == replace(before, target_name="")
     assert config.target_name == "target"
+    with safe_open(tmp_path / "v" / "drafter" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "layers.0.self_attn.q_proj.weight" in names  # as `speculators` calls it
+    assert not any(name.startswith("midlayer") for name in names)
     assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     exported("--to", "sglang", "--out", str(tmp_path / "s"), *there)
     flat_config = json.loads((tmp_path / "s" / "drafter" / "config.json").read_text())
