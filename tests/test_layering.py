@@ -97,7 +97,8 @@ ALLOWED = {
     "vllm_plugin.*": "brought drafters errors export.* machine models.checkpoint models.folder models.head_file paths "
     "prediction types vllm_plugin vllm_plugin.*",  # inside another engine: no engine of ours
     "audit": "errors prompts remote",
-    "cli_fleet": "audit cli errors export.* models.checkpoint options profiles prompts remote vllm_plugin.*",
+    "cli_fleet": "audit cli errors export.* models.checkpoint options profiles prompts remote "
+    "server.settings vllm_plugin.*",
     "cli_serve": "cli cli_fleet cli_measure errors load options prompts remote server.app server.logs "
     "server.settings teaching",
     "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_export "

@@ -66,5 +66,5 @@ def test_speculators_reads_the_head(exported: Path, monkeypatch: pytest.MonkeyPa
     model: Any = speculators.SpeculatorModel.from_pretrained("drafter")
     theirs = {name.replace("layers.0.", "midlayer."): value for name, value in model.state_dict().items()}
     for name, tensor in tensors.items():
-        assert torch.equal(theirs[name].float(), tensor.float()), name
+        assert torch.equal(theirs[name], tensor.to(theirs[name].dtype)), name  # it reads in 16 bits
     assert json.loads((exported / "export.json").read_text())["engine"] == "vllm"

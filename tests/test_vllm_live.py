@@ -31,6 +31,7 @@ CODE = "def area(width, height): if width < 0 or height < 0: raise ValueError('n
 ASKED = [{"role": "user", "content": f"Rewrite this function with type hints and keep the rest: {CODE}"}]
 DRAFTERS = ("ngram", "suffix", "model", "head")
 PATIENCE = 600.0  # seconds for a start
+KEY = "a-key-for-tests"
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
@@ -66,10 +67,10 @@ def served(request: pytest.FixtureRequest, home: Path) -> Iterator[tuple[str, st
     """A server's drafter and address."""
     kind, port = request.param, free_port()
     words = ["serve", "--engine", "vllm", "--drafter", folder_of(kind, home), "--k", "4", "--port", str(port)]
-    words += ["--max-batch", "4", "--served-model-name", "smollm2", "--api-key", "a-key"]
+    words += ["--max-batch", "4", "--served-model-name", "smollm2", "--api-key", KEY]
     words += ["--engine-arg=--max-model-len=1024", "--engine-arg=--enforce-eager"]
     log = home / f"{kind}.log"
-    settings = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OUTRIDER_API_KEY": "a-key"}
+    settings = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OUTRIDER_API_KEY": KEY}
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "outrider", *words], stdout=file, stderr=file, env=settings, start_new_session=True
@@ -98,7 +99,7 @@ def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def read(url: str) -> str:
-    asked = urllib.request.Request(url, headers={"authorization": "Bearer a-key"})
+    asked = urllib.request.Request(url, headers={"authorization": f"Bearer {KEY}"})
     return urllib.request.urlopen(asked, timeout=60).read().decode()
 
 
@@ -114,7 +115,7 @@ def counters(url: str) -> dict[str, float]:
 def test_the_official_package_and_our_metrics(served: tuple[str, str]) -> None:
     kind, url = served
     before = counters(url)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="a-key", max_retries=0, timeout=300) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
         assert [model.id for model in client.models.list()] == ["smollm2"]
         asked: dict[str, Any] = {"model": "smollm2", "messages": ASKED, "temperature": 0, "max_tokens": 48}
         whole = client.chat.completions.create(**asked)
@@ -145,7 +146,7 @@ def test_the_doctor_reads_the_same_counters(served: tuple[str, str]) -> None:
 
 def test_predictions_are_drafted_or_refused_clearly(served: tuple[str, str]) -> None:
     kind, url = served
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="a-key", max_retries=0, timeout=300) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
         fresh = [{"role": "user", "content": "Say something about the sea in winter."}]
         asked: dict[str, Any] = {"model": "smollm2", "messages": fresh, "temperature": 0, "max_tokens": 24}
         plain = client.chat.completions.create(**asked).choices[0].message.content

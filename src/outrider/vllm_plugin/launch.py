@@ -125,6 +125,8 @@ def _dtype(wish: str, on_gpu: bool) -> str:
 
 def _environment(keys: tuple[str, ...]) -> dict[str, str]:
     """Ours added to what there is; oneDNN is capped where AMX is advertised and faults."""
+    if len(keys) > 1:
+        raise ConfigError("vLLM takes one key from its environment; give one --api-key.")
     prepare()
     given = dict(os.environ)
     given["VLLM_PLUGINS"] = ",".join(_plugins(given.get("VLLM_PLUGINS")))
