@@ -250,9 +250,13 @@ def test_who_drafts_is_read_off_folders_names_and_profiles(small: Checkpoint, he
     assert given.table[0][2] == 4
     assert read(small, None, profile(k="auto"), None).why_k.startswith("reckoned")
     assert read(small, "auto", {}, None).kind == "suffix"  # no head goes with this target
-    assert read(small, "off", {}, None).k == 0
+    assert read(small, "off", profile(), None) == Handover("off", 0, why_k="nothing is drafted")
+    other = read(small, "suffix", profile(), None)  # what was measured is another drafter's
+    assert (other.k, other.table) == (5, [])
+    assert other.why_k.startswith("a habit")
     skips = read(small, "layerskip", {"skip_search": {"skip_attention": [2], "skip_mlp": [1, 2], "k": 3}}, None)
     assert skips.options == {"skip_attention": [2], "skip_mlp": [1, 2]}
+    assert (skips.k, skips.why_k) == (3, "what the search for this set found best")
     assert read(small, None, {"drafter": "ahead", "options": {"draft_model": str(small.path)}}, 2).kind == "model"
 
 

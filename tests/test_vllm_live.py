@@ -161,3 +161,21 @@ def test_predictions_are_drafted_or_refused_clearly(served: tuple[str, str]) -> 
             assert told["draft_acceptance_rate"] > 0.9
         else:
             assert header == "not available with this drafter"
+
+
+def test_vllm_takes_our_tables() -> None:
+    """K by batch size, by vLLM's own reader: every batch size has the K that the table says, zero included."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from outrider.costs import Costs
+    from outrider.export.engines import vllm_configuration
+    from outrider.export.handover import Handover
+    from outrider.export.table import k_by_batch
+
+    costs = Costs({(s, s * n): 1 + 0.05 * max(s * n - 16, 0) for s in (1, 4, 16, 64) for n in (1, 3, 9)})
+    table = k_by_batch(0.7, costs, 8, 64)
+    spec = vllm_configuration(Handover("head", 8, table=table), Path("drafter"))
+    dense = build_dynamic_sd_schedule_lookup(spec["num_speculative_tokens_per_batch_size"], 128, 8)
+    assert [dense[low] for low, _, _ in table] == [k for _, _, k in table]
+    assert dense[128] == table[-1][2]
+    assert len({k for _, _, k in table}) > 2

@@ -7,7 +7,6 @@ profiles; it knows no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,11 @@ def read(checkpoint: Checkpoint, drafter: str | None, profile: dict[str, Any], k
         _insist_on_head(folder, checkpoint)
     if kind == "layerskip":
         options = _skips(profile, options)
+    if kind == "off":
+        return Handover("off", 0, why_k="nothing is drafted")
     k, why = _how_much(profile, k, kind, folder)
-    table = from_profile(profile, min(max(k, 1), K_MOST), BATCHES) if kind != "off" else []
-    return Handover(kind, k if kind != "off" else 0, folder, table, options, why)
+    table = from_profile(profile, min(max(k, 1), K_MOST), BATCHES) if _tuned_for(profile, kind) else []
+    return Handover(kind, k, folder, table, options, why)
 
 
 # ------------------------------------------------------------ who drafts
@@ -128,16 +129,24 @@ def _skips(profile: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------ how much
 
 
+def _tuned_for(profile: dict[str, Any], kind: str) -> bool:
+    """Whether what the profile measured is this drafter's; `auto` was several, this one among them."""
+    name = str(profile.get("drafter", ""))
+    return name == "auto" or INLINE.get(name, name) == kind
+
+
 def _how_much(profile: dict[str, Any], k: int | None, kind: str, folder: Path | None) -> tuple[int, str]:
     """K and where it comes from: asked for, tuned, reckoned from what was measured, trained for, or a habit."""
     if k is not None:
         return k, "as asked for"
-    tuned = profile.get("k")
-    if isinstance(tuned, int) and tuned > 0:
-        return tuned, "tuned"
-    tries: list[Callable[[], tuple[int, str] | None]] = [lambda: _reckoned(profile), lambda: _trained(kind, folder)]
-    found = next((answer for answer in (one() for one in tries) if answer is not None), None)
-    return found or (K, "a habit: nothing was measured")
+    searched = profile.get("skip_search", {}).get("k")
+    if kind == "layerskip" and isinstance(searched, int) and searched > 0:
+        return searched, "what the search for this set found best"
+    found: tuple[int, str] | None = None
+    if _tuned_for(profile, kind):
+        tuned = profile.get("k")
+        found = (tuned, "tuned") if isinstance(tuned, int) and tuned > 0 else _reckoned(profile)
+    return found or _trained(kind, folder) or (K, "a habit: nothing was measured for this drafter")
 
 
 def _reckoned(profile: dict[str, Any]) -> tuple[int, str] | None:
