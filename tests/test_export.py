@@ -429,7 +429,9 @@ def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) 
     exported("--to", "vllm", "--out", where, "--target", str(small.path), "--skip-layers", "2", "--copy-target")
     file = tmp_path / "app.yaml"
     done = run(
-        app, ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
+        app,
+        ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
+        + ["--engine", "enforce_eager=true"],
     )
     assert done.exit_code == 0, done.output
     (one,) = yaml.safe_load(file.read_text())["applications"]
@@ -443,6 +445,7 @@ def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) 
         "target_ongoing_requests": 16,
     }
     assert model["accelerator_type"] == "L4"
+    assert model["engine_kwargs"]["enforce_eager"] is True
 
 
 def test_the_ray_file_without_an_export_names_only_what_nodes_can_find(small: Checkpoint, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ ALLOWED = {
     "export": "",
     "export.*": "costs errors estimate export export.* models.checkpoint models.config models.folder models.gguf_file "
     "models.head_file models.heads models.weights",  # files and words: no model is run
-    "cli_export": "cli errors export.* models.checkpoint profiles",
+    "cli_export": "cli errors export.* models.checkpoint options profiles",
     "vllm_plugin": "",
     "vllm_plugin.*": "brought drafters errors export.* machine models.checkpoint models.folder models.head_file paths "
     "prediction types vllm_plugin vllm_plugin.*",  # inside another engine: no engine of ours

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from .cli import Debug, Json, Profile, _progress, _sentences, app
 from .errors import OutriderError
+from .options import arguments
 
 Drafter = Annotated[
     str | None,
@@ -112,6 +113,7 @@ def deploy_ray(
     accelerator: Annotated[str | None, typer.Option(help="Ray's name of a GPU: H100, A100-80G, L4, …")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Replicas without GPUs (vLLM's CPU build).")] = False,
     max_length: Annotated[int | None, typer.Option(min=1, help="Prompt and answer together.")] = None,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="vLLM's argument, as name=value.")] = None,
     debug: Debug = False,
 ) -> None:
     """Write a Ray Serve LLM application: vLLM with this drafter, replicated and autoscaled."""
@@ -119,8 +121,9 @@ def deploy_ray(
         from .export.ray_app import Scale, application, from_export, to_yaml
 
         scale = Scale(
-            min_replicas, max_replicas, ongoing, tensor_parallel, pipeline_parallel, accelerator, cpu, max_length
-        )
+            min_replicas, max_replicas, ongoing, tensor_parallel, pipeline_parallel, accelerator, cpu, max_length,
+            arguments(None, None, None, None, engine),
+        )  # fmt: skip
         if exported is not None:
             facts = from_export(exported)
         else:

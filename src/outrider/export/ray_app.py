@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Scale:
     accelerator: str | None = None
     cpu: bool = False
     max_length: int | None = None
+    engine: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments, as they are
 
     def __post_init__(self) -> None:
         if self.least > self.most:
@@ -78,7 +79,7 @@ def application(facts: dict[str, Any], scale: Scale, name: str | None = None) ->
             },
             "max_ongoing_requests": 4 * scale.ongoing,
         },
-        "engine_kwargs": engine | ({"dtype": "float32"} if scale.cpu else {}),
+        "engine_kwargs": engine | ({"dtype": "float32"} if scale.cpu else {}) | scale.engine,
         "log_engine_metrics": True,
     }
     if scale.accelerator:
