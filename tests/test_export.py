@@ -428,11 +428,8 @@ def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) 
     where = str(tmp_path / "x")
     exported("--to", "vllm", "--out", where, "--target", str(small.path), "--skip-layers", "2", "--copy-target")
     file = tmp_path / "app.yaml"
-    done = run(
-        app,
-        ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
-        + ["--engine", "enforce_eager=true"],
-    )
+    words = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
+    done = run(app, [*words, "--engine", "enforce_eager=true"])
     assert done.exit_code == 0, done.output
     (one,) = yaml.safe_load(file.read_text())["applications"]
     assert one["import_path"] == "ray.serve.llm:build_openai_app"
