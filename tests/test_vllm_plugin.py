@@ -155,6 +155,16 @@ def test_equal_prompts_keep_their_own_answers() -> None:
     assert [seq.prompt_len for seq in again if seq] == [2, 2]
 
 
+def test_a_conversation_that_goes_on_is_a_new_request() -> None:
+    """Its prompt begins with all that the last one said, and may come in the very next step."""
+    ended: list[int] = []
+    rows = Rows(frozenset(), lambda seq: None, lambda seq: ended.append(seq.id))
+    rows.follow([np.array([1, 2, 3])], [1])
+    (after,) = rows.follow([np.array([1, 2, 3, 8, 9, 4])], [1])
+    assert after is not None
+    assert (after.id, after.prompt_len, ended) == (1, 5, [0])
+
+
 def test_a_prediction_meets_its_request() -> None:
     batch, proposer = Batch(), configured(SuffixProposer, k=3)
     worker = Expecting()

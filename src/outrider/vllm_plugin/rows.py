@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +19,7 @@ from ..types import Sequence
 
 Tokens = npt.NDArray[np.integer]
 KEPT = 256  # predictions that wait for their request
-
-
-@dataclass
-class Followed:
-    """A text under way: as the drafter knows it, and as an array that is compared in one go."""
-
-    seq: Sequence
-    known: Tokens  # [n] a copy
+BEGINNING, END = 16, 48  # tokens that are looked at
 
 
 class Rows:
@@ -35,7 +27,7 @@ class Rows:
 
     def __init__(self, ends: frozenset[int], begun: Callable[[Sequence], None], ended: Callable[[Sequence], None]):
         self._ends, self._begun, self._ended = ends, begun, ended
-        self._rows: list[Followed | None] = []
+        self._rows: list[Sequence | None] = []
         self._next = 0
         self.expected = Expected()
 
@@ -44,49 +36,55 @@ class Rows:
 
         texts[i] is all that row i holds, prompt first; fresh[i] of its tokens were said in this step.
         """
-        left = [row for row in self._rows if row is not None]
-        now = [self._claim(left, i, text) for i, text in enumerate(texts)]
-        for gone in left:
-            self._ended(gone.seq)
+        left = {seq.id: seq for seq in self._rows if seq is not None}
+        now = [self._claim(left, i, text[: len(text) - fresh[i]]) for i, text in enumerate(texts)]
+        for gone in left.values():
+            self._ended(gone)
         for i, text in enumerate(texts):
-            found = now[i]
-            if found is not None:
-                _grow(found, text)
+            seq = now[i]
+            if seq is not None:
+                _grow(seq, text)
             elif fresh[i]:
                 now[i] = self._new(text, fresh[i])
         self._rows = now
-        return [None if row is None else row.seq for row in now]
+        return list(now)
 
-    def _claim(self, left: list[Followed], i: int, text: Tokens) -> Followed | None:
-        """The text under way that this row goes on with: most often the one that was in its place."""
+    def _claim(self, left: dict[int, Sequence], i: int, past: Tokens) -> Sequence | None:
+        """The text under way whose past this is: most often the one that was in this place.
+
+        All of its past: a new request may begin with all that an old one has said.
+        """
         before = self._rows[i] if i < len(self._rows) else None
-        for row in [before, *left] if before in left else left:
-            if row is not None and _continues(row.known, text):
-                left.remove(row)
-                return row
+        if before is not None and before.id in left and _seems(before.tokens, past):
+            return left.pop(before.id)
+        for seq in left.values():
+            if _seems(seq.tokens, past) and np.array_equal(seq.tokens, past):
+                return left.pop(seq.id)
         return None
 
-    def _new(self, text: Tokens, fresh: int) -> Followed:
+    def _new(self, text: Tokens, fresh: int) -> Sequence:
         prompt = text[: len(text) - fresh]
         seq = Sequence(self._next, prompt.tolist(), ends=self._ends)
         self._next += 1
         seq.prediction = self.expected.take(prompt)
         self._begun(seq)
-        followed = Followed(seq, prompt.copy())
-        _grow(followed, text)
-        return followed
+        _grow(seq, text)
+        return seq
 
 
-def _continues(known: Tokens, text: Tokens) -> bool:
-    return len(known) <= len(text) and bool(np.array_equal(known, text[: len(known)]))
+def _seems(known: list[int], past: Tokens) -> bool:
+    """Whether they are the same by a look at both ends, because prompts are long."""
+    n = len(known)
+    if n != len(past):
+        return False
+    return known[:BEGINNING] == past[:BEGINNING].tolist() and known[-END:] == past[max(n - END, 0) :].tolist()
 
 
-def _grow(row: Followed, text: Tokens) -> None:
-    said = text[len(row.known) :].tolist()
-    row.seq.tokens.extend(said)
-    row.known = text.copy()
-    if row.seq.prediction is not None:
-        row.seq.prediction.hear(said)
+def _grow(seq: Sequence, text: Tokens) -> None:
+    said = text[len(seq.tokens) :].tolist()
+    seq.tokens.extend(said)
+    if seq.prediction is not None:
+        seq.prediction.hear(said)
 
 
 class Expected:
