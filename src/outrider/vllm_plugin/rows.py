@@ -77,7 +77,8 @@ def _seems(known: list[int], past: Tokens) -> bool:
     n = len(known)
     if n != len(past):
         return False
-    return known[:BEGINNING] == past[:BEGINNING].tolist() and known[-END:] == past[max(n - END, 0) :].tolist()
+    first, last = past[:BEGINNING].tolist(), past[max(n - END, 0) :].tolist()
+    return bool(known[:BEGINNING] == first and known[-END:] == last)
 
 
 def _grow(seq: Sequence, text: Tokens) -> None:
