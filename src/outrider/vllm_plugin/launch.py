@@ -80,10 +80,9 @@ def insist(say: Say) -> None:
 
 def plan(checkpoint: Checkpoint, given: Handover, wish: Wish, say: Say) -> Start:
     """Everything that vLLM needs to be told; writes the folders that it reads where they are not there yet."""
-    on_gpu = torch.cuda.is_available()
-    dtype = _dtype(wish.dtype, on_gpu)
-    target = _target(checkpoint, dtype, on_gpu, say)
-    drafter = _drafter(checkpoint, given, dtype, on_gpu, say)
+    dtype = _dtype(wish.dtype, torch.cuda.is_available())
+    target = _target(checkpoint, dtype, say)
+    drafter = _drafter(checkpoint, given, dtype, say)
     spec = vllm_configuration(given, drafter, ours=True)
     words = [*_command(target), "--host", wish.host, "--port", str(wish.port), "--dtype", dtype]
     words += ["--served-model-name", wish.name or checkpoint.name]
@@ -93,7 +92,7 @@ def plan(checkpoint: Checkpoint, given: Handover, wish: Wish, say: Say) -> Start
         words += ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
     if given.kind in CLASSES:
         words += ["--worker-extension-cls", WORKER, "--additional-config", json.dumps({"outrider": given.options})]
-    else:
+    elif spec:
         say("`prediction` is not available with this drafter in vLLM; suffix and ngram take it.")
     return Start([*words, *wish.more], _environment(wish.keys))
 
@@ -146,14 +145,14 @@ def _plugins(allowed: str | None) -> list[str]:
 # ------------------------------------------------------------ folders that vLLM reads
 
 
-def _target(checkpoint: Checkpoint, dtype: str, on_gpu: bool, say: Say) -> Path:
+def _target(checkpoint: Checkpoint, dtype: str, say: Say) -> Path:
     """The model's own folder, or one that is written once for a GGUF file."""
     if checkpoint.path.is_dir() and not any(checkpoint.path.glob("*.gguf")):
         return checkpoint.path.resolve()
     return _written(checkpoint, dtype, "target", say, lambda: (checkpoint.config, checkpoint.weights))
 
 
-def _drafter(checkpoint: Checkpoint, given: Handover, dtype: str, on_gpu: bool, say: Say) -> Path | None:
+def _drafter(checkpoint: Checkpoint, given: Handover, dtype: str, say: Say) -> Path | None:
     if given.kind != "layerskip":
         return None if given.folder is None else given.folder.resolve()
     sets = [given.options.get(name, []) for name in ("skip_attention", "skip_mlp")]
