@@ -134,7 +134,7 @@ def _show_audit(console: Console, found: Any, plan: Any) -> None:
     for sentence in found.failures[:SHOWN]:
         say(f"[red]{escape(sentence)}[/red]")
     drafted = (
-        f"{found.accepted} of {found.drafted} drafted tokens accepted" if found.drafted else "no drafts were told of"
+        f"{found.accepted} of {found.drafted} drafted tokens accepted" if found.drafted else "it told of no drafts"
     )
     say(f"\n{found.compared} answers, {found.compared_tokens} tokens, {len(found.divergences)} divergences; {drafted}.")
     if found.divergences and any(plan.temperatures) and found.reference != "request switch":
