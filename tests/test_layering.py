@@ -93,9 +93,20 @@ ALLOWED = {
     "cli_page": "cli errors paths web",
     "server": "",
     "server.*": f"{FLOW} llm text trace watch web server.*",  # the library's front door, as a program of its own would
-    "cli_serve": "cli cli_measure errors load options prompts remote server.app server.logs server.settings teaching",
-    "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_measure "
-    "cli_page cli_serve cli_train",
+    "export": "",
+    "export.*": "costs errors estimate export export.* models.checkpoint models.config models.folder models.gguf_file "
+    "models.head_file models.heads models.weights",  # files and words: no model is run
+    "cli_export": "cli errors export.* models.checkpoint options profiles",
+    "vllm_plugin": "",
+    "vllm_plugin.*": "brought drafters errors export.* machine models.checkpoint models.folder models.head_file paths "
+    "prediction types vllm_plugin vllm_plugin.*",  # inside another engine: no engine of ours
+    "audit": "errors prompts remote",
+    "cli_fleet": "audit cli errors export.* models.checkpoint options profiles prompts remote "
+    "server.settings vllm_plugin.*",
+    "cli_serve": "cli cli_fleet cli_measure errors load options prompts remote server.app server.logs "
+    "server.settings teaching",
+    "cli": f"{FLOW} answer llm trace lossless prompts show options teaching models.checkpoint cli_drafter cli_export "
+    "cli_fleet cli_measure cli_page cli_serve cli_train",
     "__main__": "cli",
 }
 

@@ -374,6 +374,9 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypat
     assert "--drafter layerskip finds it there" in " ".join(done.stderr.split())
     drafter: Any = LLM(folder, drafter="layerskip").engine.drafter
     assert drafter.refinement.skip == skip_from(profile)  # found by itself
+    costs = profile["costs"]  # from which `outrider export` reckons K by batch size
+    assert {"1,1", "1,2", "2,2"} <= set(costs)
+    assert all(seconds > 0 for seconds in costs.values())
     again = ask(folder, "tune", *arguments, "--resume", "--json")
     assert last(again)["skip_search"]["tried"] >= 1
     fails(ask(folder, "tune", "--out", tmp_path / "no" / "p.json"), "folder does not exist")

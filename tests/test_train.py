@@ -23,6 +23,7 @@ from outrider.cache import Cache, Packing
 from outrider.cli import app
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import from_hf
+from outrider.models.folder import cut_config, hf_config
 from outrider.models.head import Head, read_head
 from outrider.models.head_file import target_ids
 from outrider.models.rope import RopeScaling
@@ -32,7 +33,7 @@ from outrider.train.answers import Answer, Order, Store, generate, missing, spok
 from outrider.train.asking import Answering
 from outrider.train.batches import Batches, collate
 from outrider.train.crowd import absorb_parts, together
-from outrider.train.distil import Distilled, cut_config, cut_from, hf_config
+from outrider.train.distil import Distilled, cut_from
 from outrider.train.evaluate import Acceptance
 from outrider.train.features import TargetNet, default_taps
 from outrider.train.invent import Invention, invent, opening

@@ -193,6 +193,12 @@ def fresh(llm: LLM, setup: Setup) -> LLM:
     return llm.using(drafter=setup.drafter, k=setup.k, max_batch=1, **setup.options)
 
 
+def batch_costs(llm: LLM, sequences: tuple[int, ...] = (1, 2, 4, 8)) -> dict[str, float]:
+    """Seconds of a pass under "sequences,rows", measured now: what other engines' tables of K are reckoned from."""
+    found = target_costs(llm.engine.target, llm.engine.cache, sequences)
+    return {f"{many},{rows}": seconds for (many, rows), seconds in found.items()}
+
+
 def pass_costs(llm: LLM) -> dict[int, float]:
     """Seconds of a target pass by its row count, measured now."""
     return by_rows(target_costs(llm.engine.target, llm.engine.cache))

@@ -210,11 +210,19 @@ def verify(
     temperature: Annotated[list[float] | None, typer.Option("--temperature", "-t", help="Default: 0 and 0.8.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL in Spec-Bench's form; default: the bundled ones.")] = None,
     set_: Set = None,
+    server: Annotated[str | None, typer.Option(help="Audit this server instead, whatever engine it runs.")] = None,
+    plain_server: Annotated[str | None, typer.Option(help="The same model without speculation, to compare.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="The key they want.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once, of --server.")] = 1,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure the promise: speculative text against plain text, token by token, for every drafter."""
     with _sentences(debug):
+        if server is not None:
+            asked = (temperature, limit, max_tokens, prompts, model, concurrency)
+            cli_fleet.audit_server(server, plain_server, api_key, *asked, as_json)
+            return
         from . import show
         from .lossless import measure
         from .prompts import bundled, from_file
@@ -372,4 +380,12 @@ def _sentences(debug: bool) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-from . import cli_drafter, cli_measure, cli_page, cli_serve, cli_train  # noqa: E402, F401 - they register their commands
+from . import (  # noqa: E402 - they register their commands
+    cli_drafter,  # noqa: F401
+    cli_export,  # noqa: F401
+    cli_fleet,
+    cli_measure,  # noqa: F401
+    cli_page,  # noqa: F401
+    cli_serve,
+    cli_train,  # noqa: F401
+)

@@ -285,13 +285,14 @@ def _sweep_setups(llm: LLM, first: Setup) -> list[Setup]:
 
 
 def _profile(llm: LLM, outcome: Any) -> dict[str, Any]:
+    from .bench import batch_costs
     from .environment import environment
     from .speeds import plain
     from .tune import profile_of
 
     here = environment()
     facts = {"model": llm.name, "dtype": llm.dtype, "device": llm.device, "gpus": here["gpus"]}
-    facts |= {"machine": here["machine"], "cpu": here["cpu"]}
+    facts |= {"machine": here["machine"], "cpu": here["cpu"], "costs": batch_costs(llm)}
     chosen = profile_of(outcome)
     return facts | chosen | {"options": plain(chosen["options"]), "seconds": outcome.seconds}
 

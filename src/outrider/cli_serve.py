@@ -39,6 +39,7 @@ from .cli import (
     app,
     errors,
 )  # fmt: skip
+from .cli_fleet import serve_elsewhere
 from .cli_measure import Prompts, bench_app
 from .errors import OutriderError
 from .options import arguments, from_elsewhere
@@ -48,10 +49,20 @@ Key = Annotated[
     list[str] | None,
     typer.Option(envvar="OUTRIDER_API_KEY", help="Only with this key; may be repeated.", show_envvar=True),
 ]
+EngineName = Annotated[str, typer.Option(help="outrider, or vllm: its server with our drafter.")]
+EngineArgs = Annotated[
+    list[str] | None, typer.Option(help="An option of vLLM's own: --engine-arg=--tensor-parallel-size=2.")
+]
+
+
+Patience = Annotated[
+    float, typer.Option(help="Seconds after which a drafter that hangs is left behind; answers go on without it.")
+]
 
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Model = None,
     drafter: DrafterName = None,
     draft_model: DraftModel = None,
@@ -70,9 +81,7 @@ def serve(
     max_prompt: Annotated[int | None, typer.Option(min=1, help="The longest prompt, in tokens.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
     drain: Annotated[float, typer.Option(help="Seconds that answers may go on after SIGTERM.")] = 30.0,
-    drafter_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a drafter that hangs is left behind; answers go on without it.")
-    ] = 30.0,
+    drafter_timeout: Patience = 30.0,
     origin: Annotated[list[str] | None, typer.Option(help="A web page that may ask; may be repeated.")] = None,
     traces: Annotated[Path | None, typer.Option(help="Record answers in this folder; read them at /traces.")] = None,
     traces_mb: Annotated[int, typer.Option(min=1, help="The most that folder may hold.")] = 64,
@@ -83,10 +92,15 @@ def serve(
     learn_to: LearnTo = None,
     speculative_config: SpecConfig = None,
     profile: Profile = None,
+    engine: EngineName = "outrider",
+    engine_arg: EngineArgs = None,
     debug: Debug = False,
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with speculation, and the page. The log is JSON on standard error."""
     with _sentences(debug):
+        if engine != "outrider":
+            serve_elsewhere(context)
+            return
         parts = _server_parts()
         given = {"max_batch": max_batch} | arguments(drafter, draft_model, k, dtype, set_, device, draft_device)
         given |= from_elsewhere(speculative_config, profile)
@@ -103,11 +117,14 @@ def serve(
         llm = _load(model, teaching.asked(given, model), None)
         parts.log_to(sys.stderr)
         application = parts.make_app(llm, settings)
-        words = f"{application.service.name} ({llm.dtype}, {llm.device}, drafter {llm.config.drafter_name})"
-        where = f"http://{host}:{port}"
-        errors.print(f"Serving {words} at {where}/v1; the page is {where}/", highlight=False, soft_wrap=True)
+        _announce(application.service.name, llm, f"http://{host}:{port}")
         parts.serve(application)
         teaching.keep(llm)
+
+
+def _announce(name: str, llm: Any, where: str) -> None:
+    words = f"{name} ({llm.dtype}, {llm.device}, drafter {llm.config.drafter_name})"
+    errors.print(f"Serving {words} at {where}/v1; the page is {where}/", highlight=False, soft_wrap=True)
 
 
 def _server_parts() -> Any:

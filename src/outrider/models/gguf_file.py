@@ -227,3 +227,25 @@ def _rename(theirs: str) -> str | None:
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
         return f"layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
     return None
+
+
+# --- the way back ---------------------------------------------------------------------------------------------------
+
+
+def their_name(ours: str) -> str:
+    """`layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
+    stem, _, kind = ours.rpartition(".")
+    if stem.startswith("layers."):
+        _, layer, part = stem.split(".", 2)
+        return f"blk.{layer}.{next(theirs for theirs, name in _BLOCK.items() if name == part)}.{kind}"
+    return f"{next(theirs for theirs, name in _TOP.items() if name == stem)}.{kind}"
+
+
+def in_pairs(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """As llama.cpp keeps q and k, which rotates neighbours where Hugging Face rotates halves: undoes `_in_halves`."""
+    part = name.rsplit(".", 2)[-2]
+    if part not in ("q_proj", "k_proj") or config.architecture not in _PERMUTED:
+        return tensor
+    heads = config.heads if part == "q_proj" else config.kv_heads
+    halves = tensor.view(heads, 2, config.head_dim // 2, *tensor.shape[1:])  # [heads, 2, d/2, ...]
+    return halves.transpose(1, 2).reshape(tensor.shape)

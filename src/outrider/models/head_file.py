@@ -117,6 +117,13 @@ def block_name(i: int) -> str:
     return f"blocks.{i}"
 
 
+FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # EAGLE's own name for the first layer, and speculators'
+
+
+def _as_eagle(name: str) -> str:
+    return FIRST + name.removeprefix(SPECULATORS_FIRST) if name.startswith(SPECULATORS_FIRST) else name
+
+
 def layer_name(i: int) -> str:
     """The first layer is EAGLE-3's, with two inputs; the others are ordinary ones."""
     return "midlayer" if i == 0 else f"layers.{i}"
@@ -188,6 +195,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
         tensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} is missing or damaged ({error}); make the head again.") from error
+    tensors = {_as_eagle(name): tensor for name, tensor in tensors.items()}
     check_head(config, tensors, str(folder))
     return config, {name: tensors[name] for name in shapes(config)}
 
