@@ -125,6 +125,7 @@ class Drafter:
     paced: bool = (
         False  # leaves off by itself where going on does not pay: it may be asked for as much as there is room
     )
+    inside: ClassVar[bool] = False  # takes the target apart: only the built-in decoder can be
     frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
@@ -208,12 +209,22 @@ def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
 def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
     """Build a drafter; its options are in the workspace."""
     cls = lookup(drafter)
+    if not suits(cls, space.target):
+        raise ConfigError(
+            f"The drafter '{cls.name}' works with the target's own layers one by one, and transformers runs this target "
+            "as a whole. Choose suffix, ngram, model, layerskip or head."
+        )
     try:
         return cls(space)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"The drafter '{cls.name}' cannot be built with these options: {error}.") from error
+
+
+def suits(drafter: str | type[Drafter], target: Model) -> bool:
+    """Whether a drafter can work with this kind of target at all."""
+    return not lookup(drafter).inside or getattr(target, "open", True)
 
 
 def check_options(drafter: str | type[Drafter], options: Iterable[str]) -> None:

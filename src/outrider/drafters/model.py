@@ -74,7 +74,9 @@ def load_draft_model(space: Workspace) -> Model:
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
     device = choose_device(str(space.option("draft_device", default=device_of(space.target))))
-    return load_model(checkpoint, wish, space.cache.length, device=device)
+    loaded: Any = load_model(checkpoint, wish, space.cache.length, device=device)
+    draft_model: Model = loaded.as_drafter() if hasattr(loaded, "as_drafter") else loaded
+    return draft_model
 
 
 def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
