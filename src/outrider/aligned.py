@@ -18,12 +18,20 @@ class Aligned:
     def __init__(self, inner: Controller, block: int) -> None:
         self.inner, self.block = inner, block
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # why, now, …: whatever else it tells is as true here
+    @property
+    def why(self) -> str:
+        return self.inner.why
 
     @property
     def steady(self) -> bool:
         return self.inner.steady
+
+    @property
+    def stop_below(self) -> float:
+        return self.inner.stop_below
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # `now` and the like: whatever else it tells is as true here
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
         return [self._fitted(turn) for turn in self.inner.budget(turns)]

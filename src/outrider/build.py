@@ -58,7 +58,9 @@ def make_controller(
     """One that has seen nothing yet."""
     controller = _controller(model, runner, cache, drafter, config, costs)
     block = getattr(model, "block", 1)
-    return controller if block == 1 else Aligned(controller, block)
+    aligned: Any = Aligned(controller, block)
+    found: Controller = controller if block == 1 else aligned
+    return found
 
 
 def _controller(

@@ -95,8 +95,8 @@ class LLM:
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
         target = load_model(checkpoint, config.dtype, length, device=device)
-        where = () if device.type == "cpu" else (device_name(device),)
-        where += () if getattr(target, "open", True) else ("transformers",)
+        where = [] if device.type == "cpu" else [device_name(device)]
+        where += [] if getattr(target, "open", True) else ["transformers"]
         self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
         self.drift = Monitor(checkpoint.name)
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
@@ -288,7 +288,7 @@ class LLM:
         seqs = [self._sequence(tokens, fits, seed + j) for j in range(params.n)]
         for seq in seqs:
             seq.speculate, seq.source = speculate, source
-            # Raw text is continued in mid-sentence: a first space belongs to it. What is made from a source begins anew.
+            # Raw text is continued in mid-sentence: a first space belongs to it. A text with a source begins anew.
             seq.watch = Reader(self.tokenizer.stream(continuing=raw and not source), fits, seq.ends)
         return seqs
 
@@ -305,7 +305,7 @@ class LLM:
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each banned word as it is spelled at the start of a text and after a space."""
         spelled = {tuple(self.tokenizer.encode(s)) for word in params.bad_words for s in (word, " " + word.lstrip())}
-        return tuple(sorted({*(ids for ids in spelled if ids), *getattr(self.target, "bad_words", ())}))
+        return tuple(sorted(ids for ids in spelled if ids))
 
     def _run(self, seqs: Iterable[Sequence]) -> None:
         try:

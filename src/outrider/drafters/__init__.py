@@ -211,8 +211,8 @@ def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
     cls = lookup(drafter)
     if not suits(cls, space.target):
         raise ConfigError(
-            f"The drafter '{cls.name}' works with the target's own layers one by one, and transformers runs this target "
-            "as a whole. Choose suffix, ngram, model, layerskip or head."
+            f"The drafter '{cls.name}' takes the target's layers one by one, but transformers runs this target as a "
+            "whole. Choose suffix, ngram, model, layerskip or head."
         )
     try:
         return cls(space)

@@ -2,8 +2,9 @@
 
 This is the smallest real drafter and the one to read first. It promises a chain: the tokens that followed the
 latest earlier occurrence of the longest n-gram at the end of the text, or else in the text that the answer is made
-from. It knows nothing but the ids in `seq.tokens` and `seq.source`: no model, no probabilities, no other request. Answers that repeat their prompt (code edits, summaries,
-quotations) are drafted in a few microseconds; on fresh prose it mostly stays silent, which is right.
+from. It knows nothing but the ids in `seq.tokens` and `seq.source`: no model, no probabilities, no other request.
+Answers that repeat their prompt (code edits, summaries, quotations) are drafted in a few microseconds; on fresh prose
+it mostly stays silent, which is right.
 
 Like every drafter it takes `seq.tokens` for the truth and its own notes for a cache: any call may be skipped,
 repeated or come late, and a sequence id may come back with another text. Notes that do not fit are made anew.

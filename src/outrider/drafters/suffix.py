@@ -1,9 +1,9 @@
 """Draft what followed before: the places where the text stood as it stands now vote on what comes next.
 
 It promises a chain (or, with `tree`, a best-first tree) with a survival for every node, in time and memory that are
-bounded per token. It learns from the request itself, the text that it is made from (`seq.source`) and from responses that other requests finished; it knows
-nothing of models, and a response that nobody has seen anything like gets an empty tree. Responses are shared by all
-requests of an engine: `suffix_shared_tokens=0` keeps strangers apart.
+bounded per token. It learns from the request itself, the text that it is made from (`seq.source`) and from responses
+that other requests finished; it knows nothing of models, and a response that nobody has seen anything like gets an
+empty tree. Responses are shared by all requests of an engine: `suffix_shared_tokens=0` keeps strangers apart.
 
 Why neither a suffix tree nor an automaton: both keep exact counts for every depth and pay for it with a chain of
 updates per token, and with most of their memory for contexts that never come back. A draft needs only the latest few

@@ -3,11 +3,11 @@
 transformers' kernels are not row-invariant: a row's bits change with the number of rows in its pass, with its place
 among them and with the length of the keys. So none of these ever changes. Positions are divided into blocks of ROWS,
 and a row is always computed at the same place of a pass over its whole block, after the same context; what does not
-exist yet is filler, which nobody before it can see. Plain decoding, verification, prefill and recomputation run the very
-same passes with other fillers, so a row's logits are the same bits in all of them. Mixtures of experts are asked for
-the one form in which a row does not share its products with others. What a model really does is probed when it is
-loaded: without a cache that can be trusted, passes read the whole text; where rows depend on later ones, a block is one
-token, and drafts save nothing.
+exist yet is filler, which nobody before it can see. Plain decoding, verification, prefill and recomputation run the
+very same passes with other fillers, so a row's logits are the same bits in all of them. Mixtures of experts are asked
+for the one form in which a row does not share its products with others. What a model really does is probed when it is
+loaded: without a cache that can be trusted, passes read the whole text; where rows depend on later ones, a block is
+one token, and drafts save nothing.
 
 It knows the rows of a pass and whose they are; it does not know what is drafted or why.
 """
@@ -57,6 +57,7 @@ class HFModel:
     """A transformers module as a `Model`. Rows come in and logits go out on the CPU, wherever the module lives."""
 
     open = False  # drafters that take a target apart cannot use it
+    exact = True  # by the form of its passes
     device = torch.device("cpu")  # of rows, planes and logits
 
     def __init__(self, module: Any, config: ModelConfig, why: str, starts: tuple[int, ...] = ()) -> None:
@@ -64,7 +65,7 @@ class HFModel:
         self.place, self.dtype = torch.device(module.device), module.dtype
         self.two_sided = bool(module.config.is_encoder_decoder)
         self.source_room = _source_room(module.config)
-        self.bad_words = _bad_words(module)
+        self.never = _never(module, config.vocab_size)
         self.layers = find_layers(module, config.layers)
         self._room = 0  # tokens that are remembered: as many as there are slots
         self.loose = False  # True: it drafts only, and may run whatever shape is cheapest
@@ -89,7 +90,8 @@ class HFModel:
 
     @property
     def compute(self) -> torch.dtype:
-        return self.dtype
+        dtype: torch.dtype = self.dtype
+        return dtype
 
     def as_drafter(self) -> HFModel:
         """The same weights for drafting only: passes of whatever shape is cheapest."""
@@ -98,7 +100,7 @@ class HFModel:
         return twin
 
     def begin(self, ids: list[int]) -> Opening:
-        """Where an answer to these ids begins: after them, or, where there is an encoder, afresh with them as source."""
+        """Where an answer to these ids begins: after them, or afresh with them as source, where there is an encoder."""
         if not self.two_sided:
             return Opening(ids, [])
         if self.source_room is not None and len(ids) > self.source_room:
@@ -167,7 +169,9 @@ class HFModel:
         after = empty(self.two_sided) if state is None else copied(state)
         self._pass(chunk, source, after, frozenset(), here, found)
         if state is None and self.two_sided and at == 0:
-            self.states.put(source, [], cut(after, 0), self._room)  # what was computed from the source need not be again
+            self.states.put(
+                source, [], cut(after, 0), self._room
+            )  # what was computed from the source need not be again
         return after
 
     def _draft(self, path: Path, wanted: list[tuple[int, int]], absent: frozenset[int], found: Any) -> None:
@@ -216,6 +220,8 @@ class HFModel:
             given["past_key_values"] = state
         with without(self.layers, absent), tapped(self.layers, taps) as hidden:
             logits = self.module(**given).logits[0]  # [T, V]
+        if self.never:
+            logits[:, self.never] = -torch.inf
         floats = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(self.device, floats), {tap: seen.to(self.device) for tap, seen in hidden.items()}
 
@@ -233,7 +239,7 @@ class HFModel:
     # ------------------------------------------------------------ what it can be trusted with
 
     def _separate_experts(self) -> None:
-        """Experts in the form that runs each row on its own; the others sort rows by expert, so shapes depend on all."""
+        """Experts in the form that runs each row on its own; others sort rows by expert, so shapes depend on all."""
         can = getattr(self.module, "_can_set_experts_implementation", None)
         if can is not None and can():
             self.module.set_experts_implementation("batched_mm")
@@ -310,7 +316,9 @@ def _source_room(config: Any) -> int | None:
     return None if relative else getattr(config, "max_position_embeddings", None)
 
 
-def _bad_words(module: Any) -> tuple[tuple[int, ...], ...]:
-    """What its makers say it must never say."""
+def _never(module: Any, vocabulary: int) -> list[int]:
+    """Tokens that, as its makers say, it must never say."""
     settings = getattr(module, "generation_config", None)
-    return tuple(tuple(word) for word in getattr(settings, "bad_words_ids", None) or ())
+    words = getattr(settings, "bad_words_ids", None) or ()
+    banned = [*(word[0] for word in words if len(word) == 1), *(getattr(settings, "suppress_tokens", None) or ())]
+    return sorted({token for token in banned if 0 <= token < vocabulary})

@@ -81,4 +81,3 @@ def without(layers: nn.ModuleList | None, absent: frozenset[int]) -> Iterator[No
             layers[i] = layer
         for hook in hooks:
             hook.remove()
-

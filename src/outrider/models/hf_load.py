@@ -7,6 +7,7 @@ Promise: whatever transformers cannot do with a folder is one sentence. transfor
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,10 +57,17 @@ class Foreign:
         wanted = _DTYPES.get(dtype) or ("auto" if device.type == "cuda" else torch.float32)
         config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        bars: Any = transformers.utils.logging
+        shown = bars.is_progress_bar_enabled()
         try:
-            module = kind.from_pretrained(self.folder, dtype=wanted, local_files_only=True)
+            if not sys.stderr.isatty():
+                bars.disable_progress_bar()
+            module: Any = kind.from_pretrained(self.folder, dtype=wanted, local_files_only=True)
         except Exception as error:  # anything may be wrong with somebody's folder
             raise ModelError(f"transformers cannot load {self.folder}: {_first_line(error)}.") from error
+        finally:
+            if shown:
+                bars.enable_progress_bar()
         return module.to(device)
 
 
@@ -176,7 +184,9 @@ def _starts(module: Any) -> tuple[int, ...]:
     places = (getattr(module, "generation_config", None), module.config)
     start = _named(places, ("decoder_start_token_id", "bos_token_id", "pad_token_id"))
     if start is None:
-        raise ModelError("The model does not say what its answers begin with: set decoder_start_token_id in its config.")
+        raise ModelError(
+            "The model does not say what its answers begin with: set decoder_start_token_id in its config."
+        )
     forced = _named(places, ("forced_bos_token_id",))
     return (start,) if forced is None else (start, forced)
 

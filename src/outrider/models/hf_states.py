@@ -109,4 +109,3 @@ class States:
             node = node.parent
         if node.parent is None and node.state is None and not node.after:
             self._roots.pop(source, None)
-
