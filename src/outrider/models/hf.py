@@ -1,11 +1,12 @@
 """Any transformers model behind our protocol, causal or encoder-decoder: slower than the built-in decoder, as exact.
 
 transformers' kernels are not row-invariant: a row's bits change with the number of rows in its pass, with its place
-among them and with the length of the keys. So none of these ever changes. Positions are divided into blocks of ROWS,
-and a row is always computed at the same place of a pass over its whole block, after the same context; what does not
-exist yet is filler, which nobody before it can see. Plain decoding, verification, prefill and recomputation run the
-very same passes with other fillers, so a row's logits are the same bits in all of them. Mixtures of experts are asked
-for the one form in which a row does not share its products with others. What a model really does is probed when it is
+among them and with the length of the keys. So none of these ever changes. Positions are divided into blocks, and a row
+is always computed at the same place of a pass over its whole block, after the same context; what does not exist yet is
+filler, which nobody before it can see. Where the blocks lie depends on the prompt's length alone: PROMPT positions
+each as long as they are within it, then a few. Plain decoding, verification, prefill and recomputation run the very
+same passes with other fillers, so a row's logits are the same bits in all of them. Mixtures of experts are asked for
+the one form in which a row does not share its products with others. What a model really does is probed when it is
 loaded: without a cache that can be trusted, passes read the whole text; where rows depend on later ones, a block is
 one token, and drafts save nothing.
 
@@ -28,9 +29,10 @@ from ..types import Output, Rows, Sequence
 from . import WHOLE, Opening, Part, PlaneShape
 from .config import ModelConfig
 from .hf_layers import find_layers, tapped, without
-from .hf_states import Source, States, can_be_cut, copied, cut, empty
+from .hf_states import Grid, Source, States, can_be_cut, copied, cut, empty
 
-ROWS = 16  # of a block: what one pass computes, and so the most that one pass can verify
+ROWS = {"cpu": 8, "cuda": 16}  # of a block: what one pass computes, and so the most that one pass can verify
+PROMPT = 128  # rows of a block within the prompt
 _SOURCES, _LINES = 64, 256  # encoded texts, and drafts under way, that are remembered
 _FEED = 512  # rows of a drafter's pass
 _LIKENESS = 0.05  # of the logits' spread: how far a trusted cache may be from the whole text read again
@@ -73,9 +75,9 @@ class HFModel:
         self._encoded: OrderedDict[Source, Any] = OrderedDict()
         self._lines: OrderedDict[tuple[int, frozenset[int]], Line] = OrderedDict()
         self._separate_experts()
-        self.block, self.cached = min(ROWS, config.context_length), True
+        self.block, self.cached = min(ROWS.get(self.place.type, 8), config.context_length), True
         self._probe()
-        self.states = States(self.block)
+        self.states = States()
         self.said = f"{why} {self._manner()}"
 
     @property
@@ -96,7 +98,7 @@ class HFModel:
     def as_drafter(self) -> HFModel:
         """The same weights for drafting only: passes of whatever shape is cheapest."""
         twin = HFModel.__new__(HFModel)
-        twin.__dict__ |= self.__dict__ | {"loose": self.cached, "_lines": OrderedDict(), "states": States(self.block)}
+        twin.__dict__ |= self.__dict__ | {"loose": self.cached, "_lines": OrderedDict(), "states": States()}
         return twin
 
     def begin(self, ids: list[int]) -> Opening:
@@ -146,17 +148,23 @@ class HFModel:
         """Whole blocks, each at its own place: the passes whose bits are the promise."""
         source, tokens = tuple(path.seq.source), path.tokens
         first = min((position for position, _ in wanted), default=len(tokens))
-        at, state = self.states.longest(source, tokens, first)
+        grid = self._grid(path.seq)
+        at, state = self.states.longest(source, tokens, first, grid)
         while at < len(tokens):
-            stop = min(at + self.block, self.config.context_length)
+            stop = min(grid(at), self.config.context_length)
             here = [(position - at, row) for position, row in wanted if at <= position < stop]
             whole = stop <= len(tokens)
             if not whole and not here:
                 return
             state = self._block(tokens, at, stop, source, state, here, found)
-            if whole and state is not None and (stop - at) == self.block:
-                self.states.put(source, tokens[:stop], state, self._room)
+            if whole and state is not None and stop == grid(at):
+                self.states.put(source, tokens[:stop], state, self._room, grid)
             at = stop
+
+    def _grid(self, seq: Sequence) -> Grid:
+        """Where a sequence's blocks end."""
+        prompt = seq.prompt_len // PROMPT * PROMPT if self.cached else 0
+        return lambda at: at + (PROMPT if at < prompt else self.block)
 
     def _block(
         self, tokens: list[int], at: int, stop: int, source: Source, state: Any, here: list[tuple[int, int]], found: Any
@@ -169,9 +177,7 @@ class HFModel:
         after = empty(self.two_sided) if state is None else copied(state)
         self._pass(chunk, source, after, frozenset(), here, found)
         if state is None and self.two_sided and at == 0:
-            self.states.put(
-                source, [], cut(after, 0), self._room
-            )  # what was computed from the source need not be again
+            self.states.put(source, [], cut(after, 0), self._room, int)  # what comes from the source is computed once
         return after
 
     def _draft(self, path: Path, wanted: list[tuple[int, int]], absent: frozenset[int], found: Any) -> None:
@@ -186,7 +192,7 @@ class HFModel:
             at = min(_common(line.tokens, tokens), first)
             state = cut(line.state, at)
         elif absent:
-            at, state = self.states.longest(source, tokens, first)
+            at, state = self.states.longest(source, tokens, first, self._grid(path.seq))
         state = empty(self.two_sided) if state is None else copied(state)
         while at < len(tokens):
             stop = min(at + _FEED, len(tokens))
@@ -271,7 +277,8 @@ class HFModel:
             parts = self._call(ids[self.block :], (), state)[0]
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
             return False  # whatever it keeps between passes, it is not this
-        near = bool((whole - parts).abs().mean() <= _LIKENESS * whole.std())
+        said = whole.isfinite()  # what is never said is as far below as anything
+        near = bool((whole - parts)[said].abs().mean() <= _LIKENESS * whole[said].std())
         return near and can_be_cut(state) and state.get_seq_length() == len(ids)
 
     def _manner(self) -> str:

@@ -1,17 +1,20 @@
 """What a transformers model remembers between passes: copied, cut, and kept under the very tokens it stands for.
 
 A state is transformers' own cache object. Its updates make new tensors and leave the old ones alone, so a copy is a few
-references. `States` is a trie of blocks of tokens: whoever asks with the same source and the same tokens gets the same
-state, whichever request, engine or drafter made it. It knows nothing of models, and losing a state costs only time.
+references. `States` is a trie of blocks of tokens: whoever asks with the same source and the same tokens in the same
+blocks gets the same state, whichever request, engine or drafter made it. It knows nothing of models, and losing a state
+costs only time.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 _MOST = 4096  # states, however short
+Grid = Callable[[int], int]  # where the block that begins here ends
 Source = tuple[int, ...]  # ids of the text that an encoder read; () where there is none
 
 
@@ -65,8 +68,7 @@ class _Node:
 class States:
     """States after whole blocks of tokens. When they get too many, those that were used longest ago are dropped."""
 
-    def __init__(self, block: int) -> None:
-        self.block = block
+    def __init__(self) -> None:
         self._roots: dict[Source, _Node] = {}
         self._used: OrderedDict[_Node, Source] = OrderedDict()  # nodes with a state, the latest last
 
@@ -75,25 +77,25 @@ class States:
         """How many tokens all the states hold."""
         return sum(node.length for node in self._used)
 
-    def longest(self, source: Source, tokens: list[int], most: int) -> tuple[int, Any]:
+    def longest(self, source: Source, tokens: list[int], most: int, grid: Grid) -> tuple[int, Any]:
         """The state of as many leading tokens as possible, up to `most`: (how many, the state or None)."""
         node: _Node | None = self._roots.get(source)
-        best, at = None, 0
+        best = None
         while node is not None:
             if node.state is not None:
                 best = node
-            at += self.block
-            node = node.after.get(tuple(tokens[at - self.block : at])) if at <= most else None
+            at, stop = node.length, grid(node.length)
+            node = node.after.get(tuple(tokens[at:stop])) if stop <= most else None
         if best is None:
             return 0, None
         self._used.move_to_end(best)
         return best.length, best.state
 
-    def put(self, source: Source, tokens: list[int], state: Any, most: int) -> None:
+    def put(self, source: Source, tokens: list[int], state: Any, most: int, grid: Grid) -> None:
         """Keep the state after these tokens, whole blocks of them; all states together hold at most `most` tokens."""
         node = self._roots.setdefault(source, _Node(None, ()))
-        for at in range(0, len(tokens), self.block):
-            block = tuple(tokens[at : at + self.block])
+        while node.length < len(tokens):
+            block = tuple(tokens[node.length : grid(node.length)])
             node = node.after.setdefault(block, _Node(node, block))
         node.state = state
         self._used[node] = source
