@@ -66,9 +66,10 @@ def contenders(llm: LLM, given: argparse.Namespace) -> dict[str, LLM]:
         found[f"layerskip {skip}"] = llm.using(drafter="layerskip", k=given.k, skip_layers=layers)
     if given.draft_model:
         found["model"] = llm.using(drafter="model", k=given.k, draft_model=given.draft_model)
-    best = [int(number) for number in given.skip[0].split(",")]
-    found["layerskip auto K"] = llm.using(drafter="layerskip", skip_layers=best)
-    found["suffix auto K"] = llm.using(drafter="suffix")
+    if given.auto:
+        best = [int(number) for number in given.skip[0].split(",")]
+        found["layerskip auto K"] = llm.using(drafter="layerskip", skip_layers=best)
+        found["suffix auto K"] = llm.using(drafter="suffix")
     return found
 
 
@@ -83,6 +84,7 @@ def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tupl
 def theirs(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
     """The model's own generate."""
     module, encode = llm.target.module, llm.tokenizer.theirs
+    module.generation_config.max_length = None  # max_new_tokens says it
     ids = encode(text, return_tensors="pt")
     begin = time.process_time()
     said = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
@@ -120,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="an encoder-decoder in Hugging Face layout")
     parser.add_argument("--sources", type=Path, required=True, help="JSONL in Spec-Bench's form: what is translated")
-    parser.add_argument("--kinds", default="math_reasoning,qa,mt_bench", help="categories of it")
+    parser.add_argument("--kinds", default="math_reasoning,qa,humanities", help="categories of it")
     parser.add_argument("--limit", type=int, default=10, help="texts of each kind")
     parser.add_argument("--longest", type=int, default=600, help="characters of a text")
     parser.add_argument("--rounds", type=int, default=2)
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--skip", action="append", help="decoder layers that a draft leaves out, as 2,3; repeatable")
+    parser.add_argument("--auto", action="store_true", help="with --k auto, too: the first set of --skip, and suffix")
     parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()

@@ -141,7 +141,7 @@ class HFModel:
             run(path, wanted, absent, (spoken, heard))
         hidden = {tap: torch.stack([found[i] for i in range(len(packed.tokens))]) for tap, found in heard.items()}
         if not head or not packed.want:
-            return Output(torch.zeros(0), hidden)
+            return Output(torch.zeros(0, self.config.vocab_size), hidden)
         return Output(torch.stack([spoken[i] for i in packed.want]), hidden)
 
     def _blocks(self, path: Path, wanted: list[tuple[int, int]], absent: frozenset[int], found: Any) -> None:
@@ -214,6 +214,7 @@ class HFModel:
             for tap, states in hidden.items():
                 heard[tap][row] = states[i]
 
+    @torch.inference_mode()
     def _call(
         self, tokens: list[int], source: Source, state: Any, absent: frozenset[int] = frozenset(), taps: Any = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
