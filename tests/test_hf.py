@@ -131,6 +131,16 @@ def test_what_each_model_can_be_trusted_with() -> None:
     assert model._call([2, 5], (), None)[0][:, 2].max() == -torch.inf
 
 
+@pytest.mark.parametrize("kind", EVERY)
+def test_layers_are_found_left_out_and_put_back(kind: str) -> None:
+    model = hosted(kind)
+    assert model.layers is not None
+    assert len(model.layers) == model.config.layers
+    whole, less, again = (model._call([5, 6, 7], (9, 8), None, frozenset(absent))[0] for absent in ((), (1,), ()))
+    assert (whole - less).abs().max() > 0.1
+    assert torch.equal(whole, again)
+
+
 def test_a_model_whose_rows_see_the_future_gets_a_pass_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     module = foreign.module("gpt2")
     honest = module.forward

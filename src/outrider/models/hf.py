@@ -120,9 +120,9 @@ class HFModel:
     ) -> Output:
         if x is not None or part.start or part.stop not in (None, self.config.layers) or rows.packing is None:
             raise ModelError("A model that transformers runs can only run whole; choose a drafter that needs no more.")
-        if taps and self.layers is None:
-            raise ModelError("The layers of this model cannot be told apart, so nobody can look at what they say.")
         absent = part.skip_attention & part.skip_mlp
+        if (taps or absent) and self.layers is None:
+            raise ModelError("The layers of this model cannot be told apart: none can be listened to or left out.")
         with self._lock:
             return self._forward(rows.packing, plane, absent, taps, part.head)
 

@@ -138,7 +138,8 @@ class Named:
 def shape(settings: Any) -> ModelConfig:
     """As much of a transformers configuration as everybody may ask for; the rest is transformers' own business."""
     text = settings.get_text_config(decoder=True)
-    layers = getattr(text, "decoder_layers", None) or getattr(text, "num_decoder_layers", None)
+    # From the whole configuration: in the decoder's part of it these names may have fallen back to their defaults.
+    layers = getattr(settings, "decoder_layers", None) or getattr(settings, "num_decoder_layers", None)
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     hidden = int(text.hidden_size)
     length = next((int(n) for name in _LENGTHS if (n := getattr(text, name, None))), _SOME_LENGTH)
