@@ -80,7 +80,8 @@ def test_text_does_not_depend_on_drafts(kind: str, dtype: torch.dtype) -> None:
     """Every drafter that runs anywhere, and one that drafts nonsense, at a temperature at which texts wander."""
     model, small = hosted(kind, dtype), hosted(kind, dtype, blur=0.1).as_drafter()
     heat = 4.0 if kind in foreign.TWO_SIDED else 0.9
-    expected, _ = decode(model, "off", heat, 0)
+    tokens = 9 if kind == "mamba" else 16  # its reference kernels are slow
+    expected, _ = decode(model, "off", heat, 0, tokens)
     assert len({token for said in expected for token in said}) > 20, "a text that repeats itself proves little"
     contenders: list[tuple[Any, dict[str, Any]]] = [
         (Adversary, {}),
@@ -89,10 +90,10 @@ def test_text_does_not_depend_on_drafts(kind: str, dtype: torch.dtype) -> None:
         ("layerskip", {"skip_layers": [1]}),
     ]
     for drafter, options in contenders:
-        said, seqs = decode(model, drafter, heat, 6, options=options)
+        said, seqs = decode(model, drafter, heat, 6, tokens, options=options)
         assert said == expected, f"{drafter} changed the text of {kind} in {dtype}"
         if drafter == "model":
-            assert sum(seq.stats.accepted for seq in seqs) > 10, "nothing was accepted: nothing was tested"
+            assert sum(seq.stats.accepted for seq in seqs) > 3, "nothing was accepted: nothing was tested"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])

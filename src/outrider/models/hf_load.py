@@ -53,16 +53,17 @@ class Foreign:
 
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"{self.why} It has no form for {dtype} here; choose dtype float32 or bfloat16.")
-        # On a CPU float32 is both the exact form of every file and, in transformers, the quicker one.
+        # On a CPU float32, which is an exact form of every file.
+        local = {"local_files_only": True, "trust_remote_code": False}
         wanted = _DTYPES.get(dtype) or ("auto" if device.type == "cuda" else torch.float32)
-        config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(self.folder, **local)
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         bars: Any = transformers.utils.logging
         shown = bars.is_progress_bar_enabled()
         try:
             if not sys.stderr.isatty():
                 bars.disable_progress_bar()
-            module: Any = kind.from_pretrained(self.folder, dtype=wanted, local_files_only=True)
+            module: Any = kind.from_pretrained(self.folder, dtype=wanted, **local)
         except Exception as error:  # anything may be wrong with somebody's folder
             raise ModelError(f"transformers cannot load {self.folder}: {_first_line(error)}.") from error
         finally:
@@ -80,7 +81,7 @@ def open_foreign(folder: Path, refusal: str) -> Checkpoint:
             f"{refusal} transformers may know it: pip install 'outrider[hf]', and it is used for such models."
         ) from error
     try:
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         sizes = shape(settings)
     except ModelError:
         raise

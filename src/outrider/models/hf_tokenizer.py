@@ -19,7 +19,7 @@ def folder_tokenizer(folder: Path) -> Any:
     import transformers
 
     try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelError(
