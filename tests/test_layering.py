@@ -18,7 +18,7 @@ LINES, FUNCTION_LINES = 400, 60
 FLOW = "types errors"  # what flows, and what is said when it cannot
 # Part of the house -> what it may see. `models.*` is any module in that folder; a folder's own name is its protocol.
 ALLOWED = {
-    "": "errors types text llm drafters",  # the package's front page, loaded lazily
+    "": "errors types text llm drafters accelerated",  # the package's front page, loaded lazily
     "errors": "",
     "paths": "",
     "params": "errors",
@@ -75,7 +75,9 @@ ALLOWED = {
     "train.*": f"{FLOW} environment llm machine plots prompts report models.* train.*",
     "cli_train": "cli errors machine train.*",
     "config": "errors drafters verify",
-    "build": "cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
+    "aligned": "types control",
+    "accelerated": f"{FLOW} llm models models.hf_load models.load",
+    "build": "aligned cache config control drafters engine models profile runners.* scheduler",  # where the parts meet
     "testing": f"{FLOW} build config drafters engine models.toy models.transformer",
     "text": "types",
     "llm": f"{FLOW} build config drafters guides learn.drift machine models prediction profile profiles text trace "

@@ -20,6 +20,7 @@ except PackageNotFoundError:  # run from a source tree
     __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .accelerated import Accelerated, accelerate
     from .drafters import Drafter, register
     from .llm import LLM, Completion, Result
     from .text import Piece
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "text", "SamplingParams": "types", "Draft": "types",
-    "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters",
+    "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters", "accelerate": "accelerated",
+    "Accelerated": "accelerated",
 }  # fmt: skip
 __all__ = [
-    "LLM", "Completion", "ConfigError", "Draft", "Drafter", "ModelError", "OutriderError", "Piece", "Result",
-    "SamplingParams", "Tree", "__version__", "chain", "register",
+    "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "Drafter", "ModelError", "OutriderError", "Piece",
+    "Result", "SamplingParams", "Tree", "__version__", "accelerate", "chain", "register",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .aligned import Aligned
 from .cache import Cache, Plane
 from .config import Config
 from .control import Adaptive, Controller, Costs, Fixed
@@ -34,7 +35,8 @@ def build_engine(
     cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, device)
     plane = cache.add_plane(*model.plane_shape)
     graphs = _Graphs(cache, config.max_batch, home=device)
-    runner = graphs(model, plane) or Eager(model, plane, Begun(model, cache, plane))
+    begins = getattr(model, "open", True)  # one that is not taken apart runs whole, always
+    runner = graphs(model, plane) or Eager(model, plane, Begun(model, cache, plane) if begins else None)
     begun = getattr(runner, "begun", None)  # captured passes always run whole
 
     def market() -> Market | None:
@@ -56,6 +58,16 @@ def make_controller(
     model: Model, runner: Any, cache: Cache, drafter: Drafter, config: Config, costs: CostFile | None
 ) -> Controller:
     """One that has seen nothing yet."""
+    controller = _controller(model, runner, cache, drafter, config, costs)
+    block = getattr(model, "block", 1)
+    aligned: Any = Aligned(controller, block)
+    found: Controller = controller if block == 1 else aligned
+    return found
+
+
+def _controller(
+    model: Model, runner: Any, cache: Cache, drafter: Drafter, config: Config, costs: CostFile | None
+) -> Controller:
     if drafter.name == "off":
         return Fixed(0)
     if config.k != "auto":

@@ -289,11 +289,14 @@ def _load(model: str | None, given: dict[str, Any], recorder: Recorder | None) -
         if model is None:
             open_checkpoint(None)  # fetches with its own progress bar
         try:
-            return LLM(model, recorder=recorder, **given)
+            llm = LLM(model, recorder=recorder, **given)
         except OutriderError:
             raise
         except (TypeError, ValueError) as error:  # --set takes anything; only its reader knows what it should be
             raise ConfigError(f"A parameter has the wrong type or value: {error}.") from error
+    if llm.backend:
+        errors.print(escape(llm.backend), style="dim", highlight=False, soft_wrap=True)
+    return llm
 
 
 def _prompt_ids(llm: LLM, prompt: str, raw: bool) -> list[int]:

@@ -67,6 +67,7 @@ class Facts:
     device: str = "cpu"  # where the target runs
     runner: str = ""  # how its passes run
     memory: list[Addition] = field(default_factory=list)  # the target's, then what each drafter adds
+    backend: str = ""  # who runs the target, where that is not the built-in decoder
     drift: tuple[str, ...] = ()  # drafters that have gone stale, a sentence each
     ahead: dict[str, Any] | None = None  # what drafting ahead tells of itself, where that was asked for
 
@@ -114,6 +115,7 @@ def examine(llm: LLM, questions: list[Question], plan: Plan, progress: Progress)
         llm.device,
         _RUNNERS.get(type(llm.engine.target).__name__, type(llm.engine.target).__name__),
         [target_memory(llm), *additions(llm)],
+        llm.backend,
         tuple(llm.drift.sentences()),
         _ahead_facts(llm, questions, plan) if llm.config.drafter_name == "ahead" else None,
     )

@@ -24,7 +24,7 @@ from .drafters import about
 from .errors import ConfigError
 from .learn.drift import Monitor
 from .machine import choose_device, device_name, prepare
-from .models import device_of
+from .models import device_of, opening
 from .prediction import Prediction
 from .profile import CostFile
 from .profiles import load_profile
@@ -96,7 +96,8 @@ class LLM:
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
         target = load_model(checkpoint, config.dtype, length, device=device)
-        where = () if device.type == "cpu" else (device_name(device),)
+        where = [] if device.type == "cpu" else [device_name(device)]
+        where += [] if getattr(target, "open", True) else ["transformers"]
         self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
         self.drift = Monitor(checkpoint.name)
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
@@ -143,7 +144,12 @@ class LLM:
     @property
     def device(self) -> str:
         """Where the target runs: cpu, cuda:0, …"""
-        return str(device_of(self.target))
+        return str(getattr(self.target, "place", device_of(self.target)))
+
+    @property
+    def backend(self) -> str:
+        """Who runs the target, in a sentence, where that is not the built-in decoder; else nothing."""
+        return str(getattr(self.target, "said", ""))
 
     @property
     def drafters(self) -> dict[str, str]:
@@ -281,7 +287,7 @@ class LLM:
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one word.")
-        if len(ids) >= room:
+        if len(opening(self.target, ids).tokens) >= room:
             raise ConfigError(
                 f"The prompt has {len(ids)} tokens, but only {room} fit, the answer included. Shorten the prompt"
                 + (", or raise max_length." if room < self.target.config.context_length else ".")
@@ -293,12 +299,13 @@ class LLM:
     def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
         """One sequence for each of the n answers; the j-th has seed + j."""
         seed = params.seed if params.seed is not None else secrets.randbits(31)
-        fits = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(ids)))
-        seqs = [self._sequence(ids, fits, seed + j) for j in range(params.n)]
+        tokens, source = opening(self.target, ids)
+        fits = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(tokens)))
+        seqs = [self._sequence(tokens, fits, seed + j) for j in range(params.n)]
         for seq in seqs:
-            seq.speculate = speculate
-            # Raw text is continued in mid-sentence: a first space belongs to it.
-            seq.watch = Reader(self.tokenizer.stream(continuing=raw), fits, seq.ends)
+            seq.speculate, seq.source = speculate, source
+            # Raw text is continued in mid-sentence: a first space belongs to it. A text with a source begins anew.
+            seq.watch = Reader(self.tokenizer.stream(continuing=raw and not source), fits, seq.ends)
         return seqs
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:

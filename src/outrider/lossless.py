@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .drafters import lookup, names
+from .drafters import lookup, names, suits
 from .llm import LLM, Completion
 from .types import SamplingParams
 
@@ -82,7 +82,7 @@ def measure(
     progress: Callable[[str, float], None] = lambda what, done: None,
 ) -> Report:
     """Every drafter at every temperature against plain decoding, one prompt at a time and then batched."""
-    drafters = drafters or [name for name in names() if name != "off"]
+    drafters = drafters or [name for name in names() if name != "off" and suits(name, llm.target)]
     report = Report(llm.name, llm.dtype, llm.config.rule, llm.device)
     runs = len(temperatures) * (1 + len(drafters))
     plain = llm.using(drafter="off", max_batch=1)

@@ -62,6 +62,8 @@ def divergences(console: Console, result: dict[str, Any]) -> None:
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even, acceptance by kind of text, then the findings in words."""
     console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(where(facts))}", soft_wrap=True)
+    if facts.backend:
+        console.print(escape(facts.backend), highlight=False, soft_wrap=True)
     console.print(escape(default_device(facts)) + "\n", highlight=False, soft_wrap=True)
     console.print("What a pass over n rows costs (a draft of K tokens needs K + 1):")
     top = max(facts.costs.values())

@@ -281,6 +281,7 @@ class Sequence:
     watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
     matcher: Matcher | None = None  # what its guide allows; None: anything
     prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that
+    source: list[int] = field(default_factory=list)  # another text that the answer is made from: what is translated
     prompt_len: int = -1
     finish: str | None = None  # stop, length, guide, cancelled
     origins: str = ""  # one letter per generated token

@@ -127,6 +127,7 @@ class Drafter:
     paced: bool = (
         False  # leaves off by itself where going on does not pay: it may be asked for as much as there is room
     )
+    inside: ClassVar[bool] = False  # takes the target apart: only the built-in decoder can be
     frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
@@ -225,12 +226,22 @@ def about(drafter: str | type[Drafter]) -> str:
 def make(drafter: str | type[Drafter], space: Workspace) -> Drafter:
     """Build a drafter; its options are in the workspace."""
     cls = lookup(drafter)
+    if not suits(cls, space.target):
+        raise ConfigError(
+            f"The drafter '{cls.name}' takes the target's layers one by one, but transformers runs this target as a "
+            "whole. Choose suffix, ngram, model, layerskip or head."
+        )
     try:
         return cls(space)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"The drafter '{cls.name}' cannot be built with these options: {error}.") from error
+
+
+def suits(drafter: str | type[Drafter], target: Model) -> bool:
+    """Whether a drafter can work with this kind of target at all."""
+    return not lookup(drafter).inside or getattr(target, "open", True)
 
 
 def check_options(drafter: str | type[Drafter], options: Iterable[str]) -> None:

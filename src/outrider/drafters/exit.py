@@ -111,6 +111,7 @@ class ExitRollout(Rollout):
 class EarlyExit(Drafter):
     """Options: adapter (a folder), exit_layer (how many layers run), exit_reuse (false: verify from the start)."""
 
+    inside = True
     takes = ("adapter", "exit_layer", "exit_reuse", "draft_dtype")
 
     def __init__(self, space: Workspace) -> None:

@@ -45,7 +45,8 @@ class LayerSkip(Drafter):
         passes = space.passes(space.target, space.plane)
         self.rollout = Scratch(space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes)
         self.rollout.shown = space.shown
-        share = _share(space)
+        # Where layers are left out whole or not at all, half-skipped sets are not worth trying.
+        share = _share(space) if getattr(space.target, "open", True) else 0.0
         # Captured passes would have to be recorded anew for every set: there it stays as it is.
         self.refinement = Refinement(space, skip, share) if share and passes is None else None
         self.tree = bool(space.option("tree", default=False))

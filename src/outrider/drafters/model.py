@@ -118,7 +118,9 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     words = words or checkpoint.tokenizer
     if space.tokenizer is not None and not same_words(words, space.tokenizer):
         length = min(LONGER * length, checkpoint.config.context_length)  # the same text may be more tokens
-    return load_model(checkpoint, wish, length, device=device), words, checkpoint.name
+    loaded: Any = load_model(checkpoint, wish, length, device=device)
+    draft_model: Model = loaded.as_drafter() if hasattr(loaded, "as_drafter") else loaded
+    return draft_model, words, checkpoint.name
 
 
 def opened(space: Workspace, wanted: str | Path) -> Checkpoint:

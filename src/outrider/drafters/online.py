@@ -86,6 +86,7 @@ class Online(Drafter):
     """Options: head, draft_dtype, draft_vocab, learn, learn_from, learn_every, learn_cap_ms, learn_share,
     learn_rate."""
 
+    inside = True
     takes = (
         "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_share",
         "learn_rate",

@@ -1,9 +1,9 @@
 """Draft what followed before: the places where the text stood as it stands now vote on what comes next.
 
 It promises a chain (or, with `tree`, a best-first tree) with a survival for every node, in time and memory that are
-bounded per token. It learns from the request itself and from responses that other requests finished; it knows
-nothing of models, and a response that nobody has seen anything like gets an empty tree. Responses are shared by all
-requests of an engine: `suffix_shared_tokens=0` keeps strangers apart.
+bounded per token. It learns from the request itself, the text that it is made from (`seq.source`) and from responses
+that other requests finished; it knows nothing of models, and a response that nobody has seen anything like gets an
+empty tree. Responses are shared by all requests of an engine: `suffix_shared_tokens=0` keeps strangers apart.
 
 Why neither a suffix tree nor an automaton: both keep exact counts for every depth and pay for it with a chain of
 updates per token, and with most of their memory for contexts that never come back. A draft needs only the latest few
@@ -65,7 +65,10 @@ class Suffix(Drafter):
     def _draft(self, seq: Sequence, room: int) -> Tree:
         if room <= 0:
             return chain([])
-        voters = self._read(seq).voters(seq.tokens, room)
+        text = self._read(seq)
+        voters = text.voters(seq.tokens, room)
+        if text.source is not None:
+            voters += text.source.voters(seq.tokens, room)
         for text in self._shared.texts:
             voters += text.voters(seq.tokens, room, shared=True)
         voters.sort(key=lambda voter: -voter.length)  # stable: of equals, our own come first
@@ -84,6 +87,9 @@ class Suffix(Drafter):
 
     def _remember(self, seq: Sequence) -> Text:
         text = self._requests[seq.id] = Text()
+        if seq.source:
+            text.source = Text()
+            text.source.extend([*seq.source, BORDER])  # what follows its end is not known
         if len(self._requests) > KEPT:
             del self._requests[next(iter(self._requests))]
         return text
@@ -106,6 +112,7 @@ class Text:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.source: Text | None = None  # the text that this one is made from
         self._origin: list[int] | None = None  # the sequence's own list, which only grows
         # Filed under a hash, not under the tokens: it takes half the memory, and every match is measured anyway.
         self._latest: list[dict[int, int]] = [{} for _ in GRAMS]

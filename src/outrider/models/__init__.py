@@ -7,7 +7,7 @@ that looks inside a target, so that no method ever forks a model file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,20 @@ class PlaneShape(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
+
+
+class Opening(NamedTuple):
+    """Where an answer begins."""
+
+    tokens: list[int]  # what it goes on from
+    source: list[int]  # what it is made from, where that is another text: what an encoder reads
+
+
+def opening(model: Any, ids: list[int]) -> Opening:
+    """Where an answer to a prompt begins: after it, unless the model says otherwise."""
+    begin = getattr(model, "begin", None)
+    begun: Opening = Opening(ids, []) if begin is None else begin(ids)
+    return begun
 
 
 def device_of(model: Model) -> torch.device:

@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ModelError
 from . import config as configs
@@ -31,8 +32,8 @@ class Checkpoint:
     name: str
     path: Path
     config: ModelConfig
-    weights: Weights
-    tokenizer: Tokenizer
+    weights: Any  # `Weights`, or what stands in their place where transformers runs the model
+    tokenizer: Any  # `Tokenizer`, or one like it
 
 
 def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
@@ -73,7 +74,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         return _open_gguf(_only(ggufs, folder))
     if not has_config:
         raise ModelError(_no_config(folder))
-    config = configs.from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+    try:
+        config = configs.from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+    except configs.Unknown as refusal:
+        from .hf_load import open_foreign
+
+        return open_foreign(folder, str(refusal))
     weights = Safetensors(find_safetensors(folder))
     return _fit(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
 

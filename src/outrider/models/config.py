@@ -27,6 +27,10 @@ _MOST_LAYERS = 10_000  # a damaged count must not fill the memory
 _END_PIECES = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
 
 
+class Unknown(ModelError):
+    """A model that may be sound, but not one that the built-in decoder runs."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape."""
@@ -85,7 +89,7 @@ class ModelConfig:
 
 def _known(architecture: str) -> str:
     if architecture not in FAMILIES:
-        raise ModelError(f"The architecture '{architecture}' is not supported; Outrider runs {SUPPORTED}.")
+        raise Unknown(f"The architecture '{architecture}' is not supported; Outrider runs {SUPPORTED}.")
     return architecture
 
 
@@ -139,11 +143,11 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
 def _refuse_variants(data: Mapping[str, Any]) -> None:
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ModelError(f"The model's activation '{activation}' is not supported; Outrider runs models with silu.")
+        raise Unknown(f"The model's activation '{activation}' is not supported; Outrider runs models with silu.")
     if data.get("mlp_bias"):
-        raise ModelError("The model's feed-forward layers have biases (mlp_bias), which Outrider does not support.")
+        raise Unknown("The model's feed-forward layers have biases (mlp_bias), which Outrider does not support.")
     if int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
-        raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
+        raise Unknown("The model is a mixture of experts, which is not supported; use a dense model.")
     quantised = data.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"

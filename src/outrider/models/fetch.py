@@ -249,7 +249,7 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
 # --- the hub ------------------------------------------------------------------------------------------------------
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
 _UNWANTED = ["*/*", "consolidated*", "adapter*"]
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 

@@ -45,6 +45,9 @@ def load_model(
     device: torch.device | str = "cpu",
 ) -> Model:
     """The model in memory, for positions up to `length`. `identity()` tells whose heads go with it."""
+    if hasattr(checkpoint.weights, "load"):  # transformers runs it
+        foreign: Model = checkpoint.weights.load(checkpoint.config, dtype, torch.device(device))
+        return foreign
     model: Any = _load(checkpoint, dtype, length, progress, torch.device(device))
     model.identity = partial(target_hash, checkpoint.config, checkpoint.weights)  # read only when somebody asks
     loaded: Model = model

@@ -24,7 +24,9 @@ def _walk(thing: Any, seen: set[int]) -> int:
         fresh = name not in seen
         seen.add(name)
         return thing.numel() * thing.element_size() if fresh else 0
-    if isinstance(thing, dict):
+    if isinstance(thing, torch.nn.Module):
+        parts: list[Any] = [*thing.parameters(), *thing.buffers()]
+    elif isinstance(thing, dict):
         parts = list(thing.values())
     elif isinstance(thing, list | tuple):
         parts = list(thing)

