@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli import app
+from outrider.show import summary
 from outrider.trace import read, recorded, replay
-from outrider.types import Sequence
+from outrider.types import Sequence, Stats
 
 import tiny
 
@@ -154,6 +157,14 @@ def test_compare_measures_plain_decoding_beside_it(folder: Path) -> None:
     done = generate(folder, "one two", "-n", 16, "--compare")
     assert "the plain speed, the same text" in done.stderr
     assert "differs" not in done.stderr
+    assert out["plain_same_text"] is True
+
+
+def test_a_text_that_differs_is_not_called_the_same() -> None:
+    table = summary(Stats(steps=2, emitted=4, accepted=2, reached=2, drafted=2), 1.0, "suffix", (2.0, False))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    assert "2.00 x the plain speed, another text" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- chat

@@ -43,11 +43,12 @@ class Run:
         if not self.quiet:
             self.console.print()
 
-    def print_summary(self, plain: float | None) -> None:
+    def print_summary(self, plain: Plain | None) -> None:
         if self.interrupted:
             errors.print("[yellow]Interrupted; this is what was measured until then.[/yellow]")
         errors.print()
-        errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, plain))
+        beside = None if plain is None else (plain.speed, plain.same)
+        errors.print(summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, beside))
         if (learning := self.llm.learning) is not None:
             errors.print(learning_line(learning))
         if (ahead := self.llm.drafting.get("ahead")) is not None:
@@ -57,7 +58,7 @@ class Run:
         for sentence in self.llm.drift.sentences():
             errors.print(f"[yellow]{sentence}[/yellow]")
 
-    def as_json(self, plain: float | None) -> dict[str, Any]:
+    def as_json(self, plain: Plain | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm
         result: dict[str, Any] = {
             "text": self.text,
@@ -97,7 +98,8 @@ class Run:
             result["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
-        return result if plain is None else result | {"plain_tokens_per_second": plain}
+        beside = {} if plain is None else {"plain_tokens_per_second": plain.speed, "plain_same_text": plain.same}
+        return result | beside
 
 
 @dataclass(frozen=True)

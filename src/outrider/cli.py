@@ -142,11 +142,10 @@ def generate(
                 plain = plain_run(llm, ids, params, run) if compare else None
             finally:
                 _footer(llm, recorder, run.seq, plain)
-        speed = None if plain is None else plain.speed
         if as_json:
-            print(json.dumps(run.as_json(speed), ensure_ascii=False))
+            print(json.dumps(run.as_json(plain), ensure_ascii=False))
         else:
-            run.print_summary(speed)
+            run.print_summary(plain)
         if run.interrupted:
             raise typer.Exit(130)
 

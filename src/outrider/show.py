@@ -56,8 +56,8 @@ def ghosts(console: Console, tokens: list[str]) -> None:
             console.print(Text(token.strip("\n"), STYLES[REJECTED]), end="", soft_wrap=True)
 
 
-def summary(stats: Stats, seconds: float, drafter: str, plain: float | None = None) -> Table:
-    """Tokens/s, passes, τ and α; the plain speed beside it where it was measured."""
+def summary(stats: Stats, seconds: float, drafter: str, plain: tuple[float, bool] | None = None) -> Table:
+    """Tokens/s, passes, τ and α; beside it, if it was measured, the plain speed and whether its text was the same."""
     speed = stats.emitted / seconds if seconds else 0.0
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", f"{stats.emitted} in {seconds:.2f} s", f"[bold]{speed:.1f} tokens/s[/bold]")
@@ -69,9 +69,11 @@ def summary(stats: Stats, seconds: float, drafter: str, plain: float | None = No
         table.add_row(f"drafter {drafter}", "nothing drafted", stats.why)
     if predicted := stats.accepted_prediction_tokens + stats.rejected_prediction_tokens:
         table.add_row("prediction", f"{stats.accepted_prediction_tokens} came true", f"of {predicted} predicted tokens")
-    if plain:
-        verdict = f"[bold]{speed / plain:.2f} x[/bold] the plain speed, the same text"
-        table.add_row("plain", f"{plain:.1f} tokens/s", verdict)
+    if plain is not None:
+        says = "the same text" if plain[1] else "[red]another text[/red]"
+        table.add_row(
+            "plain", f"{plain[0]:.1f} tokens/s", f"[bold]{speed / plain[0]:.2f} x[/bold] the plain speed, {says}"
+        )
     if stats.failures:
         table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text went on without it")
     return table

@@ -178,6 +178,7 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor
     if "d2t" in kept:
         kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
     save_file(kept, str(folder / f"{WEIGHTS}.new"), metadata={"format": "pt"})
+    (folder / f"{WEIGHTS}.new").chmod(0o644)  # safetensors writes for the owner alone, and heads are passed on
     os.replace(folder / f"{WEIGHTS}.new", folder / WEIGHTS)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
