@@ -26,6 +26,7 @@ from outrider.config import Config, config_from, from_hugging_face
 from outrider.doctor import HINT, Facts, Kind, advise
 from outrider.machine import choose_device, device_name, why_no_gpu
 from outrider.models import numbered
+from outrider.models.checkpoint import open_checkpoint
 from outrider.models.load import load_model
 
 import tiny
@@ -130,9 +131,9 @@ def test_device_map_is_hugging_faces_word_for_it() -> None:
     assert Config().device == "auto"
 
 
-def test_float64_stays_on_the_cpu() -> None:
+def test_float64_stays_on_the_cpu(folder: Path) -> None:
     with pytest.raises(ConfigError, match="float64 runs on the CPU only"):
-        load_model(None, "float64", 8, device="cuda")  # type: ignore[arg-type]
+        load_model(open_checkpoint(folder), "float64", 8, device="cuda")
 
 
 # ---------------------------------------------------------------- models in their places

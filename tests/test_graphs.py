@@ -87,9 +87,7 @@ def target() -> Transformer:
         return model()
 
 
-@pytest.mark.parametrize(
-    "mix", [pytest.param(0, marks=slow), pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)]
-)
+@pytest.mark.parametrize("mix", [pytest.param(mix, marks=slow) for mix in range(4)])
 def test_batched_and_alone_the_same_text(target: Transformer, mix: int) -> None:
     params = MIXES[mix]
     together = say(engine(target, "off", 0), params)
@@ -161,6 +159,7 @@ def test_a_guide_and_a_prediction_beside_a_draft_that_nobody_reads(target: Trans
     assert texts(engine(target, "model", 3, draft_model=model(blur=0.15)), plain[1]) == plain
 
 
+@slow
 def test_an_early_exit_drafts_and_whole_passes_verify() -> None:
     target = model(layers=2)
     guided = engine(target, "exit", 3, exit_layer=1)

@@ -242,6 +242,7 @@ def test_short_floats_too(target: Transformer, plain: dict[str, list[list[int]]]
     assert say(made, LAWS["mixed"]) == plain["mixed"]
 
 
+@pytest.mark.slow
 def test_whoever_loses_its_slots_is_fed_anew(target: Transformer, plain: dict[str, list[list[int]]]) -> None:
     made = engine(target, head_for(target, "block"), plain["greedy"], k=2, slots=15 + TOKENS)
     seqs = [Sequence(i + 1, prompt, GREEDY) for i, prompt in enumerate(PROMPTS[:2])]
@@ -254,6 +255,7 @@ def test_whoever_loses_its_slots_is_fed_anew(target: Transformer, plain: dict[st
     assert sum(seq.stats.preempted for seq in seqs) > 0
 
 
+@pytest.mark.slow
 def test_whoever_shares_a_prompt_finds_its_features_too(target: Transformer, plain: dict[str, list[list[int]]]) -> None:
     made: Any = engine(target, head_for(target, "eagle3"), plain["greedy"], k=2)
     first, again = Sequence(2, PROMPTS[1], GREEDY), Sequence(2, PROMPTS[1], GREEDY)

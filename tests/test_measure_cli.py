@@ -80,6 +80,7 @@ def test_bench_prints_a_table_and_ends_with_one_json_line(folder: Path, tmp_path
     assert last(only)["compared_tokens"] == out["compared_tokens"]
 
 
+@pytest.mark.slow
 def test_bench_sweeps_k(folder: Path) -> None:
     done = ask(folder, "bench", "--limit", 1, "--tokens", 4, "--rounds", 1, "-d", "ngram", "--sweep-k")
     out = last(done)
@@ -360,6 +361,7 @@ def test_nothing_clearly_faster_means_off() -> None:
         skip_from({"skip_search": {}})
 
 
+@pytest.mark.slow
 def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.profiles.cache_folder", lambda: tmp_path)
     out = tmp_path / "p.json"

@@ -102,12 +102,13 @@ def test_a_fresh_adapter_says_what_the_head_says() -> None:
 
 def test_acceptance_rises() -> None:
     learns, frozen = engine_of(), engine_of(learn=False)
-    alpha(learns, stream(60))
-    late, never = alpha(learns, stream(20), 100), alpha(frozen, stream(20), 100)
+    alpha(learns, stream(40))
+    late, never = alpha(learns, stream(15), 100), alpha(frozen, stream(15), 100)
     assert late > never + 0.2, (late, never)
     assert drafter_of(learns).learner.report.failures == 0
 
 
+@pytest.mark.slow
 def test_a_head_learns_too() -> None:
     learns, frozen = engine_of(head=head("eagle3")), engine_of(head=head("eagle3"), learn=False)
     alpha(learns, stream(60))

@@ -56,6 +56,10 @@ def run(one: Engine, tokens: int = 300, temperature: float = 15.0, seed: int = 7
 
 def test_the_text_stays_while_it_looks() -> None:
     assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, tokens=40)
+
+
+@pytest.mark.slow
+def test_the_text_stays_in_a_cascade_too() -> None:
     assert check_drafter("cascade", {"cascade": "exit,layerskip", "exit_layer": 1, "refine": 0.5}, tokens=36)
 
 

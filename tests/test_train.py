@@ -300,7 +300,7 @@ def test_a_step_in_mixed_precision_is_about_the_same_step(kind: str) -> None:
     assert all(p.grad.dtype is torch.float32 for p in student.net.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_step_compiles_to_one_graph(kind: str) -> None:
     student, (batch, _) = toy_student(kind), a_batch()
     compiled = torch.compile(student.loss, backend="eager", dynamic=True, fullgraph=True)
@@ -675,7 +675,7 @@ def train_once(home: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "int8"])
 def test_a_narrow_head_learns_too(home: Path, tmp_path: Path, dtype: str) -> None:
     """Half as wide as its target, with an embedding of its own; in eight bits it drafts nearly the same."""
     found = train(recipe(home, tmp_path / "narrow", steps=160, hidden_size=16))
