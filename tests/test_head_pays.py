@@ -16,16 +16,15 @@ import torch
 from outrider.cache import Cache
 from outrider.control import Adaptive, Controller, Fixed
 from outrider.drafters import Workspace, head as head_module, make
-from outrider.drafters._pace import Pace
 from outrider.engine import Engine
 from outrider.runners import desk
 from outrider.runners.desk import Desk
 from outrider.runners.graphs import Graphs
 from outrider.scheduler import Scheduler
-from outrider.types import SamplingParams, Sequence
+from outrider.types import SamplingParams, Sequence, Turn
 
 from kernels import GPU
-from test_never_slower import CPU, MILLISECONDS, Run, World, fake_model, recording
+from test_never_slower import CPU, Run, World, fake_model, recording, text
 
 RECORDING = 0.2  # seconds of the host
 ANSWER = 128  # tokens
@@ -58,8 +57,21 @@ def fake_head() -> Any:
     )  # fmt: skip
 
 
+def said(kind: str, rnd: random.Random) -> list[int]:
+    """A prompt and its answer. `half` repeats twenty tokens after every twenty new ones."""
+    if kind != "half":
+        return text(kind, rnd)
+    tokens = text("fresh", rnd)
+    for at in range(40, len(tokens) - 20, 40):
+        back = rnd.randrange(at - 19)
+        tokens[at : at + 20] = tokens[back : back + 20]
+    return tokens
+
+
 class Requests(Run):
     """Requests one after the other; right[i] is how often a drafted token of the i-th one is right."""
+
+    recordings = staticmethod(recording_takes_time)
 
     def __init__(
         self, patch: pytest.MonkeyPatch, drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh",
@@ -67,20 +79,18 @@ class Requests(Run):
     ) -> None:  # fmt: skip
         self.k, self.chances, self.head = k, right, head
         patch.setattr(head_module, "load_head", lambda space: fake_head())
+        patch.setattr(Engine, "_draft", self._drafting(Engine._draft))
         super().__init__(patch, drafter, 1, kind)
         self.passed = self.world.now
         self.recorded = len(self.world.recordings)
         rnd = random.Random(5)
-        from test_never_slower import text
-
-        self.texts = {i: text(kind, rnd) for i in range(len(right))}
+        self.texts = {i: said(kind, rnd) for i in range(len(right))}
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
         sizes = [rnd.randrange(20, 300) for _ in right]
         self.seqs = [Sequence(i, self.texts[i][: sizes[i]], params) for i in self.texts]
 
     def _engine(self, drafter: str, batch: int) -> Engine:
         self.world.recordings = []
-        self._patch_recording()
         cache = Cache(2000, batch + 33, 2048)
         cache.slots += 1  # a CPU's planes have no slot for padding
         target = fake_model()
@@ -94,8 +104,6 @@ class Requests(Run):
             lambda: getattr(engine.controller, "now", None),
         )  # fmt: skip
         made = make(drafter, space)
-        if drafter == "head":
-            made.paced = False
         cache.slots -= 1
         controller: Controller = Fixed(0)
         if drafter != "off":
@@ -104,8 +112,14 @@ class Requests(Run):
         engine = Engine(runner, cache, made, controller, Scheduler(cache, plane, batch, 512), 49152)
         return engine
 
-    def _patch_recording(self) -> None:
-        desk.Recording = recording_takes_time(self.world)  # type: ignore[misc]
+    def _drafting(self, draft: Any) -> Any:
+        """Looking through the text and filling in forms takes the host a little, however the device is asked."""
+
+        def drafting(engine: Engine, turns: list[Turn]) -> Any:
+            self.world.work(20e-6 * any(turn.budget for turn in turns))
+            return draft(engine, turns)
+
+        return drafting
 
     def each(self) -> list[tuple[float, int]]:
         found = []

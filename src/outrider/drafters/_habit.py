@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..costs import Experience
+
 CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
 FORGET = 0.99  # how much of a price is believed a step later, when nobody was asked
 PATIENCE, LONGEST = 24, 384  # steps before a drafter that was not worth asking is tried again
 LATELY = 4  # tokens that it has not read, of each sequence, at an ordinary call: those of the last steps
 STAYS = 32  # steps that an answer is expected to go on for, if it may
+FIRST = 4  # tokens of a first draft, where the drafter does not leave off by itself
 TRIALS = 0.02  # part of the tokens made since the last trial that the next one may cost
 
 
@@ -25,6 +28,9 @@ class Habit:
     prices: dict[int, float] = field(default_factory=dict)  # sequences in powers of two -> seconds of a call
     reading: float | None = None  # seconds for each token that it has to catch up with
     drafts: int = 0  # heard, ever
+    told: Experience = field(default_factory=Experience)  # what became of drafts that claimed nothing
+    node: float = 0.0  # seconds for each token of such a draft
+    longest: int = 0  # tokens of one, ever
     made: float = 0.0  # tokens since the last trial
 
     def heard(self, chances: list[float]) -> None:
@@ -35,6 +41,16 @@ class Habit:
         for depth, known in enumerate(self.claims):
             claim = chances[depth] if depth < len(chances) else 0.0
             self.claims[depth] = known + quick * (claim - known)
+
+    def usual(self, room: int) -> list[float]:
+        """The survival to expect at each depth: what it claims, or what became of it where it claims nothing."""
+        return self.told.hopes(room) if self.told.added else self.claims[:room]
+
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """A draft that claimed nothing, of so many tokens for each sequence, took so long."""
+        each = seconds / tokens
+        known, self.longest = self.node or each, max(self.longest, tokens)
+        self.node = known + 0.1 * (min(each, 3 * known) - known)
 
     def took(self, seconds: float, sequences: int, unread: int) -> None:
         """A call for so many sequences, which had so many tokens in all to read first."""
