@@ -302,7 +302,7 @@ class Adaptive:
         if self.asking.crowded and not crowded:
             self.asking.wake()
         self.asking.crowded = crowded
-        if self.asking.hides and _usual(step):
+        if self.asking.hides and "read" not in step.output.seconds:
             self.asking.spent(len(step.turns), self.ahead, step.clock["host"])
 
     def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
@@ -329,7 +329,8 @@ class Adaptive:
         free = seconds <= self.CHEAP * self.costs(batch, batch)
         if (not free or not self.largest) and any(turn.asks and turn.feed > 1 for turn in step.turns):
             return  # the drafter has read a prompt as well, or waits for it: that is not what a draft costs
-        each, self.clocked = seconds / max(self.largest, 1), "draft" in step.output.seconds
+        each = seconds / max(self.largest, 1)
+        self.clocked = self.asking.hides and "draft" in step.output.seconds
         if self.draft_node is None:  # the first time tells most
             self.draft_node, self.draft_call = each, seconds
         self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price
@@ -356,12 +357,6 @@ class Adaptive:
         if seq not in self.own:
             self.own[seq] = Experience(self.overall)
         return self.own[seq]
-
-
-def _usual(step: Step) -> bool:
-    """Is what the host did in this step what it does in all of them? Prompts and recordings are for once."""
-    once = {"read", "record"} & step.output.seconds.keys()
-    return not once and all(turn.feed == 1 for turn in step.turns)
 
 
 def _batch(now: Pass) -> str:

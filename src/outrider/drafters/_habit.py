@@ -25,12 +25,11 @@ class Habit:
     """What a costly drafter usually claims, and what asking it takes."""
 
     claims: list[float] = field(default_factory=lambda: [CLAIM**i for i in range(1, 5)])  # by depth, over all chains
-    prices: dict[int, float] = field(default_factory=dict)  # sequences in powers of two -> seconds of a call
+    prices: dict[int, float] = field(default_factory=dict)  # sequences in powers of two -> seconds of a call (of a blind drafter: of a token)
     reading: float | None = None  # seconds for each token that it has to catch up with
     drafts: int = 0  # heard, ever
     told: Experience = field(default_factory=Experience)  # what became of drafts that claimed nothing
-    node: float = 0.0  # seconds for each token of such a draft
-    longest: int = 0  # tokens of one, ever
+    longest: int = 0  # tokens of such a draft, ever
     made: float = 0.0  # tokens since the last trial
 
     def heard(self, chances: list[float]) -> None:
@@ -45,12 +44,6 @@ class Habit:
     def usual(self, room: int) -> list[float]:
         """The survival to expect at each depth: what it claims, or what became of it where it claims nothing."""
         return self.told.hopes(room) if self.told.added else self.claims[:room]
-
-    def drafted(self, tokens: int, seconds: float) -> None:
-        """A draft that claimed nothing, of so many tokens for each sequence, took so long."""
-        each = seconds / tokens
-        known, self.longest = self.node or each, max(self.longest, tokens)
-        self.node = known + 0.1 * (min(each, 3 * known) - known)
 
     def took(self, seconds: float, sequences: int, unread: int) -> None:
         """A call for so many sequences, which had so many tokens in all to read first."""

@@ -97,10 +97,9 @@ class Auto(Cascade):
     def observe(self, step: Step) -> None:
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes
             for name, (sequences, unread) in self.asked.items():
-                seconds = step.clock["draft"] / len(self.asked)
-                self.habits[name].took(seconds, sequences, unread)
-                if name in self.lengths:
-                    self.habits[name].drafted(self.lengths[name], seconds)
+                habit, length = self.habits[name], self.lengths.get(name, 0)
+                habit.longest = max(habit.longest, length)
+                habit.took(step.clock["draft"] / len(self.asked) / max(length, 1), sequences, unread)
         for name, habit in self.habits.items():
             if name not in self.asked:
                 habit.rested()
@@ -159,7 +158,8 @@ class Auto(Cascade):
         speed = 0.0 if market is None else market.speed
         gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
-        if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)):
+        length = self._length(drafter.name, max(budget), len(hopeful)) if drafter.name in self.blind else 1
+        if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)) * length:
             self.wanted = True
             return hopeful
         if self.taps != self.needs:  # it sees nothing: a trial would prove nothing
@@ -176,7 +176,8 @@ class Auto(Cascade):
                 due.append(i)
         # One at a time, the one that takes least: a batch must not read all its prompts to learn one thing.
         due = sorted(due, key=lambda i: drafter.behind(seqs[i]))[:1]
-        cost = habit.price(1) + sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
+        cost = habit.price(1) * (FIRST if name in self.blind else 1)
+        cost += sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
         if not habit.may_try(speed * cost, len(seqs)):
             return []
         for i in due:
@@ -207,13 +208,14 @@ class Auto(Cascade):
     def _length(self, name: str, room: int, many: int) -> int:
         """Tokens to ask of a blind drafter for each of so many: it never leaves off, so somebody must know where.
 
-        Beyond twice what was ever tried there is only hope.
+        What it takes is counted by the token. Beyond twice what was ever tried there is only hope.
         """
         market, habit = self.space.market(), self.habits[name]
+        seconds = habit.price(many)  # of each token, for all of them
         best, gain, tokens = 1, -math.inf, 0.0
         for k, chance in enumerate(habit.usual(min(room, 2 * habit.longest or FIRST)), start=1):
             tokens += chance
-            cost = 0.0 if market is None else market.price(k * many) / many + market.speed * habit.node * k / many
+            cost = 0.0 if market is None else (market.price(k * many) + market.speed * seconds * k) / max(many, 1)
             if tokens - cost > gain:
                 best, gain = k, tokens - cost
         return best
