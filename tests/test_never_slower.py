@@ -169,10 +169,14 @@ class Run:
             tokens = None
             if min(p.tokens) < 0:
                 pairs = zip(p.owners, p.positions, strict=True)
-                tokens = [self.texts[s.id][at] if self.rnd.random() < self.right else 0 for s, at in pairs]
+                tokens = [self.texts[s.id][at] if self.is_right(s.id, at) else 0 for s, at in pairs]
             return replace(said, choices=choices, highest=[1.0] * len(choices), tokens=tokens)
 
         return told
+
+    def is_right(self, seq: int, position: int) -> bool:
+        """Whether the draft model guesses this token."""
+        return self.rnd.random() < self.right
 
     def speed(self) -> float:
         """Tokens per second of the whole batch."""

@@ -22,10 +22,10 @@ TRIALS = 0.02  # part of the tokens made since the last trial that the next one 
 
 @dataclass
 class Habit:
-    """What a costly drafter usually claims, and what asking it takes."""
+    """What a costly drafter usually claims, and what asking it takes: a call, or each token of a blind one's."""
 
     claims: list[float] = field(default_factory=lambda: [CLAIM**i for i in range(1, 5)])  # by depth, over all chains
-    prices: dict[int, float] = field(default_factory=dict)  # sequences in powers of two -> seconds of a call (of a blind drafter: of a token)
+    prices: dict[int, float] = field(default_factory=dict)  # by sequences in powers of two: seconds
     reading: float | None = None  # seconds for each token that it has to catch up with
     drafts: int = 0  # heard, ever
     told: Experience = field(default_factory=Experience)  # what became of drafts that claimed nothing

@@ -58,7 +58,7 @@ class Auto(Cascade):
         super().__init__(space)
         self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
         self.paced, self.frugal = False, bool(self.costly)
-        self.blind = {drafter.name for drafter in self.costly if drafter.blind}
+        self.mute = {drafter.name for drafter in self.costly if drafter.blind}  # about their chances
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
         self.levels: dict[tuple[str, int], Trust] = defaultdict(Trust)  # everybody's, by how much was claimed
         self.habits: dict[str, Habit] = defaultdict(Habit)
@@ -88,7 +88,7 @@ class Auto(Cascade):
             if worthy:
                 self.asked[drafter.name] = len(worthy), sum(drafter.behind(seqs[i]) for i in worthy)
                 rooms = [budget[i] for i in worthy]
-                if drafter.name in self.blind:
+                if drafter.name in self.mute:
                     self.lengths[drafter.name] = longest = self._length(drafter.name, max(rooms), len(worthy))
                     rooms = [min(room, longest) for room in rooms]
                 self._propose(drafter, [seqs[i] for i in worthy], rooms)
@@ -124,7 +124,7 @@ class Auto(Cascade):
         self.levels[name, level(tree)].add(known, hits)
         if hits:
             self.waits.pop((seq.id, name), None)
-        if name in self.blind and tree.tokens == verified.tokens:
+        if name in self.mute and tree.tokens == verified.tokens:
             self.habits[name].told.add(verified, verdict.path, verdict.fates)
 
     def _look_away(self, sequences: int) -> None:
@@ -158,7 +158,7 @@ class Auto(Cascade):
         speed = 0.0 if market is None else market.speed
         gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
-        length = self._length(drafter.name, max(budget), len(hopeful)) if drafter.name in self.blind else 1
+        length = self._length(drafter.name, max(budget), len(hopeful)) if drafter.name in self.mute else 1
         if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)) * length:
             self.wanted = True
             return hopeful
@@ -176,7 +176,7 @@ class Auto(Cascade):
                 due.append(i)
         # One at a time, the one that takes least: a batch must not read all its prompts to learn one thing.
         due = sorted(due, key=lambda i: drafter.behind(seqs[i]))[:1]
-        cost = habit.price(1) * (FIRST if name in self.blind else 1)
+        cost = habit.price(1) * (FIRST if name in self.mute else 1)
         cost += sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
         if not habit.may_try(speed * cost, len(seqs)):
             return []
@@ -202,7 +202,7 @@ class Auto(Cascade):
             share = min(self.trust[seq.id, author].share, self.levels[author, level(best)].share)
             here = value(claims(best), share, price)
         reading = speed * habit.reading_price(drafter.behind(seq), seq.room)
-        room = self._length(drafter.name, room, many) if drafter.name in self.blind else room
+        room = self._length(drafter.name, room, many) if drafter.name in self.mute else room
         return value(habit.usual(room), self.trust[seq.id, drafter.name].share, price) - here - reading
 
     def _length(self, name: str, room: int, many: int) -> int:
@@ -222,7 +222,7 @@ class Auto(Cascade):
 
     def _weighed(self, name: str, tree: Tree) -> Tree:
         """One that says nothing of its chances is believed what became of its drafts."""
-        if tree.survival is not None or name not in self.blind:
+        if tree.survival is not None or name not in self.mute:
             return tree
         return tree._replace(survival=self.habits[name].usual(len(tree.tokens)))
 
@@ -236,14 +236,17 @@ class Auto(Cascade):
         for seq, tree in zip(seqs, draft.trees, strict=True):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree
-                if drafter in self.costly and drafter.name not in self.blind:
+                if drafter in self.costly and drafter.name not in self.mute:
                     self.habits[drafter.name].heard(sorted(claims(tree), reverse=True))
 
     def _best(self, seq: Sequence) -> Tree:
         offers = self.proposed[seq.id]
         if not offers:
             return Tree([], [])
-        worth = {name: sum(claims(self._weighed(name, tree))) * self.trust[seq.id, name].share for name, tree in offers.items()}
+        worth = {
+            name: sum(claims(self._weighed(name, tree))) * self.trust[seq.id, name].share
+            for name, tree in offers.items()
+        }
         name = max(offers, key=lambda n: worth[n])
         return offers[name] if offers[name].source else offers[name]._replace(source=name)
 
