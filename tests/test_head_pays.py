@@ -169,7 +169,7 @@ def told(drafter: str, right: list[float], k: int | str = "auto", kind: str = "f
     return Told([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
 
 
-MANY = 10  # requests
+MANY = 8  # requests
 PROMPTS = 7  # recordings that plain decoding needs too, at most: prompts have all lengths
 
 
