@@ -101,3 +101,13 @@ def test_a_crowd_rests_too_where_its_drafts_bring_less_than_they_take() -> None:
     assert said.count("a") < 30
     asking.wake()
     assert asking.pays()
+
+
+def test_a_pause_is_no_price_the_first_time_either() -> None:
+    asking = awake()
+    asking.spent(1, False, 0.2)
+    asking.spent(1, False, OPEN)
+    assert asking.price(1) == OPEN
+    for _ in range(5):
+        asking.spent(1, False, 10 * OPEN)
+    assert asking.price(1) == 10 * OPEN  # a lasting change is

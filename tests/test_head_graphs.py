@@ -49,6 +49,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
         monkeypatch.setattr(recorded_heads, "FEEDS", (4, 8, 16))
+        monkeypatch.setattr(recorded_heads, "READINGS", (8, 16))
 
 
 @pytest.fixture(scope="module")

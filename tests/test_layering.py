@@ -42,6 +42,7 @@ ALLOWED = {
     "drafters.*": f"{FLOW} cache machine profiles sampling skipsearch drafters drafters.* models models.checkpoint "
     "models.exit models.feed models.head models.head8 models.head_feed models.head_file models.heads models.linear "
     "models.load models.ops models.output models.tokenizer models.toy models.weigh ahead.* learn learn.*",
+    "drafters._habit": "costs",
     "ahead": "",
     "ahead.*": f"{FLOW} cache machine models models.checkpoint models.feed models.head models.head_feed models.load "
     "models.ops models.weigh runners.desk runners.graphs sampling ahead.*",

@@ -115,11 +115,13 @@ def text(kind: str, rnd: random.Random) -> list[int]:
 class Run:
     """A batch of texts through an engine, in invented time."""
 
+    recordings = staticmethod(recording)
+
     def __init__(self, patch: pytest.MonkeyPatch, drafter: str, batch: int, kind: str, right: float = 0.99) -> None:
         self.world, self.right, self.rnd = World(), right, random.Random(7)
         for module in (desk, graphs, device):
             patch.setattr(module, "mark", lambda _: Moment(self.world))
-        patch.setattr(desk, "Recording", recording(self.world))
+        patch.setattr(desk, "Recording", self.recordings(self.world))
         patch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: self.world.now))
         patch.setattr(graphs.Pending, "wait", self._told(graphs.Pending.wait))
         patch.setattr(Engine, "_publish", self._busy(Engine._publish))
@@ -167,10 +169,14 @@ class Run:
             tokens = None
             if min(p.tokens) < 0:
                 pairs = zip(p.owners, p.positions, strict=True)
-                tokens = [self.texts[s.id][at] if self.rnd.random() < self.right else 0 for s, at in pairs]
+                tokens = [self.texts[s.id][at] if self.is_right(s.id, at) else 0 for s, at in pairs]
             return replace(said, choices=choices, highest=[1.0] * len(choices), tokens=tokens)
 
         return told
+
+    def is_right(self, seq: int, position: int) -> bool:
+        """Whether the draft model guesses this token."""
+        return self.rnd.random() < self.right
 
     def speed(self) -> float:
         """Tokens per second of the whole batch."""

@@ -20,7 +20,7 @@ from outrider.drafters.auto import Auto, Trust, settled, value
 from outrider.models.head import Head
 from outrider.models.toy import random_head, toy
 from outrider.testing import SCENARIOS, decode, reference
-from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
+from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
 TARGET = toy()
 
@@ -197,6 +197,34 @@ def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
     assert auto.habits["head"].price(1) == pytest.approx(0.0011)
     auto.observe(step)  # nobody was asked since: that price is believed a little less
     assert auto.habits["head"].price(1) == pytest.approx(0.99 * 0.0011)
+
+
+def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
+    auto, _ = auto_of([], GOOD, market())
+    auto.mute = {"head"}
+    unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
+    for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
+        auto._score(SEQ, "head", unread, verified, verdict)
+        assert bool(auto.habits["head"].told.added) is scored
+    auto._score(SEQ, "head", unread, chain([7, 9], source="head"), verdict)
+    assert auto.habits["head"].told.added == 1
+    hopes = auto.habits["head"].usual(2)
+    assert hopes[0] > 0.5 > hopes[1] / hopes[0]  # the first came true, the second did not
+
+
+def test_a_drafter_that_never_leaves_off_is_told_where() -> None:
+    """The more a token of it takes, the fewer; never more than twice what was tried."""
+    lengths = []
+    for seconds in (0.0, 0.0002, 0.002):
+        auto, _ = auto_of([], GOOD, market(500, row=0.0))
+        habit = auto.habits["head"] = Habit(prices={1: seconds}, longest=8)
+        for _ in range(50):
+            habit.told.add(chain([1, 2], source="head"), [0], "ar")
+            habit.told.add(chain([1, 2], source="head"), [0, 1], "aa")
+        lengths.append(auto._length("head", 32, 1))
+    assert lengths[0] == 16 > lengths[1] > lengths[2] == 1
+    auto.habits["head"] = Habit()
+    assert auto._length("head", 32, 1) == 4  # the first time
 
 
 def test_value_is_the_best_beginning() -> None:

@@ -93,12 +93,13 @@ class Adaptive:
         self.overall = Experience()
         self.own: dict[int, Experience] = {}
         self.lead = 1.0  # how many times faster than plain decoding things go of late
-        self.largest = 0  # nodes of this step's largest tree, before pruning
+        self.largest = self.tried = 0  # nodes of this step's largest tree, before pruning, and of any tree before
         # Seconds, once the drafter has been asked. A drafting model makes one pass for the k-th node of every tree:
         # its price is that of one node deeper, whatever the batch.
         self.draft_node: float | None = None
         self.draft_call = 0.0
         self.draft_most: float | None = None  # a call for k_max nodes
+        self.clocked = False  # by a device, which has no busy moments?
         self.paid = False  # is the drafter's price worth thinking about in this step?
         self.threshold, self.stop_below = Threshold(), 0.0
         self.asking = Asking()
@@ -149,7 +150,8 @@ class Adaptive:
             few = able[: self.PROBED]  # enough to learn a price and a first chance from
             self.probed = set(few) if self.asking.hides else set()  # where drafts have a price, a first one must tell
             return dict.fromkeys(few, self.FIRST)
-        call = self.draft_call if self.draft_most is None else self.draft_most
+        call = self.draft_node * self.k_max if self.clocked else self.draft_call
+        call = call if self.draft_most is None else self.draft_most
         thrifty = self.frugal and not self.asking.hides
         if thrifty or call <= self.CHEAP * self.costs(len(turns), len(turns)):
             if self.unasked < self.MOST_IDLE and self.now.hopeless:  # even free drafts take time, for each sequence
@@ -166,7 +168,7 @@ class Adaptive:
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper, needed)
         if not self.paced:  # else it finds its own end
             self.stop_below = self.threshold.below(now.break_even(max(many, 1), deeper))
-        k = self.k_max if self.paced else k
+        k = self.k_max if self.paced else min(k, 2 * max(self.tried, self.FIRST))
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), now.speed * self.draft_node))
@@ -283,7 +285,8 @@ class Adaptive:
         rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
         if any(turn.asks for turn in step.turns):
             self._learn_price(step)
-        elif self.draft_most is not None:
+            self.tried = max(self.tried, self.largest)
+        elif self.draft_most is not None and not self.clocked:
             self.draft_most *= self.FORGET
         if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
             self.costs.refine(rows, step.clock["verify"], len(decoded))
@@ -324,9 +327,10 @@ class Adaptive:
     def _learn_price(self, step: Step) -> None:
         seconds, batch = step.clock["draft"], len(step.turns)
         free = seconds <= self.CHEAP * self.costs(batch, batch)
-        if not free and any(turn.asks and turn.feed > 1 for turn in step.turns):
-            return  # the drafter has read a prompt as well: that is not what a draft costs
+        if (not free or not self.largest) and any(turn.asks and turn.feed > 1 for turn in step.turns):
+            return  # the drafter has read a prompt as well, or waits for it: that is not what a draft costs
         each = seconds / max(self.largest, 1)
+        self.clocked = self.asking.hides and "draft" in step.output.seconds
         if self.draft_node is None:  # the first time tells most
             self.draft_node, self.draft_call = each, seconds
         self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price

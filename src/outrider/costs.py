@@ -7,10 +7,11 @@ counts after a while. It sees numbers, never tokens.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from operator import mul
+from statistics import median_low
 
 from .types import ACCEPTED, BROUGHT, REJECTED, Tree
 
@@ -260,11 +261,13 @@ class Asking:
     FADE = 0.9
     MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
     SHORTEST, LONGEST = 4, 256  # steps of a rest
+    SEEN = 9  # steps whose middle is what the host takes
 
     def __init__(self) -> None:
         self.hides = False  # does anything hide the host's work? Where nothing does, asking takes what it takes
         self.crowded = False  # several share a step, and nothing is hidden: a draft for each of them adds up
         self.host: dict[tuple[int, bool], float] = {}  # (batch in powers of two, hidden) -> seconds that nothing hid
+        self._seen: dict[tuple[int, bool], deque[float]] = {}  # the last ones: a pause, the first too, is not a price
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
         self.rest, self.nap = 0, self.SHORTEST
@@ -279,8 +282,10 @@ class Asking:
     def spent(self, batch: int, hidden: bool, host: float) -> None:
         """What a step cost the host beside the device's work; `hidden`: its pass had been started ahead."""
         key = (batch.bit_length(), hidden)
-        known = self.host.get(key, host)
-        self.host[key] = known + (1 - self.FADE) * (min(host, 3 * known) - known)
+        if key not in self._seen:
+            self._seen[key] = deque(maxlen=self.SEEN)
+        self._seen[key].append(host)
+        self.host[key] = median_low(self._seen[key])
 
     def brought(self, batch: int, gain: float, speed: float) -> None:
         """Tokens that asking brought in a step, less what they cost the device; `speed` is in tokens per second."""

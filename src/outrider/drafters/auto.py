@@ -12,6 +12,7 @@ long, because it was wrong, it is tried again after a while, and after longer an
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..types import Draft, Sequence, Step, Tree
+from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, Market, Workspace, register
-from ._habit import CLAIM, Habit, Wait
+from ._habit import CLAIM, FIRST, Habit, Wait
 from .cascade import FREE, Cascade, may_draft
 from .head import chosen
 
@@ -57,12 +58,14 @@ class Auto(Cascade):
         super().__init__(space)
         self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
         self.paced, self.frugal = False, bool(self.costly)
+        self.mute = {drafter.name for drafter in self.costly if drafter.blind}  # about their chances
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
         self.levels: dict[tuple[str, int], Trust] = defaultdict(Trust)  # everybody's, by how much was claimed
         self.habits: dict[str, Habit] = defaultdict(Habit)
         self.waits: dict[tuple[int, str], Wait] = defaultdict(Wait)
         self.proposed: dict[int, dict[str, Tree]] = {}
         self.asked: dict[str, tuple[int, int]] = {}  # costly drafters, in this step -> sequences, tokens to read first
+        self.lengths: dict[str, int] = {}  # blind ones, in this step -> tokens drafted for each
         self.unread: Tensor | None = None
         self.needs = self.taps  # what the costly ones want to see of the target, while they are asked
         self.wanted = False  # is one of them expected to pay in this step?
@@ -77,26 +80,28 @@ class Auto(Cascade):
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
-        self.wanted = False
+        self.wanted, self.lengths = False, {}
         for drafter in self.free:
             wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
             if wanted:
                 self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
         for drafter in self.costly:
-            named = [i for i, seq in enumerate(seqs) if seq.only == drafter.name]  # asked for: nothing to weigh
-            others = [i for i, seq in enumerate(seqs) if not seq.only]
-            worthy = self._worth_asking(drafter, [seqs[i] for i in others], [budget[i] for i in others])
-            asked = sorted(named + [others[i] for i in worthy])
-            self.wanted |= bool(named)
+            asked = self._whom_for(drafter, seqs, budget)
             if asked:
                 self.asked[drafter.name] = len(asked), sum(drafter.behind(seqs[i]) for i in asked)
-                self._propose(drafter, [seqs[i] for i in asked], [budget[i] for i in asked])
+                rooms = [budget[i] for i in asked]
+                if drafter.name in self.mute:
+                    self.lengths[drafter.name] = longest = self._length(drafter.name, max(rooms), len(asked))
+                    rooms = [min(room, longest) for room in rooms]
+                self._propose(drafter, [seqs[i] for i in asked], rooms)
         return Draft.pack((self._best(seq) for seq in seqs), self.unread)
 
     def observe(self, step: Step) -> None:
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes
             for name, (sequences, unread) in self.asked.items():
-                self.habits[name].took(step.clock["draft"] / len(self.asked), sequences, unread)
+                habit, length = self.habits[name], self.lengths.get(name, 0)
+                habit.longest = max(habit.longest, length)
+                habit.took(step.clock["draft"] / len(self.asked) / max(length, 1), sequences, unread)
         for name, habit in self.habits.items():
             if name not in self.asked:
                 habit.rested()
@@ -105,14 +110,24 @@ class Auto(Cascade):
         for turn, read, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
                 for name, tree in self.proposed.pop(turn.seq.id, {}).items():
-                    tree = read if tree.tokens[0] < 0 else tree  # unread when it was proposed
-                    hits = agreement(tree, verdict.tokens)
-                    known = sum(settled(tree, verdict.tokens, hits))
-                    self.trust[turn.seq.id, name].add(known, hits)
-                    self.levels[name, level(tree)].add(known, hits)
-                    if hits:
-                        self.waits.pop((turn.seq.id, name), None)
+                    self._score(turn.seq, name, tree, read, verdict)
         super().observe(step)
+
+    def _score(self, seq: Sequence, name: str, tree: Tree, verified: Tree, verdict: Verdict) -> None:
+        """How far a proposal would have been right, whoever's was verified."""
+        if tree.tokens[0] < 0:  # unread when it was proposed: if it was not verified, nobody knows what it said
+            if not verified.tokens or verified.source != (tree.source or name):
+                return
+            tree = verified
+        tree = self._weighed(name, tree)
+        hits = agreement(tree, verdict.tokens)
+        known = sum(settled(tree, verdict.tokens, hits))
+        self.trust[seq.id, name].add(known, hits)
+        self.levels[name, level(tree)].add(known, hits)
+        if hits:
+            self.waits.pop((seq.id, name), None)
+        if name in self.mute and tree.tokens == verified.tokens:
+            self.habits[name].told.add(verified, verdict.path, verdict.fates)
 
     def _look_away(self, sequences: int) -> None:
         """Showing layers takes the target time, and keeping them takes ours: not for drafters that nobody asks.
@@ -139,13 +154,22 @@ class Auto(Cascade):
                 del memory[key]
         super().end(seq)
 
+    def _whom_for(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> list[int]:
+        """The sequences that a costly drafter is asked for: those that want nobody else, and those that it pays for."""
+        named = [i for i, seq in enumerate(seqs) if seq.only == drafter.name]  # nothing to weigh
+        others = [i for i, seq in enumerate(seqs) if not seq.only]
+        worthy = self._worth_asking(drafter, [seqs[i] for i in others], [budget[i] for i in others]) if others else []
+        self.wanted |= bool(named)
+        return sorted(named + [others[i] for i in worthy])
+
     def _worth_asking(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> list[int]:
         """Which of the sequences to ask a costly drafter for; they share what a call takes."""
         market, habit = self.space.market(), self.habits[drafter.name]
         speed = 0.0 if market is None else market.speed
         gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
-        if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)):
+        length = self._length(drafter.name, max(budget), len(hopeful)) if drafter.name in self.mute else 1
+        if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)) * length:
             self.wanted = True
             return hopeful
         if self.taps != self.needs:  # it sees nothing: a trial would prove nothing
@@ -162,7 +186,8 @@ class Auto(Cascade):
                 due.append(i)
         # One at a time, the one that takes least: a batch must not read all its prompts to learn one thing.
         due = sorted(due, key=lambda i: drafter.behind(seqs[i]))[:1]
-        cost = habit.price(1) + sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
+        cost = habit.price(1) * (FIRST if name in self.mute else 1)
+        cost += sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
         if not habit.may_try(speed * cost, len(seqs)):
             return []
         for i in due:
@@ -183,10 +208,33 @@ class Auto(Cascade):
         best, here = self._best(seq), 0.0
         if best.tokens:  # a weak claim is often worth less than its share of what strong ones brought
             author = self._author(seq, best)
+            best = self._weighed(author, best)
             share = min(self.trust[seq.id, author].share, self.levels[author, level(best)].share)
             here = value(claims(best), share, price)
         reading = speed * habit.reading_price(drafter.behind(seq), seq.room)
-        return value(habit.claims[:room], self.trust[seq.id, drafter.name].share, price) - here - reading
+        room = self._length(drafter.name, room, many) if drafter.name in self.mute else room
+        return value(habit.usual(room), self.trust[seq.id, drafter.name].share, price) - here - reading
+
+    def _length(self, name: str, room: int, many: int) -> int:
+        """Tokens to ask of a blind drafter for each of so many: it never leaves off, so somebody must know where.
+
+        What it takes is counted by the token. Beyond twice what was ever tried there is only hope.
+        """
+        market, habit = self.space.market(), self.habits[name]
+        seconds = habit.price(many)  # of each token, for all of them
+        best, gain, tokens = 1, -math.inf, 0.0
+        for k, chance in enumerate(habit.usual(min(room, 2 * habit.longest or FIRST)), start=1):
+            tokens += chance
+            cost = 0.0 if market is None else (market.price(k * many) + market.speed * seconds * k) / max(many, 1)
+            if tokens - cost > gain:
+                best, gain = k, tokens - cost
+        return best
+
+    def _weighed(self, name: str, tree: Tree) -> Tree:
+        """One that says nothing of its chances is believed what became of its drafts."""
+        if tree.survival is not None or name not in self.mute:
+            return tree
+        return tree._replace(survival=self.habits[name].usual(len(tree.tokens)))
 
     def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
         drafter.stop_below = self.stop_below
@@ -198,14 +246,17 @@ class Auto(Cascade):
         for seq, tree in zip(seqs, draft.trees, strict=True):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree
-                if drafter in self.costly:
+                if drafter in self.costly and drafter.name not in self.mute:
                     self.habits[drafter.name].heard(sorted(claims(tree), reverse=True))
 
     def _best(self, seq: Sequence) -> Tree:
         offers = self.proposed[seq.id]
         if not offers:
             return Tree([], [])
-        worth = {name: sum(claims(tree)) * self.trust[seq.id, name].share for name, tree in offers.items()}
+        worth = {
+            name: sum(claims(self._weighed(name, tree))) * self.trust[seq.id, name].share
+            for name, tree in offers.items()
+        }
         name = max(offers, key=lambda n: worth[n])
         return offers[name] if offers[name].source else offers[name]._replace(source=name)
 

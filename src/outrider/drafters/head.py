@@ -60,7 +60,8 @@ class TrainedHead(Drafter):
         self.depth = int(space.option("tree_depth", default=config.block))
         given = space.option("stop_below", default=None)
         self.pace = Pace(None if given is None else float(given))
-        self.paced = head.device.type == "cpu" and not self.tree
+        self.blind = drafts is not None and not self.tree
+        self.paced = head.device.type == "cpu" and not (self.tree or self.blind)
 
     @property
     def added_memory(self) -> Memory:

@@ -52,6 +52,7 @@ class SmallModel(Drafter):
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
+        self.blind = self.rollout.recorded is not None and not self.tree
 
     @property
     def added_memory(self) -> Memory:

@@ -75,10 +75,17 @@ class Desk:
         self.changes.clear()
 
     def record(self, work: Callable[[], Any]) -> Recording:
-        """Capture work. It runs once for that, on padding; what waits to be read must outlast it."""
+        """Capture work. It runs once for that, on padding; what waits to be read must outlast it.
+
+        It takes as long as dozens of passes, once: a phase of its own, so that nobody takes it for a price.
+        """
+        begin, end = mark(self.device), mark(self.device)
+        begin.record(self.stream)
         unread = self.unread.clone()
         recording = Recording(work, self.device, self.pool)
         self.unread.copy_(unread)
+        end.record(self.stream)
+        self.clock.phases.append(("record", begin, end, 1.0))
         return recording
 
     def replay(self, phase: str, recording: Recording, form: Form, share: float = 1.0) -> Any:

@@ -132,6 +132,7 @@ class Graphs:
                 shape = Shape(size, size, DEPTHS[0], False, WHOLE, ())
                 if shape not in self.passes:
                     self.passes[shape] = Pass(self, shape)
+        self.desk.clock.taken()  # no step's time
 
     def logits(self, rows: Rows, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""

@@ -10,6 +10,7 @@ It knows a head, its plane and where sequences stand; what the drafter's plane h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +20,7 @@ from ..cache import Packing, Plane
 from ..cuda.attention import Blocks
 from ..sampling import adjusts
 from ..types import Draft, Rows, Sequence, Tree
-from .chains import BATCHES, LENGTHS, RECORDING
+from .chains import BATCHES, LENGTHS
 from .desk import DEPTHS
 from .graphs import CHEAP_ROWS, Graphs, filters, rung
 from .head_passes import Chain, First, HeadShape, Masks, Rankings, Reading
@@ -27,6 +28,9 @@ from .head_trees import Growing, Grown
 
 PLACES = DEPTHS[-1]  # scratch slots of one sequence's guesses
 FEEDS = (16, 32, 64, 128, 256, 512)  # rows of a first pass: fewer than the first cost as much
+READINGS = (64, 512)  # rows of a pass that only reads: prompts have all lengths, and every size is a recording
+STEPS = (4, 8, 16, 32, 64)  # lengths of chains that are recorded after the first
+RECORDING = 400  # recording a pass takes the host about as long as a device takes to run so many: a head's are short
 FEW = 16  # true rows of a sequence that are fed on the way to a draft; more are read ahead of it
 Ranking = list[tuple[int, float]]  # tokens with their chances, best first
 Kind = TypeVar("Kind", bound=First)
@@ -156,7 +160,8 @@ class Heads:
         return after
 
     def _read(self, packed: HeadRows) -> None:
-        step = self._recorded(HeadShape("reading", feed(len(packed.tokens)), 0), Reading)
+        size = next((n for n in READINGS if n >= len(packed.tokens)), feed(len(packed.tokens)))
+        step = self._recorded(HeadShape("reading", size, 0), Reading)
         step.fill(packed, [], [])
         self.desk.replay("read", step.recording, step.form)
 
@@ -192,11 +197,20 @@ class Heads:
             self.missed[shape] = missed = self.missed.get(shape, 0) + 1
             larger = [known for known in self.recorded if known.holds(shape, CHEAP_ROWS)]
             nearest = min(larger, key=lambda known: (known.length, known.rows, known.wanted), default=None)
-            if nearest and missed * (nearest.length - shape.length) <= RECORDING * max(shape.length, 1):
+            if nearest is None:
+                shape = self._roomy(shape)
+            elif missed * (nearest.length - shape.length) <= RECORDING * max(shape.length, 1):
                 shape = nearest
-            else:
+            if shape not in self.recorded:
                 self.recorded[shape] = kind(self, shape)
         return cast(Kind, self.recorded[shape])
+
+    def _roomy(self, shape: HeadShape) -> HeadShape:
+        """The first chain is recorded as it is asked for, it may stay the only one. If not, the next lengths will be
+        asked for soon: a controller tries them all."""
+        if shape.kind != "chain" or not any(known.kind == "chain" for known in self.recorded):
+            return shape
+        return replace(shape, length=next(n for n in STEPS if n >= shape.length))
 
 
 def feed(rows: int) -> int:
