@@ -414,7 +414,10 @@ def test_ctrl_c_ends_cleanly_with_the_summary(tmp_path: Path) -> None:
     folder, trace = tiny.save(tmp_path / "long", context=30_000), tmp_path / "trace.jsonl"
     command = [*PROGRAM, "generate", "one two", "-m", str(folder), "--dtype", "float32", "--k", "2", "-n", "29000"]
     command += ["--set", "ignore_eos=true", "--set", "max_length=29500", "--trace", str(trace)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 - who runs us may ignore it
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=heard
+    ) as child:
         first = os.read(child.stdout.fileno(), 1)
         child.send_signal(signal.SIGINT)
         rest, errors = child.communicate(timeout=30)
