@@ -447,3 +447,24 @@ def test_the_latest_records_are_not_learnt_from() -> None:
     assert set(ring.sample(200, dice, 3).drafted.tolist()) == {5, 6, 7, 8, 9}
     assert set(ring.sample(200, dice).drafted.tolist()) == {5, 6, 7, 8, 9, 10, 11, 12}
     assert set(ring.sample(200, dice, 8).drafted.tolist()) == {5, 6, 7, 8, 9, 10, 11, 12}
+
+
+def test_a_comparison_that_does_not_fit_is_cut_smaller() -> None:
+    now = 0.0
+    made = learner_with(Plan(every=1, cap=0.0025, slice=4, batch=16, judge_every=1), lambda: now)
+    advance, spans = made._advance, []
+
+    def slow() -> None:
+        nonlocal now
+        judging = made._next == "judge"
+        advance()
+        now += 0.0005 * made.judged if judging else 0.0005  # it looks at all words, record by record
+
+    made._advance = slow  # type: ignore[method-assign]
+    for _ in range(400):
+        made.waiting, begin = 1, now
+        made.work()
+        spans.append(now - begin)
+    assert made.judged == 2
+    assert max(spans[100:]) <= 0.0025
+    assert made.report.updates > 10

@@ -31,7 +31,7 @@ _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the c
 _LEAST = 4  # records of the smallest slice
 _CAREFUL = 1.5  # times what a slice usually takes: now and then one takes so long
 _BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be dropped
-_JUDGED = 8  # records of one slice of a comparison: it looks at every word
+_JUDGED = 8  # records of the largest slice of a comparison: it looks at every word
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
 
@@ -95,7 +95,7 @@ class Learner:
         self.live = copied(weights)
         self.ring = Ring(plan.capacity, frozen.hidden, frozen.norm, min(TOP, frozen.place.shape[0]))
         self.aside = Aside(frozen.norm.device)
-        self.slice = plan.slice
+        self.slice, self.judged = plan.slice, _JUDGED
         self.baseline = 0.0  # of rewards: how often drafts are right lately
         self.waiting = 0  # verifications since the last update
         self.inbox: deque[Seen] = deque()
@@ -255,7 +255,7 @@ class Learner:
         latest, at, hits = self.ring.latest(self.plan.judged), 0, []
         while at < latest.state.shape[0]:
             yield "judge"
-            part = latest.part(slice(at, at + _JUDGED))
+            part = latest.part(slice(at, at + self.judged))
             at += part.state.shape[0]
             hits.append(self._hits(part))
         yield "compare"
@@ -324,7 +324,13 @@ class Learner:
             if self._slow > _TOO_SLOW:
                 text = f"{_LEAST} records take {usual * 1e3:.1f} ms here, and the cap is {cap * 1e3:g} ms"
                 self.stop("stopped", f"learning is too slow: {text}; raise learn_cap_ms")
+        self.fit_judging()
         return self.used()
+
+    def fit_judging(self) -> None:
+        """A slice of a comparison that does not fit under the cap is made smaller, too."""
+        while self.judged > 1 and _CAREFUL * self.costs.get("judge", 0.0) > self.plan.cap:
+            self.judged, self.costs["judge"] = self.judged // 2, self.costs["judge"] / 2
 
 
 def warm(learner: Learner) -> None:
@@ -340,3 +346,4 @@ def warm(learner: Learner) -> None:
         if other.report.updates > 2 or other.report.failures:
             break
     learner.costs = dict(other.costs)
+    learner.fit_judging()
