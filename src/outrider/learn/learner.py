@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the c
 _LEAST = 4  # records of the smallest slice
 _CAREFUL = 1.5  # times what a slice usually takes: now and then one takes so long
 _BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be dropped
-_JUDGED = 8  # records of the largest slice of a comparison: it looks at every word
+_JUDGED, _WORDS = 8, 4096  # records and words of the largest slice of a comparison, which looks at every word
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
 
@@ -254,21 +254,47 @@ class Learner:
         """Which of the latest records the trained weights get right, and which of them what drafts."""
         latest, at, hits = self.ring.latest(self.plan.judged), 0, []
         while at < latest.state.shape[0]:
-            yield "judge"
             part = latest.part(slice(at, at + self.judged))
             at += part.state.shape[0]
-            hits.append(self._hits(part))
+            looking = self._look(part)
+            while True:
+                yield "judge"
+                try:
+                    next(looking)
+                except StopIteration as end:
+                    hits.append(end.value)
+                    break
         yield "compare"
         self._compare(torch.cat([ours for ours, _ in hits]), torch.cat([theirs for _, theirs in hits]))
 
     @torch.no_grad()
     def _hits(self, records: Records) -> tuple[Tensor, Tensor]:
         """[n] each, by all words: an update compares a few, and may have raised others unseen."""
-        place, table = self.frozen.place, self.frozen.table
-        right = place[records.words[:, 0]]  # [n] -1 where no draft can be right
-        each = (self.frozen.scores(w, records.state, records.beside, table) for w in (self.trained, self._drafting))
-        ours, theirs = (scores.argmax(-1) == right for scores in each)
-        return ours, theirs
+        looking = self._look(records)
+        while True:
+            try:
+                next(looking)
+            except StopIteration as end:
+                found: tuple[Tensor, Tensor] = end.value
+                return found
+
+    @torch.no_grad()
+    def _look(self, records: Records) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """The same in slices of words: the table is larger than a cache, and is read once for both."""
+        pair = (self.trained, self._drafting)
+        normed = torch.cat([self.frozen.adapted(w, records.state, records.beside).normed for w in pair])  # [2n, H]
+        normed = normed.to(self.frozen.table.dtype)
+        tops, ids = [], []
+        for start in range(0, self.frozen.table.shape[0], _WORDS):
+            if start:
+                yield
+            top = (normed @ self.frozen.table[start : start + _WORDS].T).max(-1)
+            tops.append(top.values)
+            ids.append(top.indices + start)
+        piece = torch.stack(tops).argmax(0)  # [2n]
+        said = torch.stack(ids).gather(0, piece[None])[0].view(2, -1)  # [2, n]
+        right = self.frozen.place[records.words[:, 0]]  # [n] -1 where no draft can be right
+        return said[0] == right, said[1] == right
 
     @property
     def _drafting(self) -> Weights:
