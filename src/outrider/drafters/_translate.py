@@ -14,6 +14,7 @@ Neither can change the text: what comes out is a draft like any other.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ NEVER = 1e-30  # a chance that is none; the logarithm of zero takes ten times as
 LONGER = 2  # draft tokens for each target token, at most
 
 
-class Translated(Rollout):
+class Translated(Rollout, ABC):
     """What both ways have in common: shadows, drafted for as if they were sequences."""
 
     way = ""
@@ -55,8 +56,9 @@ class Translated(Rollout):
         self.shadows = Shadows(cache, plane, self._context)
         self.of: dict[int, Shadow] = {}  # by sequence, in this draft
 
+    @abstractmethod
     def _context(self) -> Any:
-        raise NotImplementedError
+        """What a new shadow reads a text with."""
 
     def nodes_for(self, budget: int) -> int:
         """How many draft tokens may be drafted for so many target tokens."""
@@ -75,8 +77,9 @@ class Translated(Rollout):
                 trees[i] = self._translated(self.of[seqs[i].id], tree)
         return Draft.pack(trees)
 
+    @abstractmethod
     def _translated(self, shadow: Shadow, tree: Tree) -> Tree:
-        raise NotImplementedError
+        """A tree of draft tokens as one of the target's."""
 
     def _forward(self, packed: Any, part: Any) -> Tensor:
         return super()._forward(packed, part).cpu()
