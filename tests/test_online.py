@@ -240,6 +240,16 @@ def learner_with(plan: Plan, clock: Callable[[], float] = time.perf_counter) -> 
     return made
 
 
+def hits(made: Learner) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the latest records the trained weights get right, and which what drafts. [n] each"""
+    looking = made._hits(made.ring.latest(80))
+    while True:
+        try:
+            next(looking)
+        except StopIteration as end:
+            return end.value
+
+
 def test_the_cap_is_kept_by_the_clock() -> None:
     now = 0.0
 
@@ -298,7 +308,7 @@ def test_weights_that_got_worse_go_back() -> None:
     made.ring.fields.words[: len(w), 0] = w  # what drafts is right
     with torch.no_grad():
         made.trained["state"].neg_()
-    ours, theirs = made._hits(made.ring.latest(80))
+    ours, theirs = hits(made)
     made._compare(ours, theirs)
     assert made.report.rollbacks == 1
     assert made.report.why == "acceptance fell"
@@ -420,11 +430,11 @@ def test_only_what_was_right_more_often_drafts() -> None:
     made.ring.fields.words[: len(truth), 0] = truth
     with torch.no_grad():
         made.live["state"].neg_()  # what drafts is wrong now, what is trained is right
-    made._compare(*made._hits(made.ring.latest(80)))
+    made._compare(*hits(made))
     made.swap()
     assert torch.equal(made.live["state"], before["state"])
     again = copied(made.live)
-    made._compare(*made._hits(made.ring.latest(80)))  # as good as: nothing changes hands
+    made._compare(*hits(made))  # as good as: nothing changes hands
     assert made._ready is None
     assert all(torch.equal(again[name], made.live[name]) for name in again)
 

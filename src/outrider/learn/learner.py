@@ -1,9 +1,9 @@
 """Learning in slices: one update every so many verifications, never longer than a cap in one step.
 
 Promise: what drafts (`live`) changes only in `swap`, whole, and only for weights that were right more often than it on
-records that nothing was learnt from yet; weights that were right less often go back to what drafts. An update that
-fails, meets NaN or is interrupted leaves no trace but a count and a reason; after a few failures in a row learning
-stops and says why. Nothing here raises, except what was meant to end the program.
+records that nothing was learnt from yet (except the first few); weights that were right less often go back to what
+drafts. An update that fails, meets NaN or is interrupted leaves no trace but a count and a reason; after a few failures
+in a row learning stops and says why. Nothing here raises, except what was meant to end the program.
 It knows records and weights; it does not know where they come from or what they are for.
 """
 
@@ -256,38 +256,22 @@ class Learner:
         while at < latest.state.shape[0]:
             part = latest.part(slice(at, at + self.judged))
             at += part.state.shape[0]
-            looking = self._look(part)
-            while True:
-                yield "judge"
-                try:
-                    next(looking)
-                except StopIteration as end:
-                    hits.append(end.value)
-                    break
+            hits.append((yield from self._hits(part)))
         yield "compare"
         self._compare(torch.cat([ours for ours, _ in hits]), torch.cat([theirs for _, theirs in hits]))
 
     @torch.no_grad()
-    def _hits(self, records: Records) -> tuple[Tensor, Tensor]:
-        """[n] each, by all words: an update compares a few, and may have raised others unseen."""
-        looking = self._look(records)
-        while True:
-            try:
-                next(looking)
-            except StopIteration as end:
-                found: tuple[Tensor, Tensor] = end.value
-                return found
+    def _hits(self, records: Records) -> Generator[str, None, tuple[Tensor, Tensor]]:
+        """[n] each, by all words: an update compares a few, and may have raised others unseen.
 
-    @torch.no_grad()
-    def _look(self, records: Records) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """The same in slices of words: the table is larger than a cache, and is read once for both."""
+        In slices of words, because the table is larger than a cache; it is read once for both.
+        """
         pair = (self.trained, self._drafting)
         normed = torch.cat([self.frozen.adapted(w, records.state, records.beside).normed for w in pair])  # [2n, H]
         normed = normed.to(self.frozen.table.dtype)
         tops, ids = [], []
         for start in range(0, self.frozen.table.shape[0], _WORDS):
-            if start:
-                yield
+            yield "judge"
             top = (normed @ self.frozen.table[start : start + _WORDS].T).max(-1)
             tops.append(top.values)
             ids.append(top.indices + start)
