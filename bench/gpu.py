@@ -71,6 +71,7 @@ def arguments() -> argparse.Namespace:
     add("--per-category", type=int, default=1, help="prompts of each kind in plain and spec")
     add("--rounds", type=int, default=3)
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
+    add("--only", default="", help="spec: contenders beside plain, by the beginnings of their names: head,auto")
     add("--ignore-eos", action="store_true", help="plain and spec: always --tokens tokens (batch and hf always do)")
     add("--batches", default="1,4,16,64")
     add("--batch-rounds", type=int, default=3)

@@ -16,14 +16,7 @@ WAVES = 3  # requests for each place of a batch
 
 
 def spec_section(lab: Lab) -> dict[str, Any]:
-    asked = lab.sample()
-    contenders = [contender(lab, "plain", "off"), *(contender(lab, name, name) for name in FREE)]
-    if lab.draft is not None:
-        ks = [int(k) for k in lab.options.k.split(",") if k]
-        contenders += [contender(lab, f"model K={k}", "model", k) for k in ks]
-        contenders.append(contender(lab, "model auto", "model"))
-    if lab.options.head:
-        contenders += with_head(lab)
+    asked, contenders = lab.sample(), everybody(lab)
     rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
     plain = contenders[0]
     found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.asked), "contenders": {}}
@@ -36,13 +29,35 @@ def spec_section(lab: Lab) -> dict[str, Any]:
     return found
 
 
-def with_head(lab: Lab) -> list[Contender]:
-    found = [contender(lab, "head chain", "head"), *(contender(lab, f"head K={k}", "head", k) for k in (6, 8))]
-    found.append(contender(lab, "head tree", "head", tree=True, tree_width=6, tree_depth=6))
-    for nodes, width, depth in ((24, 5, 6), (32, 4, 8), (48, 8, 7)):
+Entry = tuple[str, str, int | str, dict[str, Any]]  # name, drafter, K, options
+
+
+def everybody(lab: Lab) -> list[Contender]:
+    """Plain decoding, and those that were asked for; an engine of one's own takes memory and time to record."""
+    entries: list[Entry] = [(name, name, "auto", {}) for name in FREE]
+    if lab.draft is not None:
+        ks = [int(k) for k in lab.options.k.split(",") if k]
+        entries += [(f"model K={k}", "model", k, {}) for k in ks] + [("model auto", "model", "auto", {})]
+    if lab.options.head:
+        entries += with_head(lab)
+    wanted = tuple(name for name in lab.options.only.split(",") if name) or ("",)
+    found = [contender(lab, name, who, k, **more) for name, who, k, more in entries if name.startswith(wanted)]
+    return [contender(lab, "plain", "off"), *found]
+
+
+def with_head(lab: Lab) -> list[Entry]:
+    found: list[Entry] = [("head chain", "head", "auto", {}), *((f"head K={k}", "head", k, {}) for k in (6, 8))]
+    shapes = {
+        "": ("auto", 6, 6),
+        " of 16": (16, 4, 6),
+        " of 24": (24, 5, 6),
+        " of 32": (32, 4, 8),
+        " of 48": (48, 8, 7),
+    }
+    for name, (nodes, width, depth) in shapes.items():
         shape = {"tree": True, "tree_width": width, "tree_depth": depth}
-        found.append(contender(lab, f"head tree of {nodes}", "head", nodes, **shape))
-    return [*found, contender(lab, "auto, head", "auto", head=lab.head)]
+        found.append((f"head tree{name}", "head", nodes, shape))
+    return [*found, ("auto, head", "auto", "auto", {"head": lab.head})]
 
 
 def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, dict[str, float | None]]:
@@ -71,6 +86,7 @@ def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
         found[f"t_{phase}_median_s"] = median(seconds)
     rate, reached = tau / (found["t_draft_s"] + found["t_verify_s"]), c.over(c.asked)
     found |= {"clock": "device" if by_device else "host", "steady_tau": tau, "ideal_tok_s": rate}
+    found |= {f"t_{name}_s": sum(s.clock.get(name, 0.0) for s in steps) / len(steps) for name in ("host", "record")}
     found["fraction_of_ideal"] = reached / rate if reached else None
     if isinstance(c.k, int):
         found["t_verify_alone_s"] = costs.get((1, c.k + 1))
@@ -98,10 +114,10 @@ def show(lab: Lab, found: dict[str, Any]) -> None:
     if measured:
         lab.table(
             "The loop against τ ÷ (t_draft + t_verify)",
-            ("contender", "clock", "draft ms", "verify ms", "τ", "ideal tok/s", "reached"),
+            ("contender", "clock", "draft ms", "verify ms", "host ms", "record ms", "τ", "ideal tok/s", "reached"),
             [
-                (name, r["clock"], r["t_draft_s"] * 1e3, r["t_verify_s"] * 1e3, r["steady_tau"], r["ideal_tok_s"],
-                 f"{r['fraction_of_ideal'] or 0:.1%}")
+                (name, r["clock"], *(r[f"t_{part}_s"] * 1e3 for part in ("draft", "verify", "host", "record")),
+                 r["steady_tau"], r["ideal_tok_s"], f"{r['fraction_of_ideal'] or 0:.1%}")
                 for name, r in measured
             ],
         )  # fmt: skip
