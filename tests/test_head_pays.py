@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.build import adaptive
 from outrider.cache import Cache
-from outrider.control import Adaptive, Controller, Fixed
+from outrider.control import Controller, Fixed
 from outrider.drafters import Workspace, head as head_module, make
 from outrider.engine import Engine
 from outrider.runners import device, graphs, head_passes
 from outrider.runners.desk import Desk
 from outrider.runners.graphs import Graphs
 from outrider.scheduler import Scheduler
-from outrider.types import SamplingParams, Sequence, Turn
+from outrider.types import Draft, SamplingParams, Sequence, Turn, chain
 from test_never_slower import CPU, Run, World, fake_model, recording, text
 
 from kernels import GPU
@@ -121,7 +122,7 @@ class Requests(Run):
         cache.slots -= 1
         controller: Controller = Fixed(0 if drafter == "off" or self.k == "auto" else int(self.k))
         if drafter != "off" and self.k == "auto":
-            controller = Adaptive(self._costs(), name=drafter, paced=made.paced, frugal=made.frugal)
+            controller = adaptive(self._costs(), made)
         runner.warm(16)
         engine = Engine(runner, cache, made, controller, Scheduler(cache, plane, batch, 512), 49152)
         return engine
@@ -225,3 +226,57 @@ def test_what_a_recording_takes_is_a_phase_of_its_own(monkeypatch: pytest.Monkey
     assert seconds["record"] == pytest.approx(3 * RECORDING, rel=0.01)  # a prompt, how the head reads it, a chain
     assert seconds["host"] < 0.03
     assert seconds["draft"] < 0.05
+
+
+# ------------------------------------------------------------ drafts that are begun before anybody asks
+
+
+class Begins(Requests):
+    """Counts the chains that are started, and those that were under way when they were asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, right: list[float], k: int | str) -> None:
+        self.rolled = self.taken = 0
+        roll, cut = head_module.TrainedHead._roll, head_module.Begun.cut
+
+        def rolling(drafter: Any, seqs: list[Sequence], budget: list[int]) -> Any:
+            self.rolled += 1
+            return roll(drafter, seqs, budget)
+
+        def cutting(begun: Any, rooms: list[int]) -> Any:
+            self.taken += 1
+            return cut(begun, rooms)
+
+        patch.setattr(head_module.TrainedHead, "_roll", rolling)
+        patch.setattr(head_module.Begun, "cut", cutting)
+        super().__init__(patch, "head", right, k)
+
+
+def test_a_draft_that_helped_is_followed_by_one_that_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Begins(monkeypatch, [0.9] * 2, k=6)
+    steps = 0
+    for seq in run.seqs:
+        run.answer(seq)
+        steps += seq.stats.steps
+    assert run.taken > 0.75 * steps  # all but where nothing was accepted, and the first ones
+    assert run.rolled <= steps  # none was started in vain, but for the ends of answers
+
+
+def test_a_draft_of_no_use_is_followed_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Begins(monkeypatch, [0.0], k=6)
+    run.answer(run.seqs[0])
+    assert run.taken == 0
+
+
+def test_what_was_begun_is_taken_for_the_same_text_and_about_as_many_tokens() -> None:
+    seqs = [Sequence(i, [1, 2, 3]) for i in range(2)]
+    draft = Draft.pack([chain([-1, -2, -3]), chain([-4, -5, -6])], torch.zeros(6, dtype=torch.long))
+    begun = head_module.Begun.of(seqs, [3, 3], draft)
+    assert begun.suits(seqs, [3, 1])
+    assert begun.suits(seqs, [6, 6])
+    assert not begun.suits(seqs, [7, 3])
+    assert not begun.suits(seqs[::-1], [3, 3])
+    assert not begun.suits(seqs[:1], [3])
+    assert [tree.tokens for tree in begun.cut([2, 5]).trees] == [[-1, -2], [-4, -5, -6]]
+    assert begun.cut([2, 5]).unread is draft.unread
+    seqs[0].tokens.append(4)
+    assert not begun.suits(seqs, [3, 3])

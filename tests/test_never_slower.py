@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from outrider import engine as engine_module
+from outrider.build import adaptive
 from outrider.cache import Cache
 from outrider.control import Adaptive, Controller, Fixed
 from outrider.costs import Costs
@@ -143,7 +144,7 @@ class Run:
         space = Workspace(target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared))
         made = make(drafter, space)
         cache.slots -= 1
-        controller: Controller = Fixed(0) if drafter == "off" else Adaptive(self._costs(), name=drafter)
+        controller: Controller = Fixed(0) if drafter == "off" else adaptive(self._costs(), made)
         scheduler = Scheduler(cache, plane, batch, 512)
         return Engine(runner, cache, made, controller, scheduler, 49152)
 

@@ -39,6 +39,12 @@ class Aligned:
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         return self.inner.prune(turns, draft)
 
+    def glance(self, turns: list[Turn]) -> list[Turn]:
+        return self.inner.glance(turns)
+
+    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+        self.inner.glanced(turns, draft)
+
     def observe(self, step: Step) -> None:
         self.inner.observe(step)
 

@@ -75,7 +75,12 @@ def _controller(
     counts = _sequences(config.max_batch)
     known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
     padded = device_of(model).type == "cuda"
-    return Adaptive(Costs(known, padded), name=drafter.name, paced=drafter.paced, frugal=drafter.frugal)
+    return adaptive(Costs(known, padded), drafter)
+
+
+def adaptive(costs: Costs, drafter: Drafter) -> Adaptive:
+    """The controller of a drafter, told how that one works."""
+    return Adaptive(costs, name=drafter.name, paced=drafter.paced, frugal=drafter.frugal, glances=drafter.glances)
 
 
 def _sequences(most: int) -> tuple[int, ...]:

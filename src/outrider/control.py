@@ -26,11 +26,16 @@ class Controller(Protocol):
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft: ...
 
+    def glance(self, turns: list[Turn]) -> list[Turn]:
+        """Those to look for a draft for that nobody will verify, because this step's pass has been started already."""
+
+    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+        """What was seen."""
+
     def observe(self, step: Step) -> None: ...
 
     def end(self, seq: Sequence) -> None:
         """The sequence is finished or cancelled: nothing about it need be remembered."""
-        ...
 
 
 class Fixed:
@@ -47,6 +52,12 @@ class Fixed:
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         return draft
+
+    def glance(self, turns: list[Turn]) -> list[Turn]:
+        return []
+
+    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+        pass
 
     def observe(self, step: Step) -> None:
         pass
@@ -77,15 +88,18 @@ class Adaptive:
     PROBED = 4  # sequences of a batch that are probed together
     FREELY = 512  # nodes asked of a free drafter in all: more rows are not free, and even it takes its time
     FULL = 64  # rows of prompts that make a device's pass cost what it computes, not what it reads
+    GLANCES = 8  # sequences that are glanced at in one step: while a pass runs there is time, but not for ever
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
     def __init__(
-        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False
-    ) -> None:
-        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone."""
+        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False,
+        glances: bool = False,
+    ) -> None:  # fmt: skip
+        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone; glances: it
+        can look for a draft while the device is busy."""
         self.costs, self.k_max, self.name = costs, k_max, name
-        self.paced, self.frugal = paced, frugal
+        self.paced, self.frugal, self.glances = paced, frugal, glances
         self.turns: list[Turn] = []  # of the step at hand
         self._now: Pass | None = None
         self.why = "nothing is known yet"
@@ -176,10 +190,6 @@ class Adaptive:
             self.asking.leave()
         return dict.fromkeys(able[:many], k) | dict.fromkeys(self.probed, 2)
 
-    def _speed(self, batch: int) -> float:
-        """Tokens per second of late."""
-        return self.lead * batch / self.costs(batch, batch)
-
     def _best_shape(self, now: Pass, hopes: list[list[float]], deeper: float, needed: float) -> tuple[int, int]:
         """How many sequences (the most promising come first) and how many nodes each bring most; (0, 0): plain.
 
@@ -205,22 +215,42 @@ class Adaptive:
         if not self.largest:
             if any(turn.budget for turn in turns):
                 self.why = self._nothing
+                self._nod(turns)
             return draft
+        self.asking.empty = 0
         hopes = [self._hopes(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
         order = sorted((-hope, i) for i, tree in enumerate(hopes) for hope in tree)
         now = Pass(turns, self.costs, self.lead, max(len(order), len(turns)))
-        best, gain, tokens = 0, now.margin, 0.0
-        for n, (hope, _) in enumerate(order, start=1):
-            tokens -= hope
-            value = tokens - now.price(n)
-            if value > gain:
-                best, gain = n, value
+        best = now.worthy([-hope for hope, _ in order], now.margin)
         kept = [0] * len(turns)
         for _, i in order[:best]:
             kept[i] += 1
         self._keep_probes(now, turns, draft, kept)
         self._explain(now, order, sum(kept))
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
+
+    # ------------------------------------------------------------ while nothing is drafted
+
+    def _nod(self, turns: list[Turn]) -> None:
+        """There is nothing to propose. Where one can look again at no cost, the next pass need not wait for it."""
+        if self.glances and self.asking.hides and all(turn.feed == 1 and not turn.own for turn in turns):
+            self.steady = self.asking.nod(self.frugal)
+
+    def glance(self, turns: list[Turn]) -> list[Turn]:
+        if not (self.glances and self.ahead and self.steady):
+            return []
+        able = [turn for turn in turns if room_for(turn, 1)]
+        at = self.unasked * self.GLANCES % max(len(able), 1)
+        return [turn.allow(room_for(turn, self.k_max)) for turn in (able[at:] + able[:at])[: self.GLANCES]]
+
+    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+        """The next pass waits for a draft where one like these would pay even if half of them came to nothing."""
+        pairs = zip(turns, draft.trees, strict=True)
+        hopes = sorted((hope for pair in pairs for hope in self._hopes(*pair)), reverse=True)
+        now = Pass(self.turns, self.costs, self.lead, max(len(hopes), len(self.turns)))
+        needed = now.margin + 2 * self.asking.needed(len(self.turns), now.speed)
+        if now.worthy(hopes, needed * len(turns) / len(self.turns)):
+            self.asking.rest, self.steady = 0, False
 
     def _hopes(self, turn: Turn, tree: Tree) -> list[float]:
         """Each node's chance as experience has it, never rising along the list: every cut is a tree."""
@@ -315,8 +345,9 @@ class Adaptive:
         # What a drafter reads once, it reads for many steps: that is its own business.
         drafting = step.output.seconds.get("draft", 0.0) if hides else min(step.clock["draft"], 3 * self.draft_call)
         seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + drafting
-        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - self._speed(batch) * seconds
-        self.asking.brought(batch, gain, self._speed(batch))
+        speed = self.lead * batch / self.costs(batch, batch)  # tokens per second of late
+        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - speed * seconds
+        self.asking.brought(batch, gain, speed)
 
     def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
         """Against plain decoding of the same batch, so that it still means something when the batch has changed."""

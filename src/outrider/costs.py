@@ -261,6 +261,7 @@ class Asking:
     FADE = 0.9
     MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
     SHORTEST, LONGEST = 4, 256  # steps of a rest
+    EMPTY, NOD = 3, 16  # steps in vain before a rest and of it, where some parts of a drafter cannot look meanwhile
     SEEN = 9  # steps whose middle is what the host takes
 
     def __init__(self) -> None:
@@ -272,6 +273,7 @@ class Asking:
         self.trials = 0  # asked steps since the last rest, or since somebody new came
         self.rest, self.nap = 0, self.SHORTEST
         self.resting = False
+        self.empty = 0  # asked steps in a row without a draft
 
     def pays(self) -> bool:
         """Ask this time?"""
@@ -311,6 +313,14 @@ class Asking:
         """Let it be for a while, and the next time for longer."""
         if self.hides or self.crowded:
             self.rest, self.nap, self.trials = self.nap, min(4 * self.nap, self.LONGEST), 0
+
+    def nod(self, partly: bool) -> bool:
+        """There was nothing to verify, and one can look while resting (partly: some cannot, and may yet make up their
+        minds): no lesson, and no reason to stay awake. Returns whether it rests now."""
+        self.empty += 1
+        if self.empty >= (self.EMPTY if partly else 1):
+            self.rest = self.NOD if partly else self.LONGEST
+        return self.rest > 0
 
     def wake(self) -> None:
         """Somebody new came: whatever was learnt about silence may not hold for them."""

@@ -91,6 +91,7 @@ class Engine:
         turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick()))
         with clock.time("draft"):
             draft, failure = self._draft(turns)
+        self._glance(turns)
         with clock.time("verify"):
             rows, first = self.cache.plan(turns, draft, self.target.plane)
             steady = self.controller.steady and not self._logits_are_read
@@ -130,6 +131,17 @@ class Engine:
                 trees, unread = [Tree([], [])] * len(turns), None
         pruned = self.controller.prune(turns, Draft.pack(trees))
         return replace(pruned, unread=unread), failure
+
+    def _glance(self, turns: list[Turn]) -> None:
+        """This step's pass may be under way already: had the next one better wait for a draft?"""
+        looked = self.controller.glance(turns)
+        if looked:
+            try:
+                with self.watch("glance"):
+                    seen = self.drafter.glance([turn.seq for turn in looked], [turn.budget for turn in looked])
+                self.controller.glanced(looked, seen)
+            except Exception as error:
+                self.last_failure = f"glance: {type(error).__name__}: {error}"
 
     def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt still waits."""

@@ -37,6 +37,19 @@ class Pass:
             self._table = self.costs.stairs(self.rows + self.most, self.sequences)
         return self.speed * (self._table[self.rows + more] - self.plain)
 
+    def worthy(self, hopes: list[float], needed: float) -> int:
+        """How many of these nodes, the likeliest first, bring most beyond what their rows cost; 0: not what is needed.
+
+        Costs may be stairs, so that one more node loses and three more win: all numbers are looked at.
+        """
+        best, gain, tokens = 0, needed, 0.0
+        for n, hope in enumerate(hopes, start=1):
+            tokens += hope
+            value = tokens - self.price(n)
+            if value > gain:
+                best, gain = n, value
+        return best
+
     def break_even(self, each: int, deeper: float = 0.0) -> float:
         """How likely one more row for each of so many must be, when the drafter takes `deeper` tokens for them."""
         return max((self.price(each) + deeper) / each, 0.0)

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ..errors import ConfigError
-from ..types import Draft, Rows, SamplingParams, Sequence, Step
+from ..types import Draft, Rows, SamplingParams, Sequence, Step, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,6 +142,11 @@ class Drafter:
         return type(self).overlap is not Drafter.overlap
 
     @property
+    def glances(self) -> bool:
+        """Whether `glance` says anything."""
+        return type(self).glance is not Drafter.glance
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """Drafters that work together in it, by name: a sequence may ask for one of them alone (`Sequence.only`)."""
         return ()
@@ -165,6 +170,11 @@ class Drafter:
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         """Propose at most budget[i] nodes after seqs[i].tokens, best first; an empty tree is always right."""
         raise NotImplementedError
+
+    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """What it would draft without any device: a pass is under way that was started without a draft, and nobody
+        will verify this. It only tells whether the next pass had better wait for one."""
+        return Draft.pack([Tree([], [])] * len(seqs))
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
         """The target is busy with this draft: whatever is done here is hidden."""

@@ -62,6 +62,10 @@ class HeadRollout(Rollout):
                     self._extend(growth, row)
         return Draft.pack(g.tree(self.source) for g in grown)
 
+    def leaves_unread(self, seqs: list[Sequence]) -> bool:
+        """Whether chains after these would stay on the device, so that nobody waits for them."""
+        return self.drafts is not None and self.drafts.suits(seqs)
+
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         recorded = self.drafts is not None and self.drafts.suits_trees(seqs, width, depth)
         if self.head.config.kind == "eagle3":

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, Market, Workspace, register
 from ._habit import CLAIM, FIRST, Habit, Wait
-from .cascade import FREE, Cascade, may_draft
+from .cascade import Cascade, may_draft
 from .head import chosen
 
 UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
@@ -56,7 +56,6 @@ class Auto(Cascade):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
         self.paced, self.frugal = False, bool(self.costly)
         self.mute = {drafter.name for drafter in self.costly if drafter.blind}  # about their chances
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
@@ -79,12 +78,7 @@ class Auto(Cascade):
         return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
-        self.wanted, self.lengths = False, {}
-        for drafter in self.free:
-            wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
-            if wanted:
-                self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
+        self._look_around(seqs, budget)
         for drafter in self.costly:
             asked = self._whom_for(drafter, seqs, budget)
             if asked:
@@ -95,6 +89,23 @@ class Auto(Cascade):
                     rooms = [min(room, longest) for room in rooms]
                 self._propose(drafter, [seqs[i] for i in asked], rooms)
         return Draft.pack((self._best(seq) for seq in seqs), self.unread)
+
+    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        """Free proposals only; what becomes of them is counted all the same."""
+        self._look_around(seqs, budget)
+        for seq in seqs:
+            for drafter in self.costly if not self.proposed[seq.id] else ():
+                self.waits[seq.id, drafter.name].idle += 1
+        return Draft.pack(self._best(seq) for seq in seqs)
+
+    def _look_around(self, seqs: list[Sequence], budget: list[int]) -> None:
+        """A new step: the free drafters' proposals."""
+        self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
+        self.wanted, self.lengths = False, {}
+        for drafter in self.free:
+            wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
+            if wanted:
+                self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
 
     def observe(self, step: Step) -> None:
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes

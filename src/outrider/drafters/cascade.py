@@ -29,6 +29,7 @@ class Cascade(Drafter):
         if not names or {"cascade", "auto"} & set(names):
             raise ConfigError(f"'{self.option_name}' needs at least one drafter, and none that chooses among others.")
         self.drafters = [make(name, space) for name in names]
+        self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
         self.costly = [drafter for drafter in self.drafters if drafter.name not in FREE]
         self.paced = bool(self.costly) and all(drafter.paced for drafter in self.costly)
         self.taps = tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
@@ -42,6 +43,10 @@ class Cascade(Drafter):
         return any(drafter.overlaps for drafter in self.drafters)
 
     @property
+    def glances(self) -> bool:
+        return any(drafter.glances for drafter in self.free)
+
+    @property
     def parts(self) -> tuple[str, ...]:
         return tuple(drafter.name for drafter in self.drafters)
 
@@ -51,8 +56,14 @@ class Cascade(Drafter):
         return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return self._first(self.drafters, seqs, budget)
+
+    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return self._first(self.free, seqs, budget)
+
+    def _first(self, drafters: list[Drafter], seqs: list[Sequence], budget: list[int]) -> Draft:
         trees, unread = [Tree([], [])] * len(seqs), None
-        for drafter in self.drafters:
+        for drafter in drafters:
             open_ = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, seqs[i])]
             if not open_:
                 continue

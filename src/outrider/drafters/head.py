@@ -8,7 +8,7 @@ It keeps features only until they are fed; what it misses costs acceptance, neve
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,27 @@ if TYPE_CHECKING:
     from ..models.head_file import HeadConfig
 
 _DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Begun(NamedTuple):
+    """A draft that was started before anybody asked for it."""
+
+    texts: list[tuple[int, int]]  # sequences, and their lengths: tokens are only ever added
+    rooms: list[int]
+    draft: Draft
+
+    @staticmethod
+    def of(seqs: list[Sequence], rooms: list[int], draft: Draft) -> Begun:
+        return Begun([(seq.id, len(seq.tokens)) for seq in seqs], rooms, draft)
+
+    def suits(self, seqs: list[Sequence], rooms: list[int]) -> bool:
+        """Whether it will do for what is asked for now: a little less than that is there sooner."""
+        same = self.texts == [(seq.id, len(seq.tokens)) for seq in seqs]
+        return same and all(2 * mine >= room for mine, room in zip(self.rooms, rooms, strict=True))
+
+    def cut(self, rooms: list[int]) -> Draft:
+        trees = (tree.cut(n) for tree, n in zip(self.draft.trees, rooms, strict=True))
+        return Draft.pack(trees, self.draft.unread)
 
 
 @register("head")
@@ -62,6 +83,8 @@ class TrainedHead(Drafter):
         self.pace = Pace(None if given is None else float(given))
         self.blind = drafts is not None and not self.tree
         self.paced = head.device.type == "cpu" and not (self.tree or self.blind)
+        self.asked: dict[int, int] = {}  # nodes, of each sequence in the last draft
+        self.begun: Begun | None = None
 
     @property
     def added_memory(self) -> Memory:
@@ -82,8 +105,12 @@ class TrainedHead(Drafter):
         self.rollout.runs = 0
         ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
         trees, unread = [Tree([], [])] * len(seqs), None
+        self.asked = {seqs[i].id: budget[i] for i in ready}
+        begun, self.begun = self.begun, None
         if ready:
-            draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
+            these, rooms = [seqs[i] for i in ready], [budget[i] for i in ready]
+            begun = begun if begun is not None and begun.suits(these, rooms) else None
+            draft = self._roll(these, rooms) if begun is None else begun.cut(rooms)
             unread = draft.unread
             for i, tree in zip(ready, draft.trees, strict=True):
                 trees[i] = tree
@@ -98,6 +125,19 @@ class TrainedHead(Drafter):
         self.rollout.runs = 0
         self.features.observe(step)
         self.features.tidy(self.space.cache.rows.keys())
+        if self.blind:
+            self._go_on(step)
+
+    def _go_on(self, step: Step) -> None:
+        """What helped just now is likely to be asked for again: a device drafts while the host makes up its mind."""
+        helped = all(
+            verdict is not None and verdict.path and tree.source == self.name
+            for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True)
+        )
+        rooms = [min(self.asked.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
+        goes_on = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
+        if helped and goes_on and min(rooms) > 0 and self.rollout.leaves_unread(step.seqs):
+            self.begun = Begun.of(step.seqs, rooms, self._roll(step.seqs, rooms))
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)

@@ -41,6 +41,9 @@ class NGram(Drafter):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         return Draft.pack(self._look_up(seq, room) for seq, room in zip(seqs, budget, strict=True))
 
+    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return self.draft(seqs, budget)
+
     def end(self, seq: Sequence) -> None:
         self._notes.pop(seq.id, None)
 

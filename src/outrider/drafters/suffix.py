@@ -57,6 +57,9 @@ class Suffix(Drafter):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         return Draft.pack(self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True))
 
+    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return self.draft(seqs, budget)
+
     def end(self, seq: Sequence) -> None:
         """Hand the response to all, unless nothing is to be learnt from it; a second `end` finds nothing to give."""
         if self._requests.pop(seq.id, None) is not None and seq.params.learn:
