@@ -25,6 +25,7 @@ from outrider.models.transformer import Transformer
 from outrider.runners import heads as recorded_heads
 from outrider.runners.desk import Desk
 from outrider.runners.graphs import Graphs
+from outrider.runners.head_passes import highest
 from outrider.scheduler import Scheduler
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
@@ -317,3 +318,12 @@ def test_streams_are_left_where_their_rows_are(target: Transformer) -> None:
     slots = torch.tensor(cache.rows[1].slots)
     for tap in (0, 1):
         assert torch.equal(plane.streams[tap][slots], shown[tap])
+
+
+@pytest.mark.parametrize(("words", "count"), [(2048, 5), (2048, 31), (2048, 40), (100, 7), (64, 64)])
+def test_the_highest_of_pieces_are_the_highest_of_all(words: int, count: int) -> None:
+    rows = torch.randperm(3 * words, generator=torch.Generator().manual_seed(words + count)).view(3, words).float()
+    values, places = highest(rows, count)
+    expected = rows.topk(count)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)

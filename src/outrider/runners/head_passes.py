@@ -26,6 +26,8 @@ from .graphs import LAW, fill_laws, fill_rows, grouped
 if TYPE_CHECKING:
     from .heads import Heads, Ranking
 
+PIECES = 32  # of a row whose highest numbers are looked for
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -201,8 +203,23 @@ def likeliest(scores: Tensor, ids: Tensor, width: int, noise: tuple[Tensor, Tens
         keys, heat = noise[0][:, None], noise[1][:, None]  # [R, 1]
         noised = scores.double() / torch.where(heat > 0, heat, 1.0)  # [R, D]
         scores = noised + torch.where(heat > 0, gumbel(keys, ids), 0.0)
-    chances, place = torch.softmax(scores, -1).topk(width)
+    chances, place = highest(torch.softmax(scores, -1), width)
     return ids[place], chances
+
+
+def highest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As topk: the values [R, n] and where they are [R, n], best first. rows [R, D]
+
+    A row is one block's work on a GPU: 50 µs for 16,384 numbers. So the best of each piece are found first.
+    """
+    length = rows.shape[-1] // PIECES
+    if count > length // 2 or rows.shape[-1] % PIECES:
+        values, place = rows.topk(count)
+        return values, place
+    some, at = rows.view(-1, length).topk(count, sorted=False)  # [R * PIECES, n]
+    values, order = some.view(rows.shape[0], -1).topk(count)  # [R, n] among n of each piece
+    place = at.view(rows.shape[0], -1).gather(1, order)
+    return values, place + order // count * length
 
 
 def each_position(seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequence], list[int]]:
