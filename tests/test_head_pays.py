@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -84,6 +84,7 @@ class Requests(Run):
     """Requests one after the other; right[i] is how often a drafted token of the i-th one is right."""
 
     recordings = staticmethod(recording_takes_time)
+    options: ClassVar[dict[str, Any]] = {}  # of the drafter, beside the head
 
     def __init__(
         self, patch: pytest.MonkeyPatch, drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh",
@@ -112,6 +113,7 @@ class Requests(Run):
         shared = Desk(cache, CPU, batch)
         runner = Graphs(target, plane, shared)
         options: dict[str, Any] = {"suffix_shared_tokens": 0, "head": "given" if self.head else "none"}
+        options |= self.options
         engine: Any = None
         space = Workspace(
             target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared),
@@ -121,7 +123,8 @@ class Requests(Run):
         cache.slots -= 1
         controller: Controller = Fixed(0 if drafter == "off" or self.k == "auto" else int(self.k))
         if drafter != "off" and self.k == "auto":
-            controller = Adaptive(self._costs(), name=drafter, paced=made.paced, frugal=made.frugal)
+            own = {"paced": made.paced, "frugal": made.frugal, "way": lambda: made.way}
+            controller = Adaptive(self._costs(), name=drafter, **own)
         runner.warm(16)
         engine = Engine(runner, cache, made, controller, Scheduler(cache, plane, batch, 512), 49152)
         return engine

@@ -75,7 +75,8 @@ def _controller(
     counts = _sequences(config.max_batch)
     known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
     padded = device_of(model).type == "cuda"
-    return Adaptive(Costs(known, padded), name=drafter.name, paced=drafter.paced, frugal=drafter.frugal)
+    name, paced, frugal = drafter.name, drafter.paced, drafter.frugal
+    return Adaptive(Costs(known, padded), name=name, paced=paced, frugal=frugal, way=lambda: drafter.way)
 
 
 def _sequences(most: int) -> tuple[int, ...]:

@@ -8,13 +8,16 @@ that draw from q, `prune` judges a node by its parent's survival: a drawn token 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import accumulate
 from operator import add
-from typing import Protocol
+from typing import Any, Protocol
 
 from .costs import Asking, Costs as Costs, Experience, Threshold
 from .prices import Pass
 from .types import BROUGHT, Draft, Sequence, Step, Tree, Turn, Verdict
+
+PRICED = ("draft_node", "draft_call", "draft_most", "clocked", "lead", "threshold", "asking")  # of each way apart
 
 
 class Controller(Protocol):
@@ -81,9 +84,11 @@ class Adaptive:
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
     def __init__(
-        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False
-    ) -> None:
-        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone."""
+        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False,
+        way: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
+        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone; way: how it
+        would draft now, if it has several ways."""
         self.costs, self.k_max, self.name = costs, k_max, name
         self.paced, self.frugal = paced, frugal
         self.turns: list[Turn] = []  # of the step at hand
@@ -92,23 +97,36 @@ class Adaptive:
         self._nothing = f"{name} has nothing to propose: plain decoding"
         self.overall = Experience()
         self.own: dict[int, Experience] = {}
-        self.lead = 1.0  # how many times faster than plain decoding things go of late
         self.largest = self.tried = 0  # nodes of this step's largest tree, before pruning, and of any tree before
-        # Seconds, once the drafter has been asked. A drafting model makes one pass for the k-th node of every tree:
-        # its price is that of one node deeper, whatever the batch.
-        self.draft_node: float | None = None
-        self.draft_call = 0.0
-        self.draft_most: float | None = None  # a call for k_max nodes
-        self.clocked = False  # by a device, which has no busy moments?
         self.paid = False  # is the drafter's price worth thinking about in this step?
-        self.threshold, self.stop_below = Threshold(), 0.0
-        self.asking = Asking()
+        self.stop_below = 0.0
+        self._way, self._last, self._prices = way, "", dict[str, dict[str, Any]]()  # what other ways cost
+        self._price_unknown()
         self.unasked = 0  # steps since anybody was asked for a draft
         self.steady = self.ahead = False
         self.quiet = 0  # steps since anybody was probed
         self.probed: set[int] = set()  # sequences, in this step
         self.idle: dict[int, int] = defaultdict(int)
         self.patience: dict[int, int] = defaultdict(lambda: self.PROBE)
+
+    def _price_unknown(self) -> None:
+        """All that is learnt of one way of drafting, and says nothing about another."""
+        # Seconds, once the drafter has been asked. A drafting model makes one pass for the k-th node of every tree:
+        # its price is that of one node deeper, whatever the batch.
+        self.draft_node: float | None = None
+        self.draft_call = 0.0
+        self.draft_most: float | None = None  # a call for k_max nodes
+        self.clocked = False  # by a device, which has no busy moments?
+        self.lead = 1.0  # how many times faster than plain decoding things go of late
+        self.threshold, self.asking = Threshold(), Asking()
+
+    def _turn_to(self, way: str) -> None:
+        if way == self._last:
+            return
+        self._prices[self._last] = {name: getattr(self, name) for name in PRICED}
+        self._last = way
+        self._price_unknown()
+        vars(self).update(self._prices.pop(way, {}))
 
     # ------------------------------------------------------------ before drafting
 
@@ -121,6 +139,7 @@ class Adaptive:
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
         self.turns, self._now = turns, None
+        self._turn_to(self._way())
         self.quiet += 1
         self.probed, self.paid, self.why, self.stop_below = set(), False, self._nothing, 0.0
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]

@@ -70,9 +70,12 @@ class Ahead(Drafter):
         if self.post.features is not None and "head" in names:
             raise ConfigError("ahead_fallback names 'head', which drafts ahead itself; choose another, or none.")
         self.taps = tuple(sorted({*self.post.taps, *(self.fallback.taps if self.fallback else ())}))
-        self.account, self.worth = Account(), Worth(bool(space.option("ahead_always", default=False)))
+        self.own, always = self.post.own, bool(space.option("ahead_always", default=False))
+        self.account, self.worth = Account(), Worth(always, first=always or self.own is None)
         self.share = share(space, "ahead_c")
         self.place = self.post.place
+        self.helpers = [drafter for drafter in (self.fallback, self.own) if drafter is not None]
+        self.sources = ("ahead", "ahead:now", *([self.own.name] if self.own else ()))  # of drafts that are our own
         self.lines = Lines(self.place.mail)
         self.clock: Callable[[], float] = time.perf_counter
         self.flight: dict[int, Asked] = {}  # by sequence: what is being prepared for
@@ -80,7 +83,7 @@ class Ahead(Drafter):
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
         self.patience = float(space.option("ahead_wait", default=WAIT))  # before the first request, and only there
-        self.heard = (-2, 0.0)  # the last step, and when
+        self.heard, self.recorded = (-2, 0.0), 0  # the last step, and when; passes that the worker has recorded
         self.place.tend()
 
     @classmethod
@@ -94,14 +97,20 @@ class Ahead(Drafter):
         return bool(self.fallback and self.fallback.overlaps) or (bool(self.asked) and self._prepares)
 
     @property
+    def way(self) -> str:  # type: ignore[override]
+        return "ahead" if self._prepares else "just in time"
+
+    @property
     def _prepares(self) -> bool:
         return self.worth.ahead and self.place.ready
 
     @property
     def added_memory(self) -> Memory:
-        own = self.fallback.added_memory if self.fallback else Memory()
         weights, kv = map(int, self.place.mail["bytes"])
-        return Memory(own.weights + weights, own.kv + kv)
+        if self.fallback:
+            more = self.fallback.added_memory
+            weights, kv = weights + more.weights, kv + more.kv
+        return Memory(weights, kv + (self.own.added_memory.kv if self.own else 0))  # the same weights, once more read
 
     # ------------------------------------------------------------ the verbs
 
@@ -109,8 +118,8 @@ class Ahead(Drafter):
         self.place.ready_within(self.patience, deaths=1)
 
     def begin(self, seq: Sequence) -> None:
-        if self.fallback:
-            self.fallback.begin(seq)
+        for drafter in self.helpers:
+            drafter.begin(seq)
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.place.tend()
@@ -118,8 +127,9 @@ class Ahead(Drafter):
         trees = [Tree([], [])] * len(seqs)
         self._take(seqs, budget, trees)
         unread = self._fall_back(seqs, budget, trees)
+        unread = self._ordinary(seqs, budget, trees, unread)
         self._just_in_time(seqs, budget, trees)
-        self.account.fallbacks += sum(bool(tree.tokens) and not tree.source.startswith("ahead") for tree in trees)
+        self.account.fallbacks += sum(bool(tree.tokens) and tree.source not in self.sources for tree in trees)
         return Draft.pack(trees, unread)
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
@@ -144,8 +154,8 @@ class Ahead(Drafter):
         if self.post.features is not None:
             self.post.features.observe(step)
             self.post.features.tidy(self.space.cache.rows.keys())
-        if self.fallback:
-            self.fallback.observe(step)
+        for drafter in self.helpers:
+            drafter.observe(step)
         now, decoded = self.clock(), [verdict for verdict in step.verdicts if verdict is not None]
         for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True):
             if verdict is not None and tree.is_chain:
@@ -154,9 +164,11 @@ class Ahead(Drafter):
         if decoded and all(turn.feed == 1 for turn in step.turns):
             took = step.clock["verify"]
             self.verify += 0.1 * (min(took, 3 * self.verify) - self.verify) if self.verify else took
-            if step.index == self.heard[0] + 1:  # by the wall: it alone knows all that a step took, on every device
+            recorded, self.recorded = self.recorded, self.place.mail.one("recorded")
+            if step.index == self.heard[0] + 1 and recorded == self.recorded:  # by the wall: it alone knows all
                 tokens = sum(len(verdict.tokens) for verdict in decoded)
-                self.worth.took(len(decoded), bool(self.flight), tokens, now - self.heard[1])
+                seconds = now - self.heard[1] - step.clock.get("record", 0.0)  # what happens once is no price
+                self.worth.took(len(decoded), self._prepares, tokens, seconds, bool(self.flight))
         self.heard = step.index, now
 
     def end(self, seq: Sequence) -> None:
@@ -164,8 +176,8 @@ class Ahead(Drafter):
         self.lines.drop(seq.id)
         if self.post.features is not None:
             self.post.features.drop(seq.id)
-        if self.fallback:
-            self.fallback.end(seq)
+        for drafter in self.helpers:
+            drafter.end(seq)
 
     def inherit(self, old: Drafter) -> None:
         """Keep what was learnt, and the draft model in memory; a head's thread has seen the old engine, so it goes."""
@@ -239,10 +251,29 @@ class Ahead(Drafter):
             trees[i] = tree
         return answer.unread
 
+    def _ordinary(self, seqs: list[Sequence], budget: list[int], trees: list[Tree], unread: Any) -> Any:
+        """The same drafter in the engine's own stream, as if nobody had ever thought of drafting ahead.
+
+        Only where nothing is being prepared: what it drafts on a GPU is unread, and nobody could prepare for it. And
+        only where tokens are matched: what is drawn must not depend on what pays.
+        """
+        if self.own is None or self._prepares:
+            return unread
+        open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and not draws(seqs[i])]
+        if not open_:
+            return unread
+        begin, self.own.stop_below = self.clock(), self.stop_below
+        answer = self.own.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+        for i, tree in zip(open_, answer.trees, strict=True):
+            trees[i] = tree if tree.tokens else trees[i]
+            self.account.jits += bool(tree.tokens)
+        self.account.jit += self.clock() - begin
+        return unread if answer.unread is None else answer.unread
+
     def _just_in_time(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
         """A chain for those who have nothing good yet, now. A prompt is read while the target reads it, not before."""
         open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and seqs[i].generated]
-        open_ = [i for i in open_ if self._shown(seqs[i])]
+        open_ = [i for i in open_ if self._shown(seqs[i]) and (self.own is None or self._prepares or draws(seqs[i]))]
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
