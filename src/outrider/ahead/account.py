@@ -15,6 +15,18 @@ from .curve import Curve, Law, chances, fan_out
 FADE = 0.99
 
 
+@dataclass(frozen=True)
+class Round:
+    """One answer of the worker that somebody took, in moments of one clock: for whoever draws timelines."""
+
+    posted: float
+    times: tuple[float, ...]  # when it began, when outcomes were known, when each depth was there
+    waited: tuple[float, float]  # from when to when the engine did
+    depth: int  # asked for
+    outcomes: tuple[tuple[int, int, bool], ...] = ()  # accepted, of so many, and whether it was prepared for
+    now: bool = False  # a draft just in time
+
+
 @dataclass
 class Account:
     """All that is counted, and what follows from it."""

@@ -26,7 +26,7 @@ from ..sampling import DRAFT, adjust, draw, key, law, ranked
 from ..types import Rows, Sequence
 from .laws import Law, Tilt, drawn_from
 
-REHEARSED = (8, 4, 1)  # drafted tokens of rounds that are rehearsed
+REHEARSED = (1, 4, 8)  # drafted tokens of rounds that are rehearsed
 
 
 class Logits(Protocol):
@@ -129,12 +129,12 @@ class Forker:
     # ------------------------------------------------------------ before anybody waits
 
     def rehearse(self) -> None:
-        """Rounds over nothing, the largest first, so that what a device records is recorded before anybody waits."""
-        seq = Sequence(-1, [0] * REHEARSED[0])
+        """Rounds over nothing, the smallest first (a larger one would stand in): nobody waits for a recording later."""
+        seq = Sequence(-1, [0])
         self.open(seq)
         for trunk in REHEARSED:
             self.extend(seq, [0] * (trunk + 1))
-            for forks in (2 * trunk, trunk, 1):
+            for forks in (1, trunk, 2 * trunk):
                 list(self.grow([Plan(seq, [0] * trunk, [*[0] * trunk, forks])], 1))
             list(self.grow([Plan(seq, [], [1], now=True)], 1))
         self.close(seq)

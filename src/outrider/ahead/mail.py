@@ -65,6 +65,7 @@ class Sizes:
             "recorded": ("i8", one),  # passes captured, ever: each takes as long as dozens
             "ready": ("i4", one),
             "seconds": ("f8", (3,)),  # of the round so far; of its first pass; of one more depth
+            "times": ("f8", (DEPTH + 2,)),  # when it began, when the outcomes were known, when each depth was there
             "bytes": ("i8", (2,)),  # weights, K/V
         }
 

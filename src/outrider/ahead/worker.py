@@ -67,9 +67,10 @@ class Worker:
         depth, (forks, share) = min(mail.one("depth"), DEPTH), mail["tilt"].tolist()
         self.forker.tilt = Tilt(int(forks), share)
         plans = [plan for line in np.flatnonzero(mail["asked"] >= 0) if (plan := self._plan(int(line))) is not None]
-        first = 0.0
+        first, mail["times"][0] = 0.0, begin
         for deep in self.forker.grow(plans, depth):
-            seconds = time.perf_counter() - begin
+            mail["times"][deep + 1] = now = time.perf_counter()
+            seconds = now - begin
             first = first if deep else seconds
             mail["seconds"][:] = seconds, first, (seconds - first) / max(deep, 1)
             self._publish(plans, deep)

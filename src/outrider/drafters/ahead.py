@@ -18,13 +18,13 @@ when. A head knows more just in time than ahead, so there it is only asked then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ..ahead.account import Account
+from ..ahead.account import Account, Round
 from ..ahead.forks import draws
 from ..ahead.laws import Tilt
 from ..ahead.lines import Asked, Lines, Wish
@@ -80,6 +80,7 @@ class Ahead(Drafter):
         self.clock: Callable[[], float] = time.perf_counter
         self.flight: dict[int, Asked] = {}  # by sequence: what is being prepared for
         self.asked: set[int] = set()  # sequences that a draft was asked for in this step
+        self.rounds: list[Round] = []  # that were taken for this step's draft
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
         self.patience = float(space.option("ahead_wait", default=WAIT))  # before the first request, and only there
@@ -124,7 +125,7 @@ class Ahead(Drafter):
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.place.tend()
         self.asked, self.k = {seq.id for seq in seqs}, max(budget, default=0)
-        trees = [Tree([], [])] * len(seqs)
+        trees, self.rounds = [Tree([], [])] * len(seqs), []
         self._take(seqs, budget, trees)
         unread = self._fall_back(seqs, budget, trees)
         unread = self._ordinary(seqs, budget, trees, unread)
@@ -222,17 +223,19 @@ class Ahead(Drafter):
                 due[i] = asked, outcome
         if not due:
             return
-        mail, rows, waited = self.place.mail, {}, self.clock()
+        mail, rows, waited, became = self.place.mail, {}, self.clock(), []
         if not self._wait(0):
             self.account.late += len(due)
         else:
             for i, (asked, outcome) in due.items():
                 self.account.outcome(outcome.accepted, len(asked.trunk), *rank(mail, outcome))
                 row = find(mail, outcome)
+                became.append((outcome.accepted, len(asked.trunk), row is not None))
                 if row is not None:
                     rows[i] = row
             self._wait(min([mail.one("depth"), *(max(budget[i] for i in rows) for _ in rows)]) if rows else 0)
         self.account.exposed += self.clock() - waited
+        self._note(waited, became)
         deep = mail.one("published") if self.place.has(0) else 0
         if self.place.has(0):
             seconds, first, deeper = mail["seconds"].tolist()
@@ -287,7 +290,14 @@ class Ahead(Drafter):
                 if row is not None:
                     trees[i] = self._whole_chain(seqs[i], row, min(depth, budget[i] - 1))
                     self.account.jits += 1
+        self._note(begin, now=True)
         self.account.jit += self.clock() - begin
+
+    def _note(self, waited: float, became: Iterable[tuple[int, int, bool]] = (), now: bool = False) -> None:
+        mail = self.place.mail
+        times = tuple(mail["times"][: mail.one("published") + 2].tolist()) if self.place.has(0) else ()
+        span = (waited, self.clock())
+        self.rounds.append(Round(self.place.posted, times, span, mail.one("depth"), tuple(became), now))
 
     def _chain(self, seq: Sequence, row: int, length: int) -> Tree:
         mail = self.place.mail
