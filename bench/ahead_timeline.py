@@ -24,7 +24,7 @@ def svg(steps: list[Heard], title: str) -> str:
     shown = window(steps)
     if len(shown) < 2:
         return '<svg xmlns="http://www.w3.org/2000/svg"/>\n'
-    zero, end = shown[0].passing[0], shown[-1].passing[1]
+    zero, end = shown[0].passing[0], shown[-1].passing[0]
     parts = [piece for before, step in pairwise(shown) for piece in pieces(before, step)]
     wide, left, top, tall = 900, 64, 56, 34
     scale = (wide - left - 16) / (end - zero)
