@@ -221,14 +221,14 @@ def show_race(facts: dict[str, Any]) -> None:
     for name, row in facts["rows"].items():
         text = f"{name:18} {row['tok_s']:7.1f} tokens/s, decoding {row['decode_tok_s']:7.1f}  τ {row['tau']:.2f}"
         text += "".join(f"  {part} {1e3 * row[part]:.2f}" for part in ("verify", "draft", "host")) + " ms a step"
-        if (d := row["drafting"]) is not None and d["hit_rate"] is not None:
-            text += f"\n{'':18} hits {d['hit_rate']:.0%}, {d['hidden_seconds']:.1f} s hidden,"
+        if (d := row["drafting"]) is not None:
+            text += f"\n{'':18} hits {d['hit_rate'] or 0:.0%}, {d['hidden_seconds']:.1f} s hidden,"
             text += f" {d['exposed_seconds']:.1f} s exposed, {d['just_in_time_seconds']:.1f} s just in time; {d['why']}"
         print(text)
-    found = {n: v for n, v in facts["rows"][AHEAD]["ahead"].items() if not isinstance(v, list)}
-    print(
-        "ahead:", ", ".join(f"{n} {1e3 * v:.2f} ms" if n in SECONDS else f"{n} {v:.3g}" for n, v in found.items() if v)
-    )
+    told = facts["rows"][AHEAD]["ahead"]
+    times = ", ".join(f"{name} {1e3 * told[name]:.2f}" for name in SECONDS if told[name])
+    rates = ", ".join(f"{name} {told[name]:.3g}" for name in ("hit_end", "hit_inside", "ready", "jits"))
+    print(f"ahead, milliseconds: {times}; {rates}; depths {told['depths']}")
 
 
 def setting(rows: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:

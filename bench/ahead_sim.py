@@ -19,7 +19,8 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Setting:
     deeper_idle: float | None = None
     jit: float | None = None  # a draft just in time by whoever drafts ahead, what it had to finish first included
     depths: tuple[tuple[int, int], ...] = ()  # how often each depth was prepared
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # single times, by the name of their mean
 
     @property
     def passes(self) -> float:
@@ -76,7 +78,7 @@ class Setting:
             first, alone = self.wake + self.draft, self.draft
         return replace(
             self, slow=1.0, window=self.verify + launching, first=first, first_idle=None, deeper=alone,
-            deeper_idle=None, jit=self.wake + self.k * self.draft, depths=(),
+            deeper_idle=None, jit=self.wake + self.k * self.draft, depths=(), samples={},
         )  # fmt: skip
 
 
@@ -124,40 +126,52 @@ def ordinary(s: Setting, steps: int = 20_000, seed: int = 1) -> float:
 
 
 def done(s: Setting, depth: int) -> float:
-    """When so many depths are there, from the launch of the target's pass: busy while that runs, idle afterwards."""
-    at, idle = 0.0, (s.first_idle, s.deeper_idle)
-    for number in range(depth + 1):
-        work, alone = (s.first, idle[0]) if number == 0 else (s.deeper, idle[1])
-        alone = work if alone is None else min(alone, work)
-        hidden = min(work, max(s.passes - at, 0.0))
-        at += hidden + (1 - hidden / work if work else 0.0) * alone
-    return at
+    """When so many depths are there, from the launch of the target's pass."""
+    return moments(s, depth, s.passes, lambda name: getattr(s, name))[-1]
 
 
-def ahead(s: Setting, steps: int = 20_000, seed: int = 1) -> dict[str, float]:
+def moments(s: Setting, depth: int, window: float, take: Callable[[str], float | None]) -> list[float]:
+    """When the forks are known and each depth is there. What begins before the verdict runs beside the target."""
+    at, found = 0.0, list[float]()
+    for name in ("first", *["deeper"] * depth):
+        alone = take(f"{name}_idle") if at >= window else None
+        at += (take(name) or 0.0) if alone is None else alone
+        found.append(at)
+    return found
+
+
+def ahead(s: Setting, steps: int = 12_000, seed: int = 1) -> dict[str, float]:
     """Tokens per second with the next round drafted while this one is verified; hit rate; share of hidden drafting."""
     text, seconds, hits, exposed, busy = Text(s, seed, True), 0.0, list[bool](), 0.0, 0.0
     pick = text.dice
     every, weights = ([d for d, _ in s.depths], [n for _, n in s.depths]) if s.depths else ([s.depth], [1])
-    ready = {d: done(s, d) for d in {0, *every}}
-    miss = s.k * s.draft if s.jit is None else s.jit
     length, first = s.k, True
+
+    def take(name: str) -> float | None:
+        """One of those that were measured: where somebody waits for the later of two, means would promise too much."""
+        some = s.samples.get(name)
+        usual: float | None = getattr(s, name)
+        return pick.choice(some) if some else usual
+
+    def miss() -> float:
+        return take("jit") or s.k * s.draft
+
     while text.steps < steps or (s.tokens and not first):
         if first and s.tokens:  # prepared while the prompt was read
             hits.append(hit := pick.random() < s.hit_end)
             length = min(pick.choices(every, weights)[0] if hit else s.k, text.room)
-            seconds += 0.0 if hit else miss
+            seconds += 0.0 if hit else miss()
         accepted = text.step(length)
-        depth = pick.choices(every, weights)[0]
-        seconds += s.passes + s.ahead_host
+        depth, window = pick.choices(every, weights)[0], take("window") or s.passes
+        seconds += window + s.ahead_host
         first = text.ended()
         if first:
             continue
         hits.append(hit := pick.random() < (s.hit_end if accepted == length else s.hit_inside))
-        work = ready[depth if hit else 0]
-        wait = max(work - s.passes - s.ahead_host, 0.0)
+        work = moments(s, depth if hit else 0, window, take)[-1]
+        wait = max(work - window - s.ahead_host, 0.0)
         length = min(depth if hit else s.k, text.room)
-        seconds += wait + (0.0 if hit else miss)
+        seconds += wait + (0.0 if hit else miss())
         exposed, busy = exposed + wait, busy + work
     hidden, tau = 1 - exposed / busy if busy else 0.0, text.emitted / text.steps
     return {"tok_s": text.emitted / seconds, "hit_rate": sum(hits) / len(hits), "hidden": hidden, "tau": tau}
@@ -207,7 +221,7 @@ def show(found: dict[str, Any]) -> None:
 
 def setting_of(told: dict[str, Any]) -> Setting:
     """As bench/ahead.py wrote it; older files know less."""
-    known = {field.name for field in fields(Setting)}
+    known = {each.name for each in fields(Setting)}
     if unknown := sorted(set(told) - known):
         sys.exit(f"The setting has {', '.join(unknown)}, which this simulator does not know: measure it again.")
     lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in told.items()

@@ -15,6 +15,7 @@ from typing import Any
 from outrider import LLM
 from outrider.ahead.account import Round
 
+MOST = 100  # single times of a kind that are kept
 Span = tuple[float, float]
 
 
@@ -108,7 +109,6 @@ class Watch:
         alone = [b - a for r in jits for a, b in zip(r.times[1:], r.times[2:], strict=False)]
         outcomes = [o for _, r in rounds for o in r.outcomes]
         beside = [s for s in self.decoding if s.beside]
-        first = [r.times[1] - r.posted for before, r in rounds if r.times[1] <= before.passing[1]]
         waits = sum(w for _, s in pairs for w in waited(s))
         whole = [r.times[1] - r.posted for _, r in rounds]
         return {
@@ -116,7 +116,7 @@ class Watch:
             "beside": mean(s.verify for s in beside),
             "ahead_host": mean(s.wall - (s.passing[1] - s.passing[0]) - sum(waited(s)) for _, s in pairs),
             "wake": mean(r.times[0] - r.posted for _, r in rounds),
-            "first": mean(first) or mean(whole),
+            "first": mean(whole),
             "first_idle": mean(r.times[1] - r.times[0] for r in jits) or None,
             "deeper": mean(busy) or mean(idle),
             "deeper_idle": mean(idle) or mean(alone) or None,
@@ -128,6 +128,13 @@ class Watch:
             "depths": sorted(Counter(r.depth for _, r in rounds).items()),
             "ready": mean(sum(t <= before.passing[1] for t in r.times[2:]) for before, r in rounds),
             "waited": waits,
+            "samples": {
+                "window": thinned(s.passing[1] - s.passing[0] for s in beside),
+                "first": thinned(whole),
+                "deeper": thinned(busy or idle),
+                "deeper_idle": thinned(idle),
+                "jit": thinned(r.waited[1] - r.waited[0] for r in jits),
+            },
         }
 
 
@@ -136,15 +143,18 @@ def waited(step: Heard) -> list[float]:
 
 
 def depths(rounds: list[tuple[Heard, Round]]) -> tuple[list[float], list[float]]:
-    """Seconds of depths that were drafted while the target was busy, and of those while it was not."""
+    """Seconds of depths that were begun while the target was busy, and of those while it was not."""
     busy, idle = [], []
     for before, r in rounds:
         for begin, end in zip(r.times[1:], r.times[2:], strict=False):
-            if end <= before.passing[1]:
-                busy.append(end - begin)
-            elif begin >= before.passing[1]:
-                idle.append(end - begin)
+            (busy if begin < before.passing[1] else idle).append(end - begin)
     return busy, idle
+
+
+def thinned(values: Any) -> list[float]:
+    """At most so many of them, from the least to the greatest."""
+    found = sorted(values)
+    return [found[i * len(found) // MOST] for i in range(MOST)] if len(found) > MOST else found
 
 
 def mean(values: Any) -> float:

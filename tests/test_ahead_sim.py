@@ -246,7 +246,7 @@ def test_what_a_race_measures_projects_that_race(monkeypatch: pytest.MonkeyPatch
 def test_a_projection_is_held_against_what_was_measured() -> None:
     race = {"temperature": 0.0, "rows": {"plain": {}, "ordinary": {}, "ahead": {}}}
     assert sim.held(HIDDEN, race)["validated"] is None  # an older race knows only whole requests
-    known = replace(HIDDEN, depths=((5, 1),))
+    known = replace(HIDDEN, k=2, depth=2, depths=((2, 1),))
     speeds = {"plain": sim.plain(known), "ordinary": sim.ordinary(known), "ahead": sim.ahead(known)["tok_s"]}
     race["rows"] = {name: {"decode_tok_s": 1.05 * speed} for name, speed in speeds.items()}
     found = sim.held(known, race)

@@ -93,7 +93,8 @@ def _thread(space: Workspace, device: torch.device) -> Post:
         return forker
 
     place = _weighed(Thread(sizes, make, device_of(model)), space, model)
-    return Post(place, own=None if skip else SmallModel(_given(space, draft_model=model)))
+    plain = not skip and model.config.vocab_size == vocabulary  # what the drafter `model` makes of it is the same
+    return Post(place, own=SmallModel(_given(space, draft_model=model)) if plain else None)
 
 
 def _given(space: Workspace, **options: Any) -> Workspace:
