@@ -7,23 +7,34 @@ depth beside the 7B, 0.73 ms for one alone, and a while for every recording at f
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
+from outrider import SamplingParams
 from outrider.ahead.mail import Mail, Sizes
 from outrider.ahead.place import Place
+from outrider.ahead.worth import Worth
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.control import Adaptive, Costs
 from outrider.drafters import _ahead
 from outrider.drafters.ahead import Ahead
+from outrider.models.head import Head
+from outrider.models.toy import random_head, toy
+from outrider.testing import Scenario, decode, reference
 from test_head_pays import MANY, RECORDING, Requests, Told, fake_head
 from test_never_slower import fake_model
 
 from kernels import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
+TARGET = toy()
 CLAIM = 0.9  # how sure it says that it is of a token
 
 
@@ -138,3 +149,96 @@ def test_where_it_pays_it_drafts_ahead() -> None:
     times = Times(first=0.8e-3, deeper=0.6e-3, wake=0.05e-3, recordings=())
     ordinary, ahead = told("model", 0.95), told("ahead", 0.95, times=times)
     assert ahead.speed(slice(MANY // 2, None)) > 1.1 * ordinary.speed(slice(MANY // 2, None))
+
+
+# ---------------------------------------------------------------- the text does not depend on the way
+
+
+def alternating(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], **config: Any) -> Any:
+    """An engine whose drafter changes its way every few steps."""
+    dice = random.Random(3)
+
+    def took(worth: Worth, *_: Any) -> None:
+        worth.ahead = dice.random() < 0.5
+
+    monkeypatch.setattr(Worth, "took", took)
+    engine = build_engine(TARGET, Config(drafter="ahead", options=options | {"ahead_fallback": ""}, **config))
+    assert engine.drafter.place.ready_within(30)
+    return engine
+
+
+DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "model": lambda: {"draft_model": toy(blur=0.08)},
+    "head": lambda: {"head": Head(*random_head(TARGET.config), TARGET.embedding, TARGET.compute)},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_is_the_targets_while_ways_change(
+    monkeypatch: pytest.MonkeyPatch, drafter: str, temperature: float, batch: int
+) -> None:
+    engine = alternating(monkeypatch, DRAFTERS[drafter](), k=4)
+    params, scenario = SamplingParams(temperature=temperature, max_tokens=40), Scenario("x", batch=batch)
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+    assert not engine.last_failure
+    account = engine.drafter.account
+    assert account.jits > 5
+    assert sum(account.hits.values()) + sum(account.misses.values()) > 5
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+def test_drawn_text_does_not_depend_on_the_way(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """What is drawn just in time is what would have been prepared: only one of two drafters may draw."""
+    params, scenario, said = SamplingParams(temperature=0.8, max_tokens=30), Scenario("x", batch=2), []
+    for _ in range(2):
+        engine = alternating(monkeypatch, DRAFTERS["model"](), k=4)
+        said.append(decode(engine, scenario, params, rule))
+    monkeypatch.undo()
+    always = {"ahead_always": True, "ahead_fallback": "", **DRAFTERS["model"]()}
+    engine = build_engine(TARGET, Config(drafter="ahead", k=4, options=always))
+    assert engine.drafter.place.ready_within(30)
+    said.append(decode(engine, scenario, params, rule))
+    assert said[0] == said[1] == said[2]
+
+
+# ---------------------------------------------------------------- whether it pays
+
+
+def test_a_trial_that_clearly_loses_is_short_and_the_next_one_is_far() -> None:
+    worth, ways = Worth(first=False), list[bool]()
+    for _ in range(3000):
+        ways.append(worth.ahead)
+        worth.took(1, worth.ahead, 2, 0.030 if worth.ahead else 0.010)
+    trials = [sum(group) for way, group in itertools.groupby(ways) if way]
+    assert not worth.ahead
+    assert 2 <= len(trials) <= 6
+    assert max(trials) <= 2 + Worth.ENOUGH
+    assert "just in time is kept" in worth.why
+
+
+def test_ahead_is_not_kept_where_nothing_is_prepared() -> None:
+    """Else plain decoding would count as its success."""
+    worth, ahead = Worth(first=False), 0
+    for _ in range(1000):
+        ahead += worth.ahead
+        worth.took(1, worth.ahead, 2, 0.009 if worth.ahead else 0.010, prepared=False)
+    assert not worth.ahead
+    assert ahead < 100
+    assert "nothing is asked for" in worth.why
+
+
+def test_each_way_of_drafting_has_its_own_price() -> None:
+    way = ["just in time"]
+    controller = Adaptive(Costs({1: 0.004, 16: 0.0042}), way=lambda: way[0])
+    controller.budget([])
+    controller.draft_node = 0.0007
+    way[0] = "ahead"
+    controller.budget([])
+    assert controller.draft_node is None
+    controller.draft_node, asking = 0.05, controller.asking
+    way[0] = "just in time"
+    controller.budget([])
+    assert controller.draft_node == 0.0007
+    assert controller.asking is not asking
