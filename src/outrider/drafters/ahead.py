@@ -85,7 +85,8 @@ class Ahead(Drafter):
         self.verify = 0.0  # seconds of a pass of the target
         self.patience = float(space.option("ahead_wait", default=WAIT))  # before the first request, and only there
         self.heard, self.recorded = (-2, 0.0), 0  # the last step, and when; passes that the worker has recorded
-        self.place.tend()
+        if self.own is None:  # else it is beside the target, whose passes are timed first
+            self.place.tend()
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
