@@ -215,7 +215,7 @@ class Ahead(Drafter):
 
     def _take(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
         """What was prepared for what has come true."""
-        flight, self.flight = self.flight, {}
+        flight, self.flight = self.flight if self._prepares else {}, {}  # what is free must not pass for just in time
         due: dict[int, tuple[Asked, Outcome]] = {}
         for i, seq in enumerate(seqs):
             asked = flight.get(seq.id)
@@ -281,6 +281,8 @@ class Ahead(Drafter):
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
+        if self._prepares and self.space.market() and not any(draws(seqs[i]) for i in open_):
+            depth = min(depth, self.account.now_depth(self.verify, depth))  # budgets are for what is prepared
         asked = self.lines.ask([Wish(seqs[i], [], [1]) for i in open_], depth, now=True, tilt=self._tilt)
         self.place.post()
         if asked and self._wait(depth):
@@ -292,7 +294,7 @@ class Ahead(Drafter):
                     trees[i] = self._whole_chain(seqs[i], row, min(depth, budget[i] - 1))
                     self.account.jits += 1
         self._note(begin, now=True)
-        self.account.jit += self.clock() - begin
+        self.account.just_in_time(self.clock() - begin, depth + 1)
 
     def _note(self, waited: float, became: Iterable[tuple[int, int, bool]] = (), now: bool = False) -> None:
         mail = self.place.mail
