@@ -235,6 +235,7 @@ def setting(rows: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
     """What bench/ahead_sim.py is told: means of the race, and hit rates as they were."""
     ordinary, found = rows[ORDINARY], rows[AHEAD]["ahead"]
     told = {name: found[name] for name in found if name not in ("jits", "outcomes", "ready", "waited")}
+    found.pop("samples")  # once is enough
     return told | {
         "verify": ordinary["verify"],
         "draft": ordinary["draft_depth"],
@@ -360,6 +361,7 @@ def main() -> None:
             show_race(facts["race"][-1])
             told = facts["race"][-1]
             told["projection"] = ahead_sim.held(ahead_sim.setting_of(told["setting"]), told)
+            told["projection"].pop("setting")
             ahead_sim.show(told["projection"])
             for name in (AHEAD, CHOOSES):
                 llms[name].engine.drafter.place.close()

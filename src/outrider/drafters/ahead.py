@@ -208,7 +208,8 @@ class Ahead(Drafter):
         if not self.place.ready:
             trouble = f": {self.place.trouble}" if self.place.trouble else ""
             state = "it starts or is late" if self.place.bell else "it ended"
-            return f"the draft model is not there ({state}{trouble}): only the fallback drafts"
+            instead = "only the fallback drafts" if self.own is None else "drafts are made just in time"
+            return f"the draft model is not there ({state}{trouble}): {instead}"
         return self.worth.why
 
     # ------------------------------------------------------------ where drafts come from
