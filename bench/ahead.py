@@ -13,22 +13,28 @@ first. `rejection`: the same where the drafted token (the first of the noised ra
 the hit rates of forks, because the text before an outcome is the target's own.
 
 Then the race, prompt by prompt in turns: plain decoding, ordinary speculation with the same drafter, `ahead` (always,
-and where it decides by itself). Ids are compared. Without --draft-model the target drafts for itself with layers left
-out (--skip). The last line is one JSON object, which bench/ahead_sim.py reads; with --only curve its `setting` holds
-CPU times of passes and the curve's hit rates, as if every thread had a core of its own, else what the race measured.
+and where it decides by itself), after --warm-up rounds of all prompts that nobody times. Ids are compared; times are
+those of whole requests (`tok_s`) and of decoding alone (`decode_tok_s`: no prompts, no recordings). Without
+--draft-model the target drafts for itself with layers left out (--skip). What bench/ahead_sim.py projects from the
+race's own times is printed beside what was measured; --timeline draws a few steps: what was hidden and what was waited
+for. The last line is one JSON object, which bench/ahead_sim.py reads, too; with --only curve its `setting` holds CPU
+times of passes and the curve's hit rates, as if every thread had a core of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import ahead_sim
+import ahead_timeline
 import twin
+from ahead_watch import Watch
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
 from outrider.ahead.curve import Curve, Law
@@ -45,6 +51,7 @@ from outrider.types import Sequence
 
 WIDEST = 16
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+SECONDS = ("window", "beside", "ahead_host", "wake", "first", "first_idle", "deeper", "deeper_idle", "jit")
 PLAIN, ORDINARY, AHEAD, CHOOSES = "plain", "ordinary", "ahead", "ahead, by itself"
 
 
@@ -114,26 +121,6 @@ def show_curve(facts: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the race
 
 
-class Watch:
-    """Listens to decoding steps: seconds by phase, and whether somebody drafted beside the pass."""
-
-    reads_logits = False
-
-    def __init__(self, llm: LLM) -> None:
-        self.drafter: Any = llm.engine.drafter
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-
-    def observe(self, step: Any) -> None:
-        if all(turn.feed == 1 for turn in step.turns):
-            self.seconds["verify"].append(step.clock["verify"])
-            drafted = max(len(tree.tokens) for tree in step.draft.trees)
-            if drafted:
-                self.seconds["draft"].append(step.clock["draft"] / drafted)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name]) if self.seconds[name] else 0.0
-
-
 def head_for(base: LLM, given: argparse.Namespace) -> Head:
     """The head of --head, once more in memory: every engine has its own. For a twin it is widened with it."""
     config, tensors = read_head(given.head)
@@ -179,13 +166,41 @@ def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
 def race(
     llms: dict[str, LLM], prompts: list[list[int]], given: argparse.Namespace, temperature: float
 ) -> dict[str, Any]:
+    for _ in range(given.warm_up):
+        rounds(llms, prompts, given, temperature)
     watches = {name: Watch(llm) for name, llm in llms.items()}
     for name, llm in llms.items():
         llm.engine.listeners = (*llm.engine.listeners, watches[name])
+    seconds, counts, differ = rounds(llms, prompts * given.rounds, given, temperature)
+    rows = {
+        name: {
+            "tok_s": counts[name][0] / seconds[name],
+            "tau": counts[name][0] / counts[name][1],
+            "drafting": llms[name].drafting.get("ahead"),
+            "why": llms[name].engine.controller.why,
+        }
+        | watches[name].facts()
+        for name in llms
+    }
+    rows[AHEAD]["ahead"] = watches[AHEAD].ahead()
+    found = {"temperature": temperature, "differ": differ, "rows": rows}
+    if given.timeline:
+        path = Path(given.timeline)
+        path = path.with_name(f"{path.stem}-t{temperature:g}{path.suffix}") if "," in given.temperatures else path
+        path.write_text(
+            ahead_timeline.svg(watches[AHEAD].steps, f"{given.model or 'smollm2'}, ahead"), encoding="utf-8"
+        )
+    return found | {"setting": setting(rows, given)}
+
+
+def rounds(
+    llms: dict[str, LLM], prompts: list[list[int]], given: argparse.Namespace, temperature: float
+) -> tuple[dict[str, float], dict[str, list[int]], int]:
+    """Seconds, [tokens, steps] of each engine, and how many answers differ from plain decoding's."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, list[int]] = {name: [0, 0] for name in llms}
     differ = 0
-    for number, prompt in enumerate(prompts * given.rounds):
+    for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=given.tokens, ignore_eos=True)
         order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
         said = {}
@@ -198,51 +213,41 @@ def race(
             counts[name][1] += out.stats.steps
             said[name] = out.token_ids
         differ += sum(ids != said[PLAIN] for ids in said.values())
-    rows = {
-        name: {
-            "tok_s": counts[name][0] / seconds[name],
-            "tau": counts[name][0] / counts[name][1],
-            "verify_ms": 1e3 * watches[name].median("verify"),
-            "drafting": llms[name].drafting.get("ahead"),
-            "why": llms[name].engine.controller.why,
-        }
-        for name in llms
-    }
-    return {"temperature": temperature, "differ": differ, "rows": rows} | {
-        "draft_ms": 1e3 * watches[ORDINARY].median("draft")
-    }
+    return seconds, counts, differ
 
 
 def show_race(facts: dict[str, Any]) -> None:
     print(f"\ntemperature {facts['temperature']:g}; {facts['differ']} answers differ from plain decoding's")
     for name, row in facts["rows"].items():
-        text = f"{name:18} {row['tok_s']:7.1f} tokens/s  τ {row['tau']:.2f}  verify {row['verify_ms']:.2f} ms"
-        if (d := row["drafting"]) is not None and d["hit_rate"] is not None:
-            text += (
-                f"  hits {d['hit_rate']:.0%}, {d['hidden_seconds']:.1f} s hidden, {d['exposed_seconds']:.1f} s exposed"
-            )
-            text += f", {d['just_in_time_seconds']:.1f} s just in time; {d['why']}"
+        text = f"{name:18} {row['tok_s']:7.1f} tokens/s, decoding {row['decode_tok_s']:7.1f}  τ {row['tau']:.2f}"
+        text += "".join(f"  {part} {1e3 * row[part]:.2f}" for part in ("verify", "draft", "host")) + " ms a step"
+        if (d := row["drafting"]) is not None:
+            text += f"\n{'':18} hits {d['hit_rate'] or 0:.0%}, {d['hidden_seconds']:.1f} s hidden,"
+            text += f" {d['exposed_seconds']:.1f} s exposed, {d['just_in_time_seconds']:.1f} s just in time; {d['why']}"
         print(text)
+    told = facts["rows"][AHEAD]["ahead"]
+    times = ", ".join(f"{name} {1e3 * told[name]:.2f}" for name in SECONDS if told[name])
+    rates = ", ".join(f"{name} {told[name]:.3g}" for name in ("hit_end", "hit_inside", "ready", "jits"))
+    print(f"ahead, milliseconds: {times}; {rates}; depths {told['depths']}")
 
 
-def setting(facts: dict[str, Any], k: int) -> dict[str, Any]:
-    """What bench/ahead_sim.py is told: medians of the race, and hit rates as they were."""
-    rows = facts["rows"]
-    drafting = rows[AHEAD]["drafting"]
-    by = drafting["hits_by_outcome"]
-    inside = [by[name] for name in by if name != "end"]
-    rate = lambda pairs: sum(h for h, _ in pairs) / max(sum(n for _, n in pairs), 1)  # noqa: E731
-    return {
-        "verify": rows[ORDINARY]["verify_ms"] * 1e-3,
-        "draft": facts["draft_ms"] * 1e-3,
-        "first": drafting["first_pass_seconds"],
-        "deeper": drafting["depth_seconds"],
-        "alpha": drafting["alpha"],
-        "hit_end": rate([by["end"]] if "end" in by else []),
-        "hit_inside": rate(inside),
-        "k": k,
-        "depth": k,
-        "slow": max(rows[AHEAD]["verify_ms"] / rows[ORDINARY]["verify_ms"], 1.0),
+def setting(rows: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """What bench/ahead_sim.py is told: means of the race, and hit rates as they were."""
+    ordinary, found = rows[ORDINARY], rows[AHEAD]["ahead"]
+    told = {name: found[name] for name in found if name not in ("jits", "outcomes", "ready", "waited")}
+    found.pop("samples")  # once is enough
+    return told | {
+        "verify": ordinary["verify"],
+        "draft": ordinary["draft_depth"],
+        "host": ordinary["host"],
+        "plain_verify": rows[PLAIN]["verify"],
+        "plain_host": rows[PLAIN]["host"],
+        "alpha": ordinary["alpha"],
+        "ahead_alpha": rows[AHEAD]["alpha"],
+        "k": given.k,
+        "depth": given.k,
+        "tokens": given.tokens,
+        "slow": max(found["beside"] / ordinary["verify"], 1.0) if found["beside"] else 1.0,
     }
 
 
@@ -303,6 +308,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds of all prompts that nobody times")
+    parser.add_argument("--timeline", help="an SVG of a few steps of `ahead`")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--forks", type=int, default=8)
     parser.add_argument("--fallback", default="", help="drafters to ask on a miss, before the draft model")
@@ -352,9 +359,13 @@ def main() -> None:
                     sys.exit(f"The draft model's process does not start: {place.place.trouble}")
             facts["race"].append(race(llms, prompts, given, temperature))
             show_race(facts["race"][-1])
+            told = facts["race"][-1]
+            told["projection"] = ahead_sim.held(ahead_sim.setting_of(told["setting"]), told)
+            told["projection"].pop("setting")
+            ahead_sim.show(told["projection"])
             for name in (AHEAD, CHOOSES):
                 llms[name].engine.drafter.place.close()
-        facts["setting"] = setting(facts["race"][0], given.k)
+        facts["setting"] = facts["race"][0]["setting"]
     print(json.dumps(facts))
 
 

@@ -6,8 +6,11 @@
 Times are milliseconds: `verify` of the target's pass alone, `slow` how many times longer it takes while somebody drafts
 beside it (one device; with two it is 1), `draft` of one depth of a draft just in time, `first` until a round's forks
 are known, `deeper` of one more depth of all of them. A step is: verify; then either what was prepared (waiting for what
-is not ready), or, on a miss, K depths just in time; that the pass of a stale round must end first is not counted.
-tests/test_ahead_sim.py holds it against the real engine in invented time. The last line is one JSON object.
+is not ready), or, on a miss, K depths just in time. A race tells more (`Setting`): what the host takes, how fast the
+drafter is once the target is idle, what a miss takes, α by depth. Then plain decoding, ordinary speculation and ahead
+on one device are held against what the same race measured, `validated` means that all three are within 10 %, and only
+what two devices would do is left to believe. tests/test_ahead_sim.py holds it against the real engine in invented time.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,57 +19,162 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+NEAR = 0.10  # how far a projection may be from what was measured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Seconds, chances and lengths."""
+    """Seconds, chances and lengths; what is None follows from the rest."""
 
     verify: float
     draft: float
     first: float
     deeper: float
-    alpha: float  # that a drafted token is accepted
+    alpha: float | tuple[float, ...]  # that a drafted token is accepted, by depth where it is known
     hit_end: float  # that the token after a whole draft was prepared for
     hit_inside: float  # that the token at a rejection was
     k: int = 5  # tokens drafted just in time
     depth: int = 5  # tokens prepared for every outcome
     slow: float = 1.0
+    # What a race tells besides.
+    tokens: int = 0  # of an answer, whose last drafts are shorter; 0: it never ends
+    plain_verify: float | None = None  # a pass over one row
+    plain_host: float = 0.0  # what a step takes beside draft, pass and waiting
+    host: float = 0.0  # the same where a draft is made just in time
+    ahead_host: float = 0.0  # the same where it is made ahead
+    ahead_alpha: tuple[float, ...] | None = None
+    window: float | None = None  # from a pass's launch to its verdict, while somebody drafts beside it
+    beside: float | None = None  # of that, the pass
+    wake: float = 0.0  # until whoever drafts begins
+    first_idle: float | None = None  # the same as `first` and `deeper`, while the target is idle
+    deeper_idle: float | None = None
+    jit: float | None = None  # a draft just in time by whoever drafts ahead, what it had to finish first included
+    depths: tuple[tuple[int, int], ...] = ()  # how often each depth was prepared
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # single times, by the name of their mean
+
+    @property
+    def passes(self) -> float:
+        """From launch to verdict beside a drafter."""
+        return self.slow * self.verify if self.window is None else self.window
+
+    def chance(self, depth: int, ahead: bool = False) -> float:
+        alpha = self.alpha if not ahead or self.ahead_alpha is None else self.ahead_alpha
+        if isinstance(alpha, int | float):
+            return float(alpha)
+        return alpha[min(depth, len(alpha) - 1)] if alpha else 0.0
+
+    def apart(self, fast: bool = False) -> Setting:
+        """The drafter on a device of its own: nobody slows anybody. `fast`: on one like that where ordinary drafts are
+        made, with passes as fast as theirs."""
+        launching = 0.0 if self.window is None or self.beside is None else max(self.window - self.beside, 0.0)
+        alone = self.deeper if self.deeper_idle is None else min(self.deeper_idle, self.deeper)
+        first = self.first if self.first_idle is None else min(self.wake + self.first_idle, self.first)
+        if fast:
+            first, alone = self.wake + self.draft, self.draft
+        return replace(
+            self, slow=1.0, window=self.verify + launching, first=first, first_idle=None, deeper=alone,
+            deeper_idle=None, jit=self.wake + self.k * self.draft, depths=(), samples={},
+        )  # fmt: skip
 
 
 def plain(s: Setting) -> float:
     """Tokens per second without any draft."""
-    return 1 / s.verify
+    return 1 / ((s.verify if s.plain_verify is None else s.plain_verify) + s.plain_host)
 
 
-def ordinary(s: Setting) -> float:
-    """Tokens per second of drafting K tokens, then verifying them: Σ αⁱ tokens a step."""
-    return sum(s.alpha**i for i in range(s.k + 1)) / (s.verify + s.k * s.draft)
+class Text:
+    """Answers, one after the other: how much of a draft is accepted, and how much may be drafted."""
 
+    def __init__(self, s: Setting, seed: int, ahead: bool) -> None:
+        self.s, self.dice, self.ahead = s, random.Random(seed), ahead
+        self.emitted = self.steps = 0
+        self.left = s.tokens - 1  # the prompt's pass says the first one
 
-def ahead(s: Setting, steps: int = 20_000, seed: int = 1) -> dict[str, float]:
-    """Tokens per second with the next round drafted while this one is verified; hit rate; share of hidden drafting."""
-    dice, seconds, tokens, hits, exposed, busy = random.Random(seed), 0.0, 0, 0, 0.0, 0.0
-    length, passes = s.k, s.slow * s.verify
-    for _ in range(steps):
+    @property
+    def room(self) -> int:
+        return min(self.s.k, self.left - 1) if self.s.tokens else self.s.k
+
+    def step(self, length: int) -> int:
+        """Verify so many; how many were accepted."""
         accepted = 0
-        while accepted < length and dice.random() < s.alpha:
+        while accepted < length and self.dice.random() < self.s.chance(accepted, self.ahead):
             accepted += 1
-        tokens += accepted + 1
-        seconds += passes
-        wait = max(s.first - passes, 0.0)  # until it is known which outcomes were prepared for
-        if dice.random() < (s.hit_end if accepted == length else s.hit_inside):
-            wait = max(s.first + s.depth * s.deeper - passes, 0.0)
-            length, hits, busy = s.depth, hits + 1, busy + s.first + s.depth * s.deeper
-        else:
-            seconds += s.k * s.draft
-            length, busy = s.k, busy + s.first
-        seconds += wait
-        exposed += wait
-    return {"tok_s": tokens / seconds, "hit_rate": hits / steps, "hidden": 1 - exposed / busy, "tau": tokens / steps}
+        self.emitted, self.steps, self.left = self.emitted + accepted + 1, self.steps + 1, self.left - accepted - 1
+        return accepted
+
+    def ended(self) -> bool:
+        """Whether the answer is over; then the next one begins."""
+        over = bool(self.s.tokens) and self.left <= 0
+        if over:
+            self.left = self.s.tokens - 1
+        return over
+
+
+def ordinary(s: Setting, steps: int = 20_000, seed: int = 1) -> float:
+    """Tokens per second of drafting K tokens, then verifying them."""
+    text, seconds, over = Text(s, seed, False), 0.0, False
+    while text.steps < steps or (s.tokens and not over):
+        seconds += text.room * s.draft + s.verify + s.host
+        text.step(text.room)
+        over = text.ended()
+    return text.emitted / seconds
+
+
+def done(s: Setting, depth: int) -> float:
+    """When so many depths are there, from the launch of the target's pass."""
+    return moments(s, depth, s.passes, lambda name: getattr(s, name))[-1]
+
+
+def moments(s: Setting, depth: int, window: float, take: Callable[[str], float | None]) -> list[float]:
+    """When the forks are known and each depth is there. What begins before the verdict runs beside the target."""
+    at, found = 0.0, list[float]()
+    for name in ("first", *["deeper"] * depth):
+        alone = take(f"{name}_idle") if at >= window else None
+        at += (take(name) or 0.0) if alone is None else alone
+        found.append(at)
+    return found
+
+
+def ahead(s: Setting, steps: int = 12_000, seed: int = 1) -> dict[str, float]:
+    """Tokens per second with the next round drafted while this one is verified; hit rate; share of hidden drafting."""
+    text, seconds, hits, exposed, busy = Text(s, seed, True), 0.0, list[bool](), 0.0, 0.0
+    pick = text.dice
+    every, weights = ([d for d, _ in s.depths], [n for _, n in s.depths]) if s.depths else ([s.depth], [1])
+    length, first = s.k, True
+
+    def take(name: str) -> float | None:
+        """One of those that were measured: where somebody waits for the later of two, means would promise too much."""
+        some = s.samples.get(name)
+        usual: float | None = getattr(s, name)
+        return pick.choice(some) if some else usual
+
+    def miss() -> float:
+        return take("jit") or s.k * s.draft
+
+    while text.steps < steps or (s.tokens and not first):
+        if first and s.tokens:  # prepared while the prompt was read
+            hits.append(hit := pick.random() < s.hit_end)
+            length = min(pick.choices(every, weights)[0] if hit else s.k, text.room)
+            seconds += 0.0 if hit else miss()
+        accepted = text.step(length)
+        depth, window = pick.choices(every, weights)[0], take("window") or s.passes
+        seconds += window + s.ahead_host
+        first = text.ended()
+        if first:
+            continue
+        hits.append(hit := pick.random() < (s.hit_end if accepted == length else s.hit_inside))
+        work = moments(s, depth if hit else 0, window, take)[-1]
+        wait = max(work - window - s.ahead_host, 0.0)
+        length = min(depth if hit else s.k, text.room)
+        seconds += wait + (0.0 if hit else miss())
+        exposed, busy = exposed + wait, busy + work
+    hidden, tau = 1 - exposed / busy if busy else 0.0, text.emitted / text.steps
+    return {"tok_s": text.emitted / seconds, "hit_rate": sum(hits) / len(hits), "hidden": hidden, "tau": tau}
 
 
 def table(one: Setting) -> list[dict[str, Any]]:
@@ -75,16 +183,60 @@ def table(one: Setting) -> list[dict[str, Any]]:
         {"what": "plain", "tok_s": plain(one)},
         {"what": "ordinary speculation", "tok_s": ordinary(one)},
     ]
-    for what, setting in (("ahead, one device", one), ("ahead, two devices", replace(one, slow=1.0))):
-        every = [{"depth": depth, **ahead(replace(setting, depth=depth))} for depth in range(1, setting.k + 1)]
-        rows.append({"what": f"{what} (projection)", **max(every, key=lambda row: row["tok_s"])})
+    measured = [] if not one.depths else [one]  # as deep as the race went; else as deep as is best
+    two = [("two devices", one.apart(), [])]
+    if one.window is not None:
+        two.append(("two devices, fast passes", one.apart(fast=True), []))
+    for what, setting, given in (("one device", one, measured), *two):
+        settings = given or [replace(setting, depth=depth, depths=()) for depth in range(1, setting.k + 1)]
+        every = [{"depth": each.depth, **ahead(each)} for each in settings]
+        rows.append({"what": f"ahead, {what} (projection)", **max(every, key=lambda row: row["tok_s"])})
     return rows
 
 
-def measured(path: Path) -> Setting:
-    """The setting that bench/ahead.py wrote: the last line of its output."""
+def held(setting: Setting, race: dict[str, Any] | None) -> dict[str, Any]:
+    """The projections, beside what the race measured where it did."""
+    rows, validated = table(setting), None
+    if race is not None and all("decode_tok_s" in row for row in race["rows"].values()):
+        for row, name in zip(rows, ("plain", "ordinary", "ahead"), strict=False):
+            row["measured"] = race["rows"][name]["decode_tok_s"]
+            row["error"] = row["tok_s"] / row["measured"] - 1
+        validated = all(abs(row["error"]) <= NEAR for row in rows if "error" in row)
+    where = None if race is None else race["temperature"]
+    return {"temperature": where, "validated": validated, "setting": asdict(setting), "rows": rows}
+
+
+def show(found: dict[str, Any]) -> None:
+    if found["temperature"] is not None:
+        print(f"\nprojections, temperature {found['temperature']:g}, tokens/s of decoding")
+    for row in found["rows"]:
+        more = f"  hit rate {row['hit_rate']:.0%}, depth {row['depth']}" if "hit_rate" in row else ""
+        if "measured" in row:
+            more = f"  measured {row['measured']:8.1f} ({row['error']:+.1%}){more}"
+        plain_speed = found["rows"][0]["tok_s"]
+        print(f"{row['what']:46} {row['tok_s']:8.1f} tokens/s  {row['tok_s'] / plain_speed:.2f} x plain{more}")
+    said = {True: f"within {NEAR:.0%} of what was measured", False: f"NOT within {NEAR:.0%} of what was measured"}
+    print(f"validated: {said.get(found['validated'], 'nothing was measured to hold it against')}")
+
+
+def setting_of(told: dict[str, Any]) -> Setting:
+    """As bench/ahead.py wrote it; older files know less."""
+    known = {each.name for each in fields(Setting)}
+    if unknown := sorted(set(told) - known):
+        sys.exit(f"The setting has {', '.join(unknown)}, which this simulator does not know: measure it again.")
+    lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in told.items()
+             if isinstance(value, list)}  # fmt: skip
+    return Setting(**told | lists)
+
+
+def measured(path: Path) -> list[tuple[Setting, dict[str, Any] | None]]:
+    """What bench/ahead.py wrote, race by race: the last line of its output."""
     facts = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    return Setting(**facts["setting"])
+    races = [race for race in facts.get("race", ()) if "setting" in race]
+    if races:
+        return [(setting_of(race["setting"]), race) for race in races]
+    print("This file was written before races told all that a step takes: nothing can be validated with it.")
+    return [(setting_of(facts["setting"]), None)]
 
 
 def main() -> None:
@@ -98,18 +250,18 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=1.0)
     given = parser.parse_args()
     if given.source:
-        setting = measured(given.source)
+        settings = measured(given.source)
     else:
         times = [getattr(given, name) for name in ("verify", "draft", "first", "deeper")]
         rates = [given.alpha, given.hit_end, given.hit_inside]
         if None in times or None in rates:
             sys.exit("Give --from FILE, or all of --verify --draft --first --deeper --alpha --hit-end --hit-inside.")
-        setting = Setting(*(t * 1e-3 for t in times), *rates, k=given.k, depth=given.k, slow=given.slow)
-    rows = table(setting)
-    for row in rows:
-        more = f"  hit rate {row['hit_rate']:.0%}, depth {row['depth']}" if "hit_rate" in row else ""
-        print(f"{row['what']:34} {row['tok_s']:8.1f} tokens/s  {row['tok_s'] / rows[0]['tok_s']:.2f} x plain{more}")
-    print(json.dumps({"bench": "ahead_sim", "projection": True, "setting": asdict(setting), "rows": rows}))
+        made = Setting(*(t * 1e-3 for t in times), *rates, k=given.k, depth=given.k, slow=given.slow)
+        settings = [(made, None)]
+    found = [held(setting, race) for setting, race in settings]
+    for each in found:
+        show(each)
+    print(json.dumps({"bench": "ahead_sim", "projection": True, "races": found}))
 
 
 if __name__ == "__main__":

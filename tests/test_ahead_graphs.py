@@ -52,3 +52,20 @@ def test_captured_passes_grow_the_same_forks(monkeypatch: pytest.MonkeyPatch, te
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     assert prepared(forker(captured=True), temperature) == expected
+
+
+def test_a_rehearsal_records_what_rounds_need_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+    made = forker(captured=True)
+    made.rehearse()
+    known = made.recorded
+    assert known > 4
+    assert not made.cache.rows
+    made.cache.check()
+    seq = Sequence(1, [1, 2, 3], SamplingParams(max_tokens=40))
+    made.open(seq)
+    for drafted, more in (([4, 5, 6, 7], [4, 5, 6, 7, 8]), ([9, 9], [3]), ([], [2])):
+        list(made.grow([Plan(seq, drafted, [2] * len(drafted) + [2])], 2))
+        made.extend(seq, more)
+    assert made.recorded == known

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -85,6 +85,7 @@ class Requests(Run):
     """Requests one after the other; right[i] is how often a drafted token of the i-th one is right."""
 
     recordings = staticmethod(recording_takes_time)
+    options: ClassVar[dict[str, Any]] = {}  # of the drafter, beside the head
 
     def __init__(
         self, patch: pytest.MonkeyPatch, drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh",
@@ -113,6 +114,7 @@ class Requests(Run):
         shared = Desk(cache, CPU, batch)
         runner = Graphs(target, plane, shared)
         options: dict[str, Any] = {"suffix_shared_tokens": 0, "head": "given" if self.head else "none"}
+        options |= self.options
         engine: Any = None
         space = Workspace(
             target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared),

@@ -80,7 +80,8 @@ def _controller(
 
 def adaptive(costs: Costs, drafter: Drafter) -> Adaptive:
     """The controller of a drafter, told how that one works."""
-    return Adaptive(costs, name=drafter.name, paced=drafter.paced, frugal=drafter.frugal, glances=drafter.glances)
+    name, paced, frugal, glances = drafter.name, drafter.paced, drafter.frugal, drafter.glances
+    return Adaptive(costs, name=name, paced=paced, frugal=frugal, glances=glances, way=lambda: drafter.way)
 
 
 def _sequences(most: int) -> tuple[int, ...]:

@@ -8,13 +8,15 @@ that draw from q, `prune` judges a node by its parent's survival: a drawn token 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import accumulate
 from operator import add
 from typing import Protocol
 
-from .costs import Asking, Costs as Costs, Experience, Threshold
+from .costs import Costs as Costs, Experience
 from .prices import Pass
 from .types import BROUGHT, Draft, Sequence, Step, Tree, Turn, Verdict
+from .ways import Ways
 
 
 class Controller(Protocol):
@@ -73,7 +75,7 @@ def room_for(turn: Turn, k: int) -> int:
     return max(0, min(most, seq.room - 1)) if turn.whole and seq.speculate else 0
 
 
-class Adaptive:
+class Adaptive(Ways):
     """Draft one more token while it brings more tokens per second than the engine makes anyway.
 
     A node with survival s is worth its row when s > λ · Δt: λ is the speed in tokens per second, Δt what the pass (and
@@ -94,10 +96,10 @@ class Adaptive:
 
     def __init__(
         self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False,
-        glances: bool = False,
+        glances: bool = False, way: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone; glances: it
-        can look for a draft while the device is busy."""
+        can look for a draft while the device is busy; way: how it would draft now, if it has several ways."""
         self.costs, self.k_max, self.name = costs, k_max, name
         self.paced, self.frugal, self.glances = paced, frugal, glances
         self.turns: list[Turn] = []  # of the step at hand
@@ -106,17 +108,10 @@ class Adaptive:
         self._nothing = f"{name} has nothing to propose: plain decoding"
         self.overall = Experience()
         self.own: dict[int, Experience] = {}
-        self.lead = 1.0  # how many times faster than plain decoding things go of late
         self.largest = self.tried = 0  # nodes of this step's largest tree, before pruning, and of any tree before
-        # Seconds, once the drafter has been asked. A drafting model makes one pass for the k-th node of every tree:
-        # its price is that of one node deeper, whatever the batch.
-        self.draft_node: float | None = None
-        self.draft_call = 0.0
-        self.draft_most: float | None = None  # a call for k_max nodes
-        self.clocked = False  # by a device, which has no busy moments?
         self.paid = False  # is the drafter's price worth thinking about in this step?
-        self.threshold, self.stop_below = Threshold(), 0.0
-        self.asking = Asking()
+        self.stop_below = 0.0
+        super().__init__(way)
         self.unasked = 0  # steps since anybody was asked for a draft
         self.steady = self.ahead = False
         self.quiet = 0  # steps since anybody was probed
@@ -135,6 +130,7 @@ class Adaptive:
 
     def budget(self, turns: list[Turn]) -> list[Turn]:
         self.turns, self._now = turns, None
+        self._look_which_way()
         self.quiet += 1
         self.probed, self.paid, self.why, self.stop_below = set(), False, self._nothing, 0.0
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
@@ -360,15 +356,9 @@ class Adaptive:
         free = seconds <= self.CHEAP * self.costs(batch, batch)
         if (not free or not self.largest) and any(turn.asks and turn.feed > 1 for turn in step.turns):
             return  # the drafter has read a prompt as well, or waits for it: that is not what a draft costs
-        each = seconds / max(self.largest, 1)
         self.clocked = self.asking.hides and "draft" in step.output.seconds
-        if self.draft_node is None:  # the first time tells most
-            self.draft_node, self.draft_call = each, seconds
-        self.draft_node += 0.2 * (min(each, 3 * self.draft_node) - self.draft_node)  # a hiccup is not a price
-        self.draft_call += 0.2 * (min(seconds, 3 * self.draft_call) - self.draft_call)
-        if max(turn.budget for turn in step.turns if turn.asks) == self.k_max:
-            known = seconds if self.draft_most is None else self.draft_most
-            self.draft_most = known + 0.2 * (min(seconds, 3 * known) - known)
+        most = max(turn.budget for turn in step.turns if turn.asks)
+        self._took(seconds, self.largest, most == self.k_max)
 
     def _learn(self, turn: Turn, tree: Tree, path: list[int], fates: str) -> None:
         name = turn.seq.id

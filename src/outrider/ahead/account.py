@@ -15,6 +15,18 @@ from .curve import Curve, Law, chances, fan_out
 FADE = 0.99
 
 
+@dataclass(frozen=True)
+class Round:
+    """One answer of the worker that somebody took, in moments of one clock: for whoever draws timelines."""
+
+    posted: float
+    times: tuple[float, ...]  # when it began, when outcomes were known, when each depth was there
+    waited: tuple[float, float]  # from when to when the engine did
+    depth: int  # asked for
+    outcomes: tuple[tuple[int, int, bool], ...] = ()  # accepted, of so many, and whether it was prepared for
+    now: bool = False  # a draft just in time
+
+
 @dataclass
 class Account:
     """All that is counted, and what follows from it."""
@@ -27,6 +39,7 @@ class Account:
     busy: float = 0.0  # seconds of drafting ahead
     exposed: float = 0.0  # seconds of it that the engine waited for
     jit: float = 0.0  # seconds that the engine waited for drafts just in time
+    each: float = 0.0  # of a token of these, of late
     first: float = 0.0  # seconds until a round's forks are known, of late
     deeper: float = 0.0  # seconds of one more depth of all of them
     accepted: float = 2.4  # of tokens that the target looked at, the recent past first, with a prior
@@ -55,6 +68,18 @@ class Account:
             return None
         tokens = list(accumulate(self.alpha**depth for depth in range(most + 1)))  # expected of a draft so deep
         return max(range(1, most + 1), key=lambda d: tokens[d] / max(verify, self.first + d * self.deeper))
+
+    def now_depth(self, verify: float, most: int) -> int:
+        """How deep to draft just in time after the first token, when every depth is waited for."""
+        if not self.each or not verify:
+            return most
+        tokens = list(accumulate(self.alpha**depth for depth in range(most + 2)))  # expected of a draft so long
+        return max(range(most + 1), key=lambda d: tokens[d + 1] / (verify + (d + 1) * self.each))
+
+    def just_in_time(self, seconds: float, length: int) -> None:
+        """So long took a draft that was waited for."""
+        self.jit += seconds
+        self.each = _moved(self.each, seconds / length)
 
     def verdict(self, accepted: int, reached: int) -> None:
         self.accepted = FADE * self.accepted + accepted

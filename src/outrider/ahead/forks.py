@@ -26,6 +26,8 @@ from ..sampling import DRAFT, adjust, draw, key, law, ranked
 from ..types import Rows, Sequence
 from .laws import Law, Tilt, drawn_from
 
+REHEARSED = (1, 4, 8)  # drafted tokens of rounds that are rehearsed
+
 
 class Logits(Protocol):
     """Passes on a device that is not driven operation by operation."""
@@ -123,6 +125,25 @@ class Forker:
         self._grown.pop(seq.id, None)
         if seq.id in self.cache.rows:
             self.cache.free(seq, keep=True)
+
+    # ------------------------------------------------------------ before anybody waits
+
+    def rehearse(self) -> None:
+        """Rounds over nothing, the smallest first (a larger one would stand in): nobody waits for a recording later."""
+        seq = Sequence(-1, [0])
+        self.open(seq)
+        for trunk in REHEARSED:
+            self.extend(seq, [0] * (trunk + 1))
+            for forks in (1, trunk, 2 * trunk):
+                list(self.grow([Plan(seq, [0] * trunk, [*[0] * trunk, forks])], 1))
+            list(self.grow([Plan(seq, [], [1], now=True)], 1))
+        self.close(seq)
+        self.cache.drop_retired()
+
+    @property
+    def recorded(self) -> int:
+        """Passes that a device has recorded."""
+        return len(getattr(self.passes, "passes", ()))
 
     # ------------------------------------------------------------ a round
 

@@ -62,8 +62,10 @@ class Sizes:
             "law_ids": ("i4", (self.rows, DEPTH + 1, SHORT)),
             "law": ("f8", (self.rows, DEPTH + 1, SHORT)),  # 0: no such token
             "beat": ("i8", one),  # passes run, ever
+            "recorded": ("i8", one),  # passes captured, ever: each takes as long as dozens
             "ready": ("i4", one),
             "seconds": ("f8", (3,)),  # of the round so far; of its first pass; of one more depth
+            "times": ("f8", (DEPTH + 2,)),  # when it began, when the outcomes were known, when each depth was there
             "bytes": ("i8", (2,)),  # weights, K/V
         }
 
@@ -91,7 +93,7 @@ class Mail:
 
     def clear(self) -> None:
         """As nobody had ever answered: for a worker that starts."""
-        for name in ("answered", "beat", "ready", "count"):
+        for name in ("answered", "beat", "recorded", "ready", "count"):
             self.of[name][0] = 0
         self.of["published"][0] = -1
 

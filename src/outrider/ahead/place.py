@@ -41,7 +41,7 @@ class Place(ABC):
 
     def __init__(self, mail: Mail, clock: Callable[[], float] = time.perf_counter) -> None:
         self.mail, self.clock = mail, clock
-        self.number = 0  # of the last request
+        self.number, self.posted = 0, 0.0  # of the last request, and when it was sent
         self.starts = self.deaths = self.bypassed = 0  # ever
         self.trouble = ""  # why the last worker ended, in its own words
         self.bell: Bell | None = None  # to ring
@@ -78,6 +78,7 @@ class Place(ABC):
         if self._idle:
             self._moved = self.clock()
         self.number += 1
+        self.posted = self.clock()
         self.mail["number"][0] = self.number
         if self.bell is not None:
             self.bell.ring()

@@ -67,9 +67,10 @@ class Worker:
         depth, (forks, share) = min(mail.one("depth"), DEPTH), mail["tilt"].tolist()
         self.forker.tilt = Tilt(int(forks), share)
         plans = [plan for line in np.flatnonzero(mail["asked"] >= 0) if (plan := self._plan(int(line))) is not None]
-        first = 0.0
+        first, mail["times"][0] = 0.0, begin
         for deep in self.forker.grow(plans, depth):
-            seconds = time.perf_counter() - begin
+            mail["times"][deep + 1] = now = time.perf_counter()
+            seconds = now - begin
             first = first if deep else seconds
             mail["seconds"][:] = seconds, first, (seconds - first) / max(deep, 1)
             self._publish(plans, deep)
@@ -91,7 +92,7 @@ class Worker:
                     mail["chains"][row, deep - 1] = branch.chain[-1]
                     mail["survival"][row, deep - 1] = branch.survival[-1]
                 row += 1
-        mail["count"][0] = row
+        mail["count"][0], mail["recorded"][0] = row, self.forker.recorded
         mail["published"][0] = deep
 
     # ------------------------------------------------------------ texts
@@ -154,18 +155,19 @@ def load(spec: dict[str, Any]) -> Forker:
     part = Part(skip_attention=skip, skip_mlp=skip)
     forker = Forker(model, spec["slots"], spec["lines"], spec["length"], part, spec["vocabulary"])
     forker.noised = bool(spec.get("noised", True))
-    forker.passes = captured(forker, model, spec["lines"])
+    capture(forker, model, spec["lines"])
     return forker
 
 
-def captured(forker: Forker, model: Model, lines: int) -> Any:
-    """Captured passes where the model lives on a GPU, in whichever stream is current."""
+def capture(forker: Forker, model: Model, lines: int) -> None:
+    """Captured passes where the model lives on a GPU, in whichever stream is current; recorded before anybody waits."""
     if device_of(model).type != "cuda":
-        return None
+        return
     from ..runners.desk import Desk
     from ..runners.graphs import Graphs  # needs triton, which is not installed everywhere
 
-    return Graphs(model, forker.plane, Desk(forker.cache, device_of(model), lines))
+    forker.passes = Graphs(model, forker.plane, Desk(forker.cache, device_of(model), lines))
+    forker.rehearse()
 
 
 def main(memory: int, spec: dict[str, Any], build: Callable[[dict[str, Any]], Forker] = load) -> None:

@@ -130,6 +130,7 @@ class Drafter:
     inside: ClassVar[bool] = False  # takes the target apart: only the built-in decoder can be
     frugal: bool = False  # weighs what its work costs against what it brings: it may be asked every time
     blind: bool = False  # leaves its drafts on the device: it says nothing of their chances, and never leaves off
+    way: str = ""  # how it would draft now, where it has several ways: what each costs is learnt apart
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     stop_below: float = 0.0  # told before each draft: a node less likely than this is not worth going on from
 

@@ -17,7 +17,7 @@ from ..ahead.forks import Forker
 from ..ahead.head_forks import HeadForker
 from ..ahead.mail import Sizes
 from ..ahead.place import Place, Process, Thread
-from ..ahead.worker import captured
+from ..ahead.worker import capture
 from ..errors import ConfigError
 from ..machine import choose_device
 from ..models import Model, Part, device_of
@@ -25,9 +25,9 @@ from ..models.head_feed import Features, Kept
 from ..models.head_file import read_config
 from ..models.heads import head_for
 from ..models.weigh import weigh
-from . import Workspace
-from .head import chosen, load_head
-from .model import load_draft_model, opened
+from . import Drafter, Workspace
+from .head import TrainedHead, chosen, load_head
+from .model import SmallModel, load_draft_model, opened
 
 ROWS = 24  # outcomes of an answer for each line of the table, at most
 
@@ -39,6 +39,7 @@ class Post:
     place: Place
     features: Features | Kept | None = None  # what a head is shown of the target
     taps: tuple[int, ...] = ()
+    own: Drafter | None = None  # the same drafter in the engine's own stream, for drafts just in time
 
     @property
     def repeats(self) -> bool:
@@ -58,7 +59,7 @@ def posted(space: Workspace) -> Post:
     if kind not in ("process", "thread"):
         raise ConfigError(f"There is no ahead_place '{kind}'; choose process or thread.")
     if kind == "thread":
-        return Post(_thread(space, device))
+        return _thread(space, device)
     if in_memory:
         raise ConfigError("A process reads its draft model from a file: give draft_model=PATH, or ahead_place=thread.")
     return Post(_process(space, str(wanted)))
@@ -76,7 +77,7 @@ def _process(space: Workspace, wanted: str) -> Place:
     return Process(sizes, spec)
 
 
-def _thread(space: Workspace, device: torch.device) -> Place:
+def _thread(space: Workspace, device: torch.device) -> Post:
     model: Model = load_draft_model(replace(space, options=space.options | {"draft_device": str(device)}))
     sizes, skip, noised = _sizes(space), _skipped(space), _noised(space)
     part, slots, vocabulary = (
@@ -88,10 +89,17 @@ def _thread(space: Workspace, device: torch.device) -> Place:
     def make() -> Forker:
         forker = Forker(model, slots, sizes.lines, sizes.length, part, vocabulary)
         forker.noised = noised
-        forker.passes = captured(forker, model, sizes.lines)
+        capture(forker, model, sizes.lines)
         return forker
 
-    return _weighed(Thread(sizes, make, device_of(model)), space, model)
+    place = _weighed(Thread(sizes, make, device_of(model)), space, model)
+    plain = not skip and model.config.vocab_size == vocabulary  # what the drafter `model` makes of it is the same
+    return Post(place, own=SmallModel(_given(space, draft_model=model)) if plain else None)
+
+
+def _given(space: Workspace, **options: Any) -> Workspace:
+    """For the same drafter where it drafts chains just in time: it is in memory already."""
+    return replace(space, options=space.options | {"tree": False} | options)
 
 
 def _head(space: Workspace) -> Post:
@@ -111,7 +119,7 @@ def _head(space: Workspace) -> Post:
     sizes, slots, noised, taps = _sizes(space), space.cache.slots, _noised(space), head.config.taps
     features: Features | Kept = Features(taps)
     if head.device.type == "cuda":  # the target's passes leave what they saw where it is found later
-        space.plane.keep_streams(taps, head.config.hidden_size, head.compute)
+        space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
         features, taps = Kept(taps, space.cache, space.plane), ()
 
     def make() -> Forker:
@@ -119,7 +127,10 @@ def _head(space: Workspace) -> Post:
         forker.noised = noised
         return forker
 
-    return Post(_weighed(Thread(sizes, make, head.device), space, head), features, taps)
+    own = TrainedHead(_given(space, head=head))
+    own.paced = False  # how much to draft is the controller's business, ahead and just in time
+    place = _weighed(Thread(sizes, make, head.device), space, head)
+    return Post(place, features, tuple(sorted({*taps, *own.taps})), own)
 
 
 def head_folder(target: Model) -> str | None:

@@ -18,13 +18,13 @@ when. A head knows more just in time than ahead, so there it is only asked then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ..ahead.account import Account
+from ..ahead.account import Account, Round
 from ..ahead.forks import draws
 from ..ahead.laws import Tilt
 from ..ahead.lines import Asked, Lines, Wish
@@ -70,18 +70,23 @@ class Ahead(Drafter):
         if self.post.features is not None and "head" in names:
             raise ConfigError("ahead_fallback names 'head', which drafts ahead itself; choose another, or none.")
         self.taps = tuple(sorted({*self.post.taps, *(self.fallback.taps if self.fallback else ())}))
-        self.account, self.worth = Account(), Worth(bool(space.option("ahead_always", default=False)))
+        self.own, always = self.post.own, bool(space.option("ahead_always", default=False))
+        self.account, self.worth = Account(), Worth(always, first=always or self.own is None)
         self.share = share(space, "ahead_c")
         self.place = self.post.place
+        self.helpers = [drafter for drafter in (self.fallback, self.own) if drafter is not None]
+        self.sources = ("ahead", "ahead:now", *([self.own.name] if self.own else ()))  # of drafts that are our own
         self.lines = Lines(self.place.mail)
         self.clock: Callable[[], float] = time.perf_counter
         self.flight: dict[int, Asked] = {}  # by sequence: what is being prepared for
         self.asked: set[int] = set()  # sequences that a draft was asked for in this step
+        self.rounds: list[Round] = []  # that were taken for this step's draft
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
         self.patience = float(space.option("ahead_wait", default=WAIT))  # before the first request, and only there
-        self.heard = (-2, 0.0)  # the last step, and when
-        self.place.tend()
+        self.heard, self.recorded = (-2, 0.0), 0  # the last step, and when; passes that the worker has recorded
+        if self.own is None:  # else it is beside the target, whose passes are timed first
+            self.place.tend()
 
     @classmethod
     def trial_options(cls, target: Model) -> dict[str, Any]:
@@ -94,14 +99,20 @@ class Ahead(Drafter):
         return bool(self.fallback and self.fallback.overlaps) or (bool(self.asked) and self._prepares)
 
     @property
+    def way(self) -> str:  # type: ignore[override]
+        return "ahead" if self._prepares else "just in time"
+
+    @property
     def _prepares(self) -> bool:
         return self.worth.ahead and self.place.ready
 
     @property
     def added_memory(self) -> Memory:
-        own = self.fallback.added_memory if self.fallback else Memory()
         weights, kv = map(int, self.place.mail["bytes"])
-        return Memory(own.weights + weights, own.kv + kv)
+        if self.fallback:
+            more = self.fallback.added_memory
+            weights, kv = weights + more.weights, kv + more.kv
+        return Memory(weights, kv + (self.own.added_memory.kv if self.own else 0))  # the same weights, once more read
 
     # ------------------------------------------------------------ the verbs
 
@@ -109,17 +120,18 @@ class Ahead(Drafter):
         self.place.ready_within(self.patience, deaths=1)
 
     def begin(self, seq: Sequence) -> None:
-        if self.fallback:
-            self.fallback.begin(seq)
+        for drafter in self.helpers:
+            drafter.begin(seq)
 
     def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         self.place.tend()
         self.asked, self.k = {seq.id for seq in seqs}, max(budget, default=0)
-        trees = [Tree([], [])] * len(seqs)
+        trees, self.rounds = [Tree([], [])] * len(seqs), []
         self._take(seqs, budget, trees)
         unread = self._fall_back(seqs, budget, trees)
+        unread = self._ordinary(seqs, budget, trees, unread)
         self._just_in_time(seqs, budget, trees)
-        self.account.fallbacks += sum(bool(tree.tokens) and not tree.source.startswith("ahead") for tree in trees)
+        self.account.fallbacks += sum(bool(tree.tokens) and tree.source not in self.sources for tree in trees)
         return Draft.pack(trees, unread)
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
@@ -141,12 +153,13 @@ class Ahead(Drafter):
             self.place.post()
 
     def observe(self, step: Step) -> None:
+        now = self.clock()  # before anybody goes on: what that takes is the next step's
         if self.post.features is not None:
             self.post.features.observe(step)
             self.post.features.tidy(self.space.cache.rows.keys())
-        if self.fallback:
-            self.fallback.observe(step)
-        now, decoded = self.clock(), [verdict for verdict in step.verdicts if verdict is not None]
+        for drafter in self.helpers:
+            drafter.observe(step)
+        decoded = [verdict for verdict in step.verdicts if verdict is not None]
         for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True):
             if verdict is not None and tree.is_chain:
                 accepted = len(verdict.path)
@@ -154,9 +167,11 @@ class Ahead(Drafter):
         if decoded and all(turn.feed == 1 for turn in step.turns):
             took = step.clock["verify"]
             self.verify += 0.1 * (min(took, 3 * self.verify) - self.verify) if self.verify else took
-            if step.index == self.heard[0] + 1:  # by the wall: it alone knows all that a step took, on every device
+            recorded, self.recorded = self.recorded, self.place.mail.one("recorded")
+            if step.index == self.heard[0] + 1 and recorded == self.recorded:  # by the wall: it alone knows all
                 tokens = sum(len(verdict.tokens) for verdict in decoded)
-                self.worth.took(len(decoded), bool(self.flight), tokens, now - self.heard[1])
+                seconds = now - self.heard[1] - step.clock.get("record", 0.0)  # what happens once is no price
+                self.worth.took(len(decoded), self._prepares, tokens, seconds, bool(self.flight))
         self.heard = step.index, now
 
     def end(self, seq: Sequence) -> None:
@@ -164,8 +179,8 @@ class Ahead(Drafter):
         self.lines.drop(seq.id)
         if self.post.features is not None:
             self.post.features.drop(seq.id)
-        if self.fallback:
-            self.fallback.end(seq)
+        for drafter in self.helpers:
+            drafter.end(seq)
 
     def inherit(self, old: Drafter) -> None:
         """Keep what was learnt, and the draft model in memory; a head's thread has seen the old engine, so it goes."""
@@ -194,14 +209,15 @@ class Ahead(Drafter):
         if not self.place.ready:
             trouble = f": {self.place.trouble}" if self.place.trouble else ""
             state = "it starts or is late" if self.place.bell else "it ended"
-            return f"the draft model is not there ({state}{trouble}): only the fallback drafts"
+            instead = "only the fallback drafts" if self.own is None else "drafts are made just in time"
+            return f"the draft model is not there ({state}{trouble}): {instead}"
         return self.worth.why
 
     # ------------------------------------------------------------ where drafts come from
 
     def _take(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
         """What was prepared for what has come true."""
-        flight, self.flight = self.flight, {}
+        flight, self.flight = self.flight if self._prepares else {}, {}  # what is free must not pass for just in time
         due: dict[int, tuple[Asked, Outcome]] = {}
         for i, seq in enumerate(seqs):
             asked = flight.get(seq.id)
@@ -210,17 +226,19 @@ class Ahead(Drafter):
                 due[i] = asked, outcome
         if not due:
             return
-        mail, rows, waited = self.place.mail, {}, self.clock()
+        mail, rows, waited, became = self.place.mail, {}, self.clock(), []
         if not self._wait(0):
             self.account.late += len(due)
         else:
             for i, (asked, outcome) in due.items():
                 self.account.outcome(outcome.accepted, len(asked.trunk), *rank(mail, outcome))
                 row = find(mail, outcome)
+                became.append((outcome.accepted, len(asked.trunk), row is not None))
                 if row is not None:
                     rows[i] = row
             self._wait(min([mail.one("depth"), *(max(budget[i] for i in rows) for _ in rows)]) if rows else 0)
         self.account.exposed += self.clock() - waited
+        self._note(waited, became)
         deep = mail.one("published") if self.place.has(0) else 0
         if self.place.has(0):
             seconds, first, deeper = mail["seconds"].tolist()
@@ -239,13 +257,34 @@ class Ahead(Drafter):
             trees[i] = tree
         return answer.unread
 
+    def _ordinary(self, seqs: list[Sequence], budget: list[int], trees: list[Tree], unread: Any) -> Any:
+        """The same drafter in the engine's own stream, as if nobody had ever thought of drafting ahead.
+
+        Only where nothing is being prepared: what it drafts on a GPU is unread, and nobody could prepare for it. And
+        only where tokens are matched: what is drawn must not depend on what pays.
+        """
+        if self.own is None or self._prepares:
+            return unread
+        open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and not draws(seqs[i])]
+        if not open_:
+            return unread
+        begin, self.own.stop_below = self.clock(), self.stop_below
+        answer = self.own.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+        for i, tree in zip(open_, answer.trees, strict=True):
+            trees[i] = tree if tree.tokens else trees[i]
+            self.account.jits += bool(tree.tokens)
+        self.account.jit += self.clock() - begin
+        return unread if answer.unread is None else answer.unread
+
     def _just_in_time(self, seqs: list[Sequence], budget: list[int], trees: list[Tree]) -> None:
         """A chain for those who have nothing good yet, now. A prompt is read while the target reads it, not before."""
         open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and seqs[i].generated]
-        open_ = [i for i in open_ if self._shown(seqs[i])]
+        open_ = [i for i in open_ if self._shown(seqs[i]) and (self.own is None or self._prepares or draws(seqs[i]))]
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
+        if self._prepares and self.space.market() and not any(draws(seqs[i]) for i in open_):
+            depth = min(depth, self.account.now_depth(self.verify, depth))  # budgets are for what is prepared
         asked = self.lines.ask([Wish(seqs[i], [], [1]) for i in open_], depth, now=True, tilt=self._tilt)
         self.place.post()
         if asked and self._wait(depth):
@@ -256,7 +295,14 @@ class Ahead(Drafter):
                 if row is not None:
                     trees[i] = self._whole_chain(seqs[i], row, min(depth, budget[i] - 1))
                     self.account.jits += 1
-        self.account.jit += self.clock() - begin
+        self._note(begin, now=True)
+        self.account.just_in_time(self.clock() - begin, depth + 1)
+
+    def _note(self, waited: float, became: Iterable[tuple[int, int, bool]] = (), now: bool = False) -> None:
+        mail = self.place.mail
+        times = tuple(mail["times"][: mail.one("published") + 2].tolist()) if self.place.has(0) else ()
+        span = (waited, self.clock())
+        self.rounds.append(Round(self.place.posted, times, span, mail.one("depth"), tuple(became), now))
 
     def _chain(self, seq: Sequence, row: int, length: int) -> Tree:
         mail = self.place.mail
