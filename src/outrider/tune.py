@@ -18,6 +18,7 @@ from .control import Costs
 from .drafters import lookup
 from .errors import ConfigError, OutriderError
 from .llm import LLM
+from .models import device_of
 from .profiles import note
 from .skipsearch import NOTE, Found, Price, Search, Skip, Text
 from .speeds import ALL, Row, Setup, row
@@ -121,15 +122,10 @@ class Tuner:
 
     def _searched(self, progress: Progress, start: Skip | None) -> list[Setup]:
         """The best set that the share of the time finds, as setups; the model's own text is what it is scored on."""
-        if self.llm.device != "cpu":
-            return []  # sets are scored by calling the model itself, which a GPU's captured passes do not allow
-        text = Text(self.llm.target, self._answers(progress))
-        layers = self.llm.target.config.layers
-        if not text.positions or layers < 2:
+        self.search = skip_search(self.llm, self._answers(progress), start, self.plan.seed)
+        if self.search is None:
             return []
         end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
-        costs = Costs(pass_costs(self.llm))  # measured now, as the price of a draft is: only their ratio counts
-        self.search = Search(layers, text.agreement, Price(text.seconds, layers), costs, start, self.plan.seed)
         found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
         options = found.skip.options
         return [Setup(SKIPPER, "auto", options), Setup(SKIPPER, found.k, options)]
@@ -175,6 +171,28 @@ class Tuner:
         search = self.search.best if self.search else None
         tried = len(self.search.known) if self.search else 0
         return Outcome(best, rows, kinds, search, tried, self.interrupted, self.clock() - self.begin)
+
+
+def laid_out(llm: LLM, answers: list[tuple[list[int], list[int]]]) -> Text:
+    """What the target said, where it lives: sets can be scored on it."""
+    if device_of(llm.target).type != "cuda":
+        return Text(llm.target, answers)
+    from .runners.laid import Laid  # needs triton, which is not installed everywhere
+
+    return Text(llm.target, answers, device=Laid)
+
+
+def skip_search(
+    llm: LLM, answers: list[tuple[list[int], list[int]]], start: Skip | None = None, seed: int = 0
+) -> Search | None:
+    """A search for the best set on what the target said; None where there is nothing to leave out, or nothing said."""
+    text, layers = laid_out(llm, answers), llm.target.config.layers
+    if not text.positions or layers < 2:
+        return None
+    costs = Costs(pass_costs(llm), padded=text.device is not None)  # now, as the price of a draft: their ratio counts
+    # A recorded draft's passes are timed as they are drafted; on a CPU a pass is a pass.
+    price = Price(text.seconds, layers, None if text.device is not None else costs(1))
+    return Search(layers, text.agreement, price, costs, start, seed, text.seeds())
 
 
 def clearly_faster(row: Row) -> bool:
