@@ -3,8 +3,8 @@
 A set is scored by one parallel pass of the reduced model over text that the target itself has said: how often its
 choice agrees with the full model's, every position reading exact K/V of what came before, as the drafter's does. The
 objective is the expected speedup at the best K, from that agreement and from measured seconds. First come seeds, a set
-for every number of blocks (`skipseeds`); then every block is left out alone, and the cheapest-to-miss together; then
-local moves from the fastest sets of several sizes and random sets, until time is up.
+for every number of blocks (`skipseeds`; where there are none, every block alone, and the cheapest-to-miss together);
+then local moves from the fastest sets of several sizes and random sets, until time is up.
 
 It may be stopped anywhere: `best` is always valid. It knows blocks and agreement, not drafters, prompts or text.
 """
@@ -242,7 +242,7 @@ class Search:
         seeds: Iterable[Skip] = (),
     ) -> None:
         """seeds: sets to look at first."""
-        self.layers, self._agreement, self._price, self._cost = layers, agreement, price, cost
+        self.layers, self._agreement, self.price, self.cost = layers, agreement, price, cost
         self._seeds = seeds
         self.dice = random.Random(seed)
         self.known: dict[Skip, float] = {}
@@ -275,16 +275,22 @@ class Search:
 
     def found(self, skip: Skip) -> Found:
         """A set that was scored, and what is expected of it."""
-        return Found(skip, self.known[skip], *expected(self.known[skip], self._price(skip), self._cost))
+        return Found(skip, self.known[skip], *expected(self.known[skip], self.price(skip), self.cost))
 
     def spares(self, skip: Skip) -> float:
         """The share of a drafted token's time that these blocks are."""
-        return 1 - self._price(skip) / self._price(Skip())
+        return 1 - self.price(skip) / self.price(Skip())
 
     def _proposals(self) -> Iterator[Skip]:
         if self.start is not None:
             yield self.start
         yield from self._seeds
+        if len(self.known) <= 1:
+            yield from self._greedy()
+        yield from self._moves()
+
+    def _greedy(self) -> Iterator[Skip]:
+        """Where there were no seeds: every block alone, and then together."""
         alone = [Skip.of([block]) for block in self.blocks]
         yield from alone
         # Together, those first that are missed least: how many of them is worth it?
@@ -294,7 +300,6 @@ class Search:
             yield skip
             if self.known[skip] < 0.2:  # nothing larger will agree again
                 break
-        yield from self._moves()
 
     def _moves(self) -> Iterator[Skip]:
         """Local moves from fast sets, and a random one now and then; stops when new sets are hard to find."""
@@ -311,7 +316,7 @@ class Search:
         """Of one of the leaders. Where little or nothing pays, the fastest set of all is often one that hardly leaves
         anything out, with slower ones around it: nobody gets to a large set from there."""
         leaders = sorted(self.fastest.values(), key=lambda found: -found.speedup)[:LEADERS]
-        return neighbour(self.dice.choice(leaders).skip, self.blocks, self.dice)
+        return neighbour(self.dice.choice(leaders).skip, self.blocks, self.dice, layers=self.dice.random() < 0.5)
 
 
     def _random(self) -> Skip:
@@ -325,14 +330,16 @@ def spared(layers: int) -> list[Block]:
     return [(kind, i) for kind in ("attention", "mlp") for i in inner]
 
 
-def neighbour(skip: Skip, among: list[Block], dice: random.Random) -> Skip:
-    """A set with one block more, one less, or one exchanged."""
-    inside = sorted(skip.blocks)
-    outside = [block for block in among if block not in skip.blocks]
+def neighbour(skip: Skip, among: list[Block], dice: random.Random, layers: bool = False) -> Skip:
+    """A set with one block more, one less, or one exchanged; or so with whole `layers`."""
+    units = [[block for block in among if block[1] == i] for i in sorted({i for _, i in among})]
+    units = units if layers else [[block] for block in sorted(among)]
+    inside = [unit for unit in units if skip.blocks.issuperset(unit)]
+    outside = [unit for unit in units if not skip.blocks.issuperset(unit)]
     move = dice.choice(("add", "drop", "swap"))
-    blocks = set(inside)
+    blocks = set(skip.blocks)
     if move in ("drop", "swap") and inside:
-        blocks.discard(dice.choice(inside))
+        blocks.difference_update(dice.choice(inside))
     if move in ("add", "swap") and outside:
-        blocks.add(dice.choice(outside))
+        blocks.update(dice.choice(outside))
     return Skip.of(blocks)

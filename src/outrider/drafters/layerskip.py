@@ -88,13 +88,18 @@ def _skip(space: Workspace) -> Skip:
         found = _noted(space)
         if found is not None:
             return found
-        asked["skip_layers"] = frozenset(range(layers // 3, layers - layers // 4, max(2, layers // 6)))
+        asked["skip_layers"] = usual(layers)
     both = asked["skip_layers"]
     skip = Skip(both | asked["skip_attention"], both | asked["skip_mlp"])
     for number in skip.attention | skip.mlp:
         if not 0 <= number < layers:
             raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {layers - 1}.")
     return skip
+
+
+def usual(layers: int) -> frozenset[int]:
+    """A few layers in the middle, where nobody has searched."""
+    return frozenset(range(layers // 3, layers - layers // 4, max(2, layers // 6)))
 
 
 def _numbers(space: Workspace, name: str) -> frozenset[int]:
