@@ -7,8 +7,8 @@
 First the search that `outrider tune` uses, on the target's own answers to some prompts. Then one race on *other*
 prompts, every contender answering each prompt once in a round, in an order that rotates: plain decoding, the set that
 was found with several K and with K auto, on a CPU as small trees too, and the set that is used where nobody has
-searched. Ids are compared. × plain is of tokens after the first, each prompt by its median over rounds (with --threads 1
-on a CPU by that thread's own clock, which does not mind neighbours); t_draft is a drafted token's and t_verify a pass's
+searched. Ids are compared. × plain is of tokens after the first, each prompt by its median over rounds (on a CPU with
+--threads 1 by that thread's own clock, which minds no neighbours); t_draft is a drafted token's and t_verify a pass's
 median (the device's clock on a GPU). `expected` is the search's own word.
 `--refine` serves a stream of prompts from the unsearched set with each of these shares of the time for refining it.
 The last line is one JSON object.
@@ -105,7 +105,9 @@ def plot(search: Search, name: str) -> str:
     ]
     title = f"{name}: agreement (blue) and expected speed (orange), by what is left out"
     drawn = lines(Axes(title, "% of a drafted token's time left out", "agreement, × plain", level=1.0), series)
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("<title>", STYLE + "<title>", 1)
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+        "<title>", STYLE + "<title>", 1
+    )
 
 
 # ---------------------------------------------------------------- the race
@@ -292,29 +294,37 @@ def command() -> str:
     return " ".join(["python", *(re.sub(r"^\S*/(?!skips\.py)", "", word) for word in sys.argv)])
 
 
+def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) -> dict[str, Any]:
+    """All that the search found, for people and for the JSON line."""
+    best, every = search.best, frozenset(range(base.target.config.layers))
+    assert best is not None
+    print(f"{base.name}, {base.dtype}, {base.device}: {len(search.known)} sets in {facts['seconds']:.0f} s")
+    for each in frontier(search):
+        print(f"  {search.spares(each.skip):4.0%} of the time left out: {each.speedup:.3f} × expected {told(each)}")
+    print(f"best: {best.skip.options}, {best.speedup:.3f} × expected {told(best)}; agrees {elsewhere:.3f} elsewhere")
+    return facts | {
+        "best": as_json(search, best),
+        "agreement_on_the_race_text": elsewhere,
+        "plain_ms": 1e3 * search.cost(1),
+        "draft_ms_nothing_left_out": 1e3 * search.price(Skip()),
+        "attention_share": search.spares(Skip(attention=every)),
+        "mlp_share": search.spares(Skip(mlp=every)),
+        "rows_ms": {rows: 1e3 * search.cost(rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16)},
+        "frontier": [as_json(search, each) for each in frontier(search)],
+    }
+
+
 def main() -> None:
     given = parsed()
     base = opened(given)
     every = questions(base, from_file(given.data) if given.data else bundled())
     asked, others = every[: given.prompts], every[given.prompts :]
     search, facts = searched(base, others[: given.search_prompts], given.search_seconds)
-    best = search.best
-    assert best is not None
-    elsewhere = laid_out(base, answers(base, asked, 256 // len(asked) + 1)).agreement(best.skip)
-    found = {"best": as_json(search, best), "agreement_on_the_race's_text": elsewhere} | facts
-    found["frontier"] = [as_json(search, each) for each in frontier(search)]
-    nothing, whole = Skip(), search.price(Skip())
-    found["plain_ms"], found["draft_ms_whole"] = 1e3 * search.cost(1), 1e3 * whole
-    found["rows_ms"] = {rows: 1e3 * search.cost(rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16)}
-    every_layer = frozenset(range(base.target.config.layers))
-    for name, skip in (("attention", Skip(attention=every_layer)), ("mlp", Skip(mlp=every_layer))):
-        found[f"{name}_share_of_a_draft"] = search.spares(skip) - search.spares(nothing)
-    print(f"{base.name}, {base.dtype}, {base.device}: {len(search.known)} sets in {facts['seconds']:.0f} s")
-    for each in frontier(search):
-        print(f"  {search.spares(each.skip):4.0%} of the time left out: {each.speedup:.3f} × expected {told(each)}")
-    print(f"best: {best.skip.options}, {best.speedup:.3f} × expected {told(best)}; agrees {elsewhere:.3f} elsewhere")
+    assert search.best is not None
+    elsewhere = laid_out(base, answers(base, asked, 256 // len(asked) + 1)).agreement(search.best.skip)
     result: dict[str, Any] = {"bench": "skips", "command": command(), "model": base.name, "dtype": base.dtype}
-    result |= {"clock": clock_of(base).__name__, "device": base.device, "layers": base.target.config.layers, "search": found}
+    result |= {"device": base.device, "clock": clock_of(base).__name__, "layers": base.target.config.layers}
+    result["search"] = told_of(base, search, facts, elsewhere)
     if given.svg:
         given.svg.write_text(plot(search, base.name), encoding="utf-8")
     if given.refine:
@@ -322,7 +332,7 @@ def main() -> None:
         result["refined"] = [refined(base, streamed, search, float(s), given) for s in given.refine.split(",")]
         print(json.dumps(result["refined"], indent=1))
     else:
-        entered = contenders(base, best, given)
+        entered = contenders(base, search.best, given)
         race(entered, asked, given.tokens, given.rounds)
         result |= {"prompts": len(asked), "tokens": given.tokens, "rounds": given.rounds}
         result["contenders"] = {c.name: summed_up(c, entered[0], asked) for c in entered}

@@ -12,7 +12,6 @@ It may be stopped anywhere: `best` is always valid. It knows blocks and agreemen
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -121,9 +120,7 @@ class Text:
             return self.device.seconds(min((seq for seq, _ in self.seqs), key=lambda seq: len(seq.tokens)), part)
         # A pass in this thread alone has a clock that stands still while the machine does something else.
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        begin = clock()
-        self.model.forward(_first(self.rows), self.plane, part)
-        return clock() - begin
+        return seconds_of(lambda: self.model.forward(_first(self.rows), self.plane, part), clock)
 
     def seeds(self) -> Iterator[Skip]:
         """Sets to begin with, of every size, by the stream's direction; none where a model only runs as a whole."""
@@ -183,14 +180,10 @@ def _thinned(packed: Packing) -> Packing:
     return few
 
 
-def seconds_of(run: Callable[[], object], repeats: int) -> float:
-    """The median of a few."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
+    run()
+    return clock() - begin
 
 
 def _first(rows: Rows) -> Rows:
@@ -211,7 +204,7 @@ class Price:
         every = frozenset(range(layers))
         parts = (WHOLE, Part(skip_attention=every), Part(skip_mlp=every))
         sweeps = [[seconds(part) for part in parts] for _ in range(SWEEPS)]
-        whole, without_attention, without_mlp = (min(taken) for taken in zip(*sweeps, strict=True))
+        whole, without_attention, without_mlp = (float(min(taken)) for taken in zip(*sweeps, strict=True))
         scale = 1.0 if plain is None else plain / whole
         self.whole = scale * whole
         self.attention = scale * max(whole - without_attention, 0.0) / layers
@@ -317,7 +310,6 @@ class Search:
         anything out, with slower ones around it: nobody gets to a large set from there."""
         leaders = sorted(self.fastest.values(), key=lambda found: -found.speedup)[:LEADERS]
         return neighbour(self.dice.choice(leaders).skip, self.blocks, self.dice, layers=self.dice.random() < 0.5)
-
 
     def _random(self) -> Skip:
         most = max(1, round(RATIO * len(self.blocks)))

@@ -53,5 +53,6 @@ def _nearest(ways: list[Way], whole: Way) -> Way:
 
 
 def _likeness(way: Way, whole: Way) -> float:
-    assert way.x is not None and whole.x is not None
+    assert way.x is not None
+    assert whole.x is not None
     return float(torch.nn.functional.cosine_similarity(way.x.float(), whole.x.float(), dim=-1).mean())

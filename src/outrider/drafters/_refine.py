@@ -26,7 +26,6 @@ WINDOW = 32  # positions of one look
 ENOUGH = 96  # positions that decide
 BETTER, WORSE = 1.02, 0.9  # times the speed in use: from here on a neighbour takes over, or is given up early
 SLOPE = 0.05  # what one more row adds to a pass, until it is known
-REPEATS = 3  # of a measured pass
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Refinement:
         rows = self._rows(seq, range(stop - WINDOW, stop), slots)
         self.looked[seq.id] = stop
         if self.price is None:
-            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part), REPEATS), self._layers)
+            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part)), self._layers)
         trial = self.trial
         trial.positions += WINDOW
         trial.mine += self._hits(seq, rows, self.skip)
