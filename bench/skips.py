@@ -35,12 +35,13 @@ from outrider import LLM, SamplingParams
 from outrider.bench import Question, questions
 from outrider.drafters.layerskip import usual
 from outrider.environment import environment
+from outrider.models import Part
 from outrider.models.checkpoint import open_checkpoint
 from outrider.plots import Axes, Point, Series, lines
 from outrider.prompts import bundled, from_file
-from outrider.skipsearch import STEPS, Found, Search, Skip
+from outrider.skipsearch import STEPS, Found, Search, Skip, Text, expected
 from outrider.speeds import ALL, Answer, Pair, Row, Setup, row
-from outrider.tune import laid_out, skip_search
+from outrider.tune import laid_out, skip_from, skip_search
 
 PLAIN = "plain"
 SKIPPER = "layerskip"
@@ -63,10 +64,10 @@ def answers(llm: LLM, asked: list[Question], tokens: int) -> list[tuple[list[int
     return [(q.ids, llm.generate([q.ids], params)[0].token_ids) for q in asked]
 
 
-def searched(llm: LLM, asked: list[Question], seconds: float) -> tuple[Search, dict[str, Any]]:
+def searched(llm: LLM, asked: list[Question], seconds: float, start: Skip | None) -> tuple[Search, dict[str, Any]]:
     """The search, run for so many seconds, and what it cost."""
     begin = time.perf_counter()
-    search = skip_search(llm, answers(llm, asked, 256 // len(asked) + 1))
+    search = skip_search(llm, answers(llm, asked, 256 // len(asked) + 1), start)
     assert search is not None, "there is nothing to leave out"
     ready, shown = time.perf_counter(), [0.0]
 
@@ -94,6 +95,24 @@ def as_json(search: Search, found: Found) -> dict[str, Any]:
 def frontier(search: Search) -> list[Found]:
     """The fastest set for every share of the time that is left out, the smallest first."""
     return [search.fastest[step] for step in sorted(search.fastest)]
+
+
+def shortlists(search: Search, text: Text, skip: Skip) -> list[dict[str, Any]]:
+    """What drafting only the first ids of the vocabulary would bring: counted agreement, reckoned speed.
+
+    Tokenizers number frequent tokens first, so a shortlist needs no memory: the head is read in part.
+    """
+    vocabulary = text.model.config.vocab_size
+    logits = text.model.forward(text.rows, text.plane, skip.part).logits  # [T, V]
+    taken = [(text.seconds(Part()), text.seconds(Part(head=False))) for _ in range(5)]
+    whole, headless = (min(times) for times in zip(*taken, strict=True))
+    head, draft = 1 - headless / whole, search.price(skip)
+    found = []
+    for ids in (n for n in (4096, 8192, 16384, 32768, 65536, vocabulary) if n <= vocabulary):
+        agreement = (int((logits[:, :ids].argmax(-1) == text.choices).sum()) + 1) / (text.positions + 2)
+        speed, k = expected(agreement, draft - (1 - ids / vocabulary) * head * search.price(Skip()), search.cost)
+        found.append({"ids": ids, "head_share": head, "agreement": agreement, "reckoned": speed, "k": k})
+    return found
 
 
 def plot(search: Search, name: str) -> str:
@@ -264,10 +283,11 @@ def parsed() -> argparse.Namespace:
     add("--threads", type=int)
     add("--data", type=Path, help="prompts as JSONL; default: the bundled ones")
     add("--search-seconds", type=float, default=120.0)
+    add("--start", type=Path, help="an earlier result: the search begins with its best set")
     add("--search-prompts", type=int, default=8)
     add("--tokens", type=int, default=96)
     add("--prompts", type=int, default=8, help="in the race; others than the search's")
-    add("--rounds", type=int, default=2)
+    add("--rounds", type=int, default=2, help="0: no race")
     add("--k", default="auto,3,5")
     add("--trees", help="width x depth, several with commas; default: 3x1,3x2 on a CPU, none on a GPU")
     add("--refine", default="", help="shares of the time for refining a set while serving, instead of the race")
@@ -319,19 +339,27 @@ def main() -> None:
     base = opened(given)
     every = questions(base, from_file(given.data) if given.data else bundled())
     asked, others = every[: given.prompts], every[given.prompts :]
-    search, facts = searched(base, others[: given.search_prompts], given.search_seconds)
+    start = skip_from({"skip_search": json.loads(given.start.read_text())["search"]["best"]}) if given.start else None
+    search, facts = searched(base, others[: given.search_prompts], given.search_seconds, start)
     assert search.best is not None
-    elsewhere = laid_out(base, answers(base, asked, 256 // len(asked) + 1)).agreement(search.best.skip)
+    text = laid_out(base, answers(base, asked, 256 // len(asked) + 1))
+    elsewhere = text.agreement(search.best.skip)
     result: dict[str, Any] = {"bench": "skips", "command": command(), "model": base.name, "dtype": base.dtype}
     result |= {"device": base.device, "clock": clock_of(base).__name__, "layers": base.target.config.layers}
     result["search"] = told_of(base, search, facts, elsewhere)
+    if base.device == "cpu":
+        result["shortlists"] = shortlists(search, text, search.best.skip)
+        for each in result["shortlists"]:
+            print(
+                f"  drafting the first {each['ids']} ids only: agrees {each['agreement']:.3f}, {each['reckoned']:.3f} ×"
+            )
     if given.svg:
         given.svg.write_text(plot(search, base.name), encoding="utf-8")
     if given.refine:
         streamed = (others * given.stream)[: given.stream]
         result["refined"] = [refined(base, streamed, search, float(s), given) for s in given.refine.split(",")]
         print(json.dumps(result["refined"], indent=1))
-    else:
+    elif given.rounds:
         entered = contenders(base, search.best, given)
         race(entered, asked, given.tokens, given.rounds)
         result |= {"prompts": len(asked), "tokens": given.tokens, "rounds": given.rounds}
