@@ -6,8 +6,8 @@
 
 First the search that `outrider tune` uses, on the target's own answers to some prompts. Then one race on *other*
 prompts, every contender answering each prompt once in a round, in an order that rotates: plain decoding, the set that
-was found with several K and with K auto, on a CPU as small trees too, and the set that is used where nobody has
-searched. Ids are compared. × plain is of tokens after the first, each prompt by its median over rounds (on a CPU with
+was found with several K and with K auto, with its whole head where the search would read a part of it, on a CPU as
+small trees too, and the set that is used where nobody has searched. Ids are compared. × plain is of tokens after the first, each prompt by its median over rounds (on a CPU with
 --threads 1 by that thread's own clock, which minds no neighbours); t_draft is a drafted token's and t_verify a pass's
 median (the device's clock on a GPU). `expected` is the search's own word.
 `--refine` serves a stream of prompts from the unsearched set with each of these shares of the time for refining it.
@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,10 @@ from outrider import LLM, SamplingParams
 from outrider.bench import Question, questions
 from outrider.drafters.layerskip import usual
 from outrider.environment import environment
-from outrider.models import Part
 from outrider.models.checkpoint import open_checkpoint
 from outrider.plots import Axes, Point, Series, lines
 from outrider.prompts import bundled, from_file
-from outrider.skipsearch import STEPS, Found, Search, Skip, Text, expected
+from outrider.skipsearch import STEPS, Found, Search, Skip
 from outrider.speeds import ALL, Answer, Pair, Row, Setup, row
 from outrider.tune import laid_out, skip_from, skip_search
 
@@ -84,7 +83,8 @@ def searched(llm: LLM, asked: list[Question], seconds: float, start: Skip | None
 
 
 def told(found: Found) -> str:
-    return f"(K = {found.k}, {len(found.skip.blocks)} blocks out, agrees {found.agreement:.3f})"
+    ids = "all" if found.skip.vocab is None else f"the first {found.skip.vocab}"
+    return f"(K = {found.k}, {len(found.skip.blocks)} blocks out, {ids} ids, agrees {found.agreement:.3f})"
 
 
 def as_json(search: Search, found: Found) -> dict[str, Any]:
@@ -95,24 +95,6 @@ def as_json(search: Search, found: Found) -> dict[str, Any]:
 def frontier(search: Search) -> list[Found]:
     """The fastest set for every share of the time that is left out, the smallest first."""
     return [search.fastest[step] for step in sorted(search.fastest)]
-
-
-def shortlists(search: Search, text: Text, skip: Skip) -> list[dict[str, Any]]:
-    """What drafting only the first ids of the vocabulary would bring: counted agreement, reckoned speed.
-
-    Tokenizers number frequent tokens first, so a shortlist needs no memory: the head is read in part.
-    """
-    vocabulary = text.model.config.vocab_size
-    logits = text.model.forward(text.rows, text.plane, skip.part).logits  # [T, V]
-    taken = [(text.seconds(Part()), text.seconds(Part(head=False))) for _ in range(5)]
-    whole, headless = (min(times) for times in zip(*taken, strict=True))
-    head, draft = 1 - headless / whole, search.price(skip)
-    found = []
-    for ids in (n for n in (4096, 8192, 16384, 32768, 65536, vocabulary) if n <= vocabulary):
-        agreement = (int((logits[:, :ids].argmax(-1) == text.choices).sum()) + 1) / (text.positions + 2)
-        speed, k = expected(agreement, draft - (1 - ids / vocabulary) * head * search.price(Skip()), search.cost)
-        found.append({"ids": ids, "head_share": head, "agreement": agreement, "reckoned": speed, "k": k})
-    return found
 
 
 def plot(search: Search, name: str) -> str:
@@ -198,6 +180,8 @@ def contenders(base: LLM, found: Found, given: argparse.Namespace) -> list[Conte
     ks += [] if found.k in ks else [found.k]
     fixed = max((k for k in ks if k != "auto" and k <= 3), default=found.k)
     setups = {f"found, K {k}": Setup(SKIPPER, k, best) for k in ks}
+    if found.skip.vocab is not None:
+        setups[f"all ids, K {found.k}"] = Setup(SKIPPER, found.k, replace(found.skip, vocab=None).options)
     for width, depth in [map(int, shape.split("x")) for shape in given.trees.split(",") if shape]:
         shape = {"tree": True, "tree_width": width, "tree_depth": depth}
         setups[f"found, tree {width} × {depth}"] = Setup(SKIPPER, width * depth, best | shape)
@@ -329,6 +313,7 @@ def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) 
         "draft_ms_nothing_left_out": 1e3 * search.price(Skip()),
         "attention_share": search.spares(Skip(attention=every)),
         "mlp_share": search.spares(Skip(mlp=every)),
+        "head_share": search.spares(Skip(vocab=1)),
         "rows_ms": {rows: 1e3 * search.cost(rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16)},
         "frontier": [as_json(search, each) for each in frontier(search)],
     }
@@ -342,17 +327,10 @@ def main() -> None:
     start = skip_from({"skip_search": json.loads(given.start.read_text())["search"]["best"]}) if given.start else None
     search, facts = searched(base, others[: given.search_prompts], given.search_seconds, start)
     assert search.best is not None
-    text = laid_out(base, answers(base, asked, 256 // len(asked) + 1))
-    elsewhere = text.agreement(search.best.skip)
+    elsewhere = laid_out(base, answers(base, asked, 256 // len(asked) + 1)).agreement(search.best.skip)
     result: dict[str, Any] = {"bench": "skips", "command": command(), "model": base.name, "dtype": base.dtype}
     result |= {"device": base.device, "clock": clock_of(base).__name__, "layers": base.target.config.layers}
     result["search"] = told_of(base, search, facts, elsewhere)
-    if base.device == "cpu":
-        result["shortlists"] = shortlists(search, text, search.best.skip)
-        for each in result["shortlists"]:
-            print(
-                f"  drafting the first {each['ids']} ids only: agrees {each['agreement']:.3f}, {each['reckoned']:.3f} ×"
-            )
     if given.svg:
         given.svg.write_text(plot(search, base.name), encoding="utf-8")
     if given.refine:

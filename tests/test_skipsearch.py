@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, ConfigError, SamplingParams
 from outrider.bench import pass_costs
 from outrider.build import build_engine
 from outrider.config import Config
@@ -18,6 +19,7 @@ from outrider.models.transformer import Transformer
 from outrider.prompts import bundled
 from outrider.skipsearch import SEED_SHARE, SWEEPS, Found, Price, Search, Skip, Text, expected, neighbour
 from outrider.skipseeds import KINDS, seeds
+from outrider.testing import check_drafter
 from outrider.types import Sequence
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17])
@@ -91,14 +93,51 @@ def test_a_price_is_the_fastest_of_passes_in_turns_and_as_long_as_plain_ones() -
     asked: list[str] = []
 
     def seconds(part: Part) -> float:
-        kind = "attention" if part.skip_attention else "mlp" if part.skip_mlp else "whole"
+        kind = "attention" if part.skip_attention else "mlp" if part.skip_mlp else "head" if part.vocab else "whole"
         asked.append(kind)
-        busy = 3.0 if len(asked) < 3 * (SWEEPS - 1) else 0.0  # only the last sweep is undisturbed
-        return {"whole": 8.0, "attention": 6.0, "mlp": 2.0}[kind] + busy
+        busy = 3.0 if len(asked) < 4 * (SWEEPS - 1) else 0.0  # only the last sweep is undisturbed
+        return {"whole": 8.0, "attention": 6.0, "mlp": 2.0, "head": 7.4}[kind] + busy
 
-    price = Price(seconds, 4, plain=4.0)
-    assert asked == ["whole", "attention", "mlp"] * SWEEPS
+    price = Price(seconds, 4, vocabulary=400, plain=4.0)
+    assert asked == ["whole", "attention", "mlp", "head"] * SWEEPS
     assert (price.whole, price.attention, price.mlp) == (4.0, 0.25, 0.75)
+    assert price(Skip(mlp=frozenset({1}), vocab=100)) == pytest.approx(4.0 - 0.75 - 0.3)
+    assert price(Skip(vocab=400)) == 4.0
+
+
+def test_a_shortlist_is_found_where_it_pays() -> None:
+    """Half of the price is the head, and the first 64 ids are all that is ever said."""
+    blocks = frozenset({("mlp", 2), ("mlp", 3)})
+
+    def agreement(skip: Skip) -> float:
+        missing = 0.3 if skip.vocab is not None and skip.vocab < 64 else 0.0
+        return 0.9 - missing - 0.2 * len(skip.blocks ^ blocks)
+
+    price = lambda skip: 1.0 - 0.05 * len(skip.blocks) - (0.5 * (1 - skip.vocab / 256) if skip.vocab else 0)  # noqa: E731
+    seeds_given = [Skip(mlp=frozenset({2})), Skip(mlp=frozenset({2, 3}))]
+    one = Search(6, agreement, price, lambda rows: 1.0, seeds=seeds_given, shortlists=[32, 64, 128])
+    found = one.run(lambda: len(one.known) > 12)
+    assert (found.skip.vocab, found.skip.blocks) == (64, blocks)
+    assert found.skip.options == {"skip_attention": [], "skip_mlp": [2, 3], "draft_vocab": 64}
+    assert found.skip.part.vocab == 64
+
+
+@pytest.mark.parametrize("kind", ["int8", "float64"])
+def test_the_first_ids_alone_are_the_same_bits(kind: str, folder: Path) -> None:
+    llm = LLM(folder, drafter="off", dtype=kind) if kind == "int8" else None
+    target = toy(seed=3, layers=3) if llm is None else llm.target
+    text = Text(target, [([1, 2, 3], [4, 5, 6, 7])])
+    whole = target.forward(text.rows, text.plane).logits
+    for ids in (1, 33, target.config.vocab_size):
+        some = target.forward(text.rows, text.plane, Part(vocab=ids)).logits
+        assert some.shape == (3, ids)
+        assert torch.equal(some, whole[:, :ids])
+
+
+def test_a_drafter_with_a_shortlist_changes_no_text() -> None:
+    assert check_drafter("layerskip", {"skip_layers": [1], "draft_vocab": 20, "refine": 0.5}, tokens=24)
+    with pytest.raises(ConfigError, match="draft_vocab"):
+        build_engine(toy(layers=3), Config(drafter="layerskip", k=2, options={"draft_vocab": 10**9}))
 
 
 class Quiet(RandomWeights):

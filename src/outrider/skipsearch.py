@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ STEPS = 25  # shares of the time that may be left out are told apart so finely
 LEADERS = 5  # of these, whose fastest sets are moved on from
 SWEEPS = 5  # over the passes that a price is made of: the fastest of each counts
 RATIO = 0.45  # of the blocks are left out in a random set (SWIFT's)
+SHORTLISTS = (8192, 16384, 32768, 65536)  # ids: tokenizers number what is frequent first
 K_MOST = 12
 Block = tuple[str, int]  # ("attention" or "mlp", layer)
 Cost = Callable[[int], float]
@@ -41,15 +42,17 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Skip:
-    """A set of blocks that do not run."""
+    """A set of blocks that do not run, and of ids that nobody looks at."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
+    vocab: int | None = None  # the head reads its first so many ids alone; None: all of it
 
     @staticmethod
-    def of(blocks: Iterable[Block]) -> Skip:
+    def of(blocks: Iterable[Block], vocab: int | None = None) -> Skip:
         blocks = set(blocks)
-        return Skip(*(frozenset(i for name, i in blocks if name == kind) for kind in ("attention", "mlp")))
+        attention, mlp = (frozenset(i for name, i in blocks if name == kind) for kind in ("attention", "mlp"))
+        return Skip(attention, mlp, vocab)
 
     @property
     def blocks(self) -> frozenset[Block]:
@@ -57,12 +60,13 @@ class Skip:
 
     @property
     def part(self) -> Part:
-        return Part(skip_attention=self.attention, skip_mlp=self.mlp)
+        return Part(skip_attention=self.attention, skip_mlp=self.mlp, vocab=self.vocab)
 
     @property
-    def options(self) -> dict[str, list[int]]:
+    def options(self) -> dict[str, Any]:
         """As the drafter `layerskip` is told."""
-        return {"skip_attention": sorted(self.attention), "skip_mlp": sorted(self.mlp)}
+        own: dict[str, Any] = {"skip_attention": sorted(self.attention), "skip_mlp": sorted(self.mlp)}
+        return own if self.vocab is None else own | {"draft_vocab": self.vocab}
 
 
 class Found(NamedTuple):
@@ -193,25 +197,33 @@ def _first(rows: Rows) -> Rows:
 
 
 class Price:
-    """Seconds of one drafted token, by the blocks that run: measured for all, without attention, and without MLPs."""
+    """Seconds of one drafted token, by what runs: measured for all, without attention, without MLPs, with less head."""
 
-    def __init__(self, seconds: Callable[[Part], float], layers: int, plain: float | None = None) -> None:
-        """seconds: what a pass over one row takes with only these blocks; plain: what one with all of them does.
+    def __init__(
+        self, seconds: Callable[[Part], float], layers: int, vocabulary: int = 0, plain: float | None = None
+    ) -> None:
+        """seconds: what a pass over one row takes with only this part; vocabulary: 0 where the head is always whole;
+        plain: what a pass with all of it takes.
 
         Passes in turns, and the fastest of each: what else the machine does only ever adds. Where `plain` was measured
         elsewhere, in other circumstances, only the ratios of what is measured here count.
         """
         every = frozenset(range(layers))
-        parts = (WHOLE, Part(skip_attention=every), Part(skip_mlp=every))
+        some = vocabulary // 4
+        parts = (WHOLE, Part(skip_attention=every), Part(skip_mlp=every), *([Part(vocab=some)] if some else []))
         sweeps = [[seconds(part) for part in parts] for _ in range(SWEEPS)]
-        whole, without_attention, without_mlp = (float(min(taken)) for taken in zip(*sweeps, strict=True))
+        whole, without_attention, without_mlp, *some_head = (float(min(taken)) for taken in zip(*sweeps, strict=True))
         scale = 1.0 if plain is None else plain / whole
         self.whole = scale * whole
         self.attention = scale * max(whole - without_attention, 0.0) / layers
         self.mlp = scale * max(whole - without_mlp, 0.0) / layers
+        self.vocabulary = vocabulary
+        self.id = scale * max(whole - some_head[0], 0.0) / (vocabulary - some) if some_head else 0.0  # of the head
 
     def __call__(self, skip: Skip) -> float:
-        return max(self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp, 0.02 * self.whole)
+        saved = len(skip.attention) * self.attention + len(skip.mlp) * self.mlp
+        saved += self.id * (0 if skip.vocab is None else max(self.vocabulary - skip.vocab, 0))
+        return max(self.whole - saved, 0.02 * self.whole)
 
 
 def expected(agreement: float, draft: float, cost: Cost, k_most: int = K_MOST) -> tuple[float, int]:
@@ -233,10 +245,11 @@ class Search:
         start: Skip | None = None,
         seed: int = 0,
         seeds: Iterable[Skip] = (),
+        shortlists: Iterable[int] = (),
     ) -> None:
-        """seeds: sets to look at first."""
+        """seeds: sets to look at first; shortlists: how many ids a head may be left with."""
         self.layers, self._agreement, self.price, self.cost = layers, agreement, price, cost
-        self._seeds = seeds
+        self._seeds, self.shortlists = seeds, list(shortlists)
         self.dice = random.Random(seed)
         self.known: dict[Skip, float] = {}
         self.best: Found | None = None
@@ -280,6 +293,8 @@ class Search:
         yield from self._seeds
         if len(self.known) <= 1:
             yield from self._greedy()
+        for leader in self._leaders() if self.shortlists else ():
+            yield from (replace(leader.skip, vocab=ids) for ids in self.shortlists)
         yield from self._moves()
 
     def _greedy(self) -> Iterator[Skip]:
@@ -308,8 +323,13 @@ class Search:
     def _neighbour(self) -> Skip:
         """Of one of the leaders. Where little or nothing pays, the fastest set of all is often one that hardly leaves
         anything out, with slower ones around it: nobody gets to a large set from there."""
-        leaders = sorted(self.fastest.values(), key=lambda found: -found.speedup)[:LEADERS]
-        return neighbour(self.dice.choice(leaders).skip, self.blocks, self.dice, layers=self.dice.random() < 0.5)
+        skip = self.dice.choice(self._leaders()).skip
+        if self.shortlists and self.dice.random() < 0.1:
+            return replace(skip, vocab=self.dice.choice([None, *self.shortlists]))
+        return neighbour(skip, self.blocks, self.dice, layers=self.dice.random() < 0.5)
+
+    def _leaders(self) -> list[Found]:
+        return sorted(self.fastest.values(), key=lambda found: -found.speedup)[:LEADERS]
 
     def _random(self) -> Skip:
         most = max(1, round(RATIO * len(self.blocks)))
@@ -334,4 +354,4 @@ def neighbour(skip: Skip, among: list[Block], dice: random.Random, layers: bool 
         blocks.difference_update(dice.choice(inside))
     if move in ("add", "swap") and outside:
         blocks.update(dice.choice(outside))
-    return Skip.of(blocks)
+    return Skip.of(blocks, skip.vocab)

@@ -20,7 +20,7 @@ from .errors import ConfigError, OutriderError
 from .llm import LLM
 from .models import device_of
 from .profiles import note
-from .skipsearch import NOTE, Found, Price, Search, Skip, Text
+from .skipsearch import NOTE, SHORTLISTS, Found, Price, Search, Skip, Text
 from .speeds import ALL, Row, Setup, row
 
 KS: tuple[int | str, ...] = ("auto", 2, 4, 8)
@@ -191,8 +191,10 @@ def skip_search(
         return None
     costs = Costs(pass_costs(llm), padded=text.device is not None)  # now, as the price of a draft: their ratio counts
     # A recorded draft's passes are timed as they are drafted; on a CPU a pass is a pass.
-    price = Price(text.seconds, layers, None if text.device is not None else costs(1))
-    return Search(layers, text.agreement, price, costs, start, seed, text.seeds())
+    vocabulary = llm.target.config.vocab_size if text.device is None else 0
+    price = Price(text.seconds, layers, vocabulary, None if text.device is not None else costs(1))
+    shortlists = [n for n in SHORTLISTS if n < vocabulary]
+    return Search(layers, text.agreement, price, costs, start, seed, text.seeds(), shortlists)
 
 
 def clearly_faster(row: Row) -> bool:
@@ -254,6 +256,7 @@ def skip_from(profile: dict[str, Any]) -> Skip | None:
     if not isinstance(sets, dict):
         return None
     try:
-        return Skip(*(frozenset(int(i) for i in sets[name]) for name in ("skip_attention", "skip_mlp")))
+        attention, mlp = (frozenset(int(i) for i in sets[name]) for name in ("skip_attention", "skip_mlp"))
+        return Skip(attention, mlp, sets.get("draft_vocab"))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("The profile's skip_search is damaged; tune again without --resume.") from error

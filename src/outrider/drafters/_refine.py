@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..models import Part
-from ..sampling import choose
+from ..sampling import choose, widened
 from ..skipsearch import Price, Skip, expected, neighbour, seconds_of, spared
 from ..types import Rows, Sequence, Step
 from . import Workspace
@@ -89,7 +89,7 @@ class Refinement:
         rows = self._rows(seq, range(stop - WINDOW, stop), slots)
         self.looked[seq.id] = stop
         if self.price is None:
-            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part)), self._layers)
+            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part)), *self._sizes)
         trial = self.trial
         trial.positions += WINDOW
         trial.mine += self._hits(seq, rows, self.skip)
@@ -144,11 +144,13 @@ class Refinement:
 
     def _forward(self, rows: Rows, part: Part) -> torch.Tensor:
         self.space.plane.written += 1
-        return self.space.target.forward(rows, self.space.plane, part).logits  # [R, V]
+        logits = self.space.target.forward(rows, self.space.plane, part).logits
+        return widened(logits, self.space.target.config.vocab_size)  # [R, V]
 
     @property
-    def _layers(self) -> int:
-        return self.space.target.config.layers
+    def _sizes(self) -> tuple[int, int]:
+        config = self.space.target.config
+        return config.layers, config.vocab_size
 
     def _learn_slope(self, step: Step) -> None:
         """What more rows add to a pass, from passes of one sequence that had some."""
