@@ -7,9 +7,10 @@
 First the search that `outrider tune` uses, on the target's own answers to some prompts. Then one race on *other*
 prompts, every contender answering each prompt once in a round, in an order that rotates: plain decoding, the set that
 was found with several K and with K auto, with its whole head where the search would read a part of it, on a CPU as
-small trees too, and the set that is used where nobody has searched. Ids are compared. × plain is of tokens after the first, each prompt by its median over rounds (on a CPU with
---threads 1 by that thread's own clock, which minds no neighbours); t_draft is a drafted token's and t_verify a pass's
-median (the device's clock on a GPU). `expected` is the search's own word.
+small trees too, and the set that is used where nobody has searched. Ids are compared. × plain is of tokens after the
+first, each prompt by its median over rounds (on a CPU with --threads 1 by that thread's own clock, which minds no
+neighbours); t_draft is a drafted token's and t_verify a pass's median (the device's clock on a GPU). `expected` is the
+search's own word.
 `--refine` serves a stream of prompts from the unsearched set with each of these shares of the time for refining it.
 The last line is one JSON object.
 """
