@@ -49,6 +49,8 @@ STYLE = (
     "<style>.line{fill:none;stroke-width:2}.s0{stroke:#3366cc}.s1{stroke:#cc6633}.dot.s0{fill:#3366cc}"
     ".dot.s1{fill:#cc6633}.grid{stroke:#ddd}.level{stroke:#888;stroke-dasharray:4}"
     ".label{font:11px sans-serif;fill:#444}</style>"
+    '<text class="label" x="70" y="232" style="fill:#3366cc">agreement</text>'
+    '<text class="label" x="70" y="248" style="fill:#cc6633">expected speed, × plain</text>'
 )
 
 

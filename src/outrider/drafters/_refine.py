@@ -23,6 +23,7 @@ from ..types import Rows, Sequence, Step
 from . import Workspace
 
 WINDOW = 32  # positions of one look
+LEAST = 8  # of one at an answer that ends: short answers are looked at too
 ENOUGH = 96  # positions that decide
 BETTER, WORSE = 1.02, 0.9  # times the speed in use: from here on a neighbour takes over, or is given up early
 SLOPE = 0.05  # what one more row adds to a pass, until it is known
@@ -58,7 +59,7 @@ class Refinement:
         self.passed += sum(step.clock.get(phase, 0.0) for phase in ("draft", "verify", "judge"))
         self._learn_slope(step)
         self.last = self.last or 8 * step.clock["verify"]  # a guess, until one was timed
-        seq = next((seq for seq in step.seqs if self._fresh(seq) >= WINDOW), None)
+        seq = next((seq for seq in step.seqs if self._fresh(seq) >= (LEAST if seq.done else WINDOW)), None)
         if seq is None or self.spent + self.last > self.share * self.passed:
             return False
         begin = time.perf_counter()
@@ -82,16 +83,16 @@ class Refinement:
     # ------------------------------------------------------------ one look
 
     def _look(self, seq: Sequence) -> None:
-        stop = self._stop(seq)
-        slots = self.space.cache.next_free(WINDOW)
-        if len(slots) < WINDOW:
+        stop, count = self._stop(seq), min(self._fresh(seq), WINDOW)
+        slots = self.space.cache.next_free(count)
+        if len(slots) < count:
             return
-        rows = self._rows(seq, range(stop - WINDOW, stop), slots)
+        rows = self._rows(seq, range(stop - count, stop), slots)
         self.looked[seq.id] = stop
         if self.price is None:
             self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part)), *self._sizes)
         trial = self.trial
-        trial.positions += WINDOW
+        trial.positions += count
         trial.mine += self._hits(seq, rows, self.skip)
         trial.its += self._hits(seq, rows, trial.skip)
         self._decide(trial)
