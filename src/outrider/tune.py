@@ -28,6 +28,7 @@ SHAPES = ((2, 4), (3, 4), (3, 6))  # width and depth of a tree
 FINALISTS = 3
 SEARCH_SHARE = 0.3  # of the minutes, for the layer-skip search
 SKIPPER = "layerskip"
+BUSH = 3  # guesses of one reduced pass that are verified together
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,12 @@ class Tuner:
         end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
         found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
         options = found.skip.options
-        return [Setup(SKIPPER, "auto", options), Setup(SKIPPER, found.k, options)]
+        guesses = {"tree": True, "tree_width": BUSH, "tree_depth": 1}  # a pass is dear: all that it says may be right
+        return [
+            Setup(SKIPPER, "auto", options),
+            Setup(SKIPPER, found.k, options),
+            Setup(SKIPPER, BUSH, options | guesses),
+        ]
 
     def _answers(self, progress: Progress) -> list[tuple[list[int], list[int]]]:
         plain, found = Setup("off", 0), []
