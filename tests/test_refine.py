@@ -113,6 +113,20 @@ def test_better_sets_take_over_within_the_time() -> None:
     assert not found.looked  # ended sequences are forgotten
 
 
+def test_short_answers_are_looked_at_too() -> None:
+    one = engine(skip_layers=INNER, refine=0.5)
+    found = refinement(one)
+    found.price = Known()  # type: ignore[assignment]
+    found.last = 1e-9  # there is time
+    seen = []
+    for seed in range(3):
+        seq = run(one, tokens=20, seed=seed)
+        assert seq.generated == run(plain(), tokens=20, seed=seed).generated
+        seen.append(found.spent)
+    assert 0 < seen[0] <= seen[1] <= seen[2]
+    assert not found.looked
+
+
 def plain() -> Engine:
     return build_engine(TARGET, Config(drafter="off"))
 

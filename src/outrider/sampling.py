@@ -306,3 +306,12 @@ class Dice:
         token = draw(p, key(self.seq.seed, place, RESIDUAL, len(self.seq.tokens)))
         self.draws[place] = token
         return token
+
+
+def widened(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits of the first ids alone [R, N] as those of all [R, V]: the others are as unlikely as can be said.
+
+    Not -inf: where something else forbids all of the first ids, there must be something left to choose.
+    """
+    missing = vocabulary - logits.shape[-1]
+    return logits if not missing else torch.nn.functional.pad(logits, (0, missing), value=-1e30)

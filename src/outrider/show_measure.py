@@ -152,6 +152,7 @@ def tune(console: Console, outcome: Outcome, most: int = 12) -> None:
     if outcome.search is not None:
         best = outcome.search
         sets = f"attention {sorted(best.skip.attention)} and MLPs {sorted(best.skip.mlp)}"
+        sets += f", drafts only the first {best.skip.vocab:,} ids" if best.skip.vocab else ""
         promise = f"agrees {best.agreement:.0%} of the time and promises {best.speedup:.2f} × at K = {best.k}"
         said = f"Layer skipping: {outcome.tried} sets scored; the best leaves out {sets}, {promise}."
         if best.speedup <= 1:

@@ -18,8 +18,9 @@ from .control import Costs
 from .drafters import lookup
 from .errors import ConfigError, OutriderError
 from .llm import LLM
+from .models import device_of
 from .profiles import note
-from .skipsearch import NOTE, Found, Price, Search, Skip, Text
+from .skipsearch import NOTE, SHORTLISTS, Found, Price, Search, Skip, Text
 from .speeds import ALL, Row, Setup, row
 
 KS: tuple[int | str, ...] = ("auto", 2, 4, 8)
@@ -27,6 +28,7 @@ SHAPES = ((2, 4), (3, 4), (3, 6))  # width and depth of a tree
 FINALISTS = 3
 SEARCH_SHARE = 0.3  # of the minutes, for the layer-skip search
 SKIPPER = "layerskip"
+BUSH = 3  # guesses of one reduced pass that are verified together
 
 
 @dataclass(frozen=True)
@@ -121,18 +123,18 @@ class Tuner:
 
     def _searched(self, progress: Progress, start: Skip | None) -> list[Setup]:
         """The best set that the share of the time finds, as setups; the model's own text is what it is scored on."""
-        if self.llm.device != "cpu":
-            return []  # sets are scored by calling the model itself, which a GPU's captured passes do not allow
-        text = Text(self.llm.target, self._answers(progress))
-        layers = self.llm.target.config.layers
-        if not text.positions or layers < 2:
+        self.search = skip_search(self.llm, self._answers(progress), start, self.plan.seed)
+        if self.search is None:
             return []
         end = self.clock() + SEARCH_SHARE * max(self.budget - (self.clock() - self.begin), 0.0)
-        costs = Costs(pass_costs(self.llm))  # measured now, as the price of a draft is: only their ratio counts
-        self.search = Search(layers, text.agreement, Price(text.seconds, layers), costs, start, self.plan.seed)
         found = self.search.run(lambda: self.clock() >= end, lambda search: self._say(search, progress))
         options = found.skip.options
-        return [Setup(SKIPPER, "auto", options), Setup(SKIPPER, found.k, options)]
+        guesses = {"tree": True, "tree_width": BUSH, "tree_depth": 1}  # a pass is dear: all that it says may be right
+        return [
+            Setup(SKIPPER, "auto", options),
+            Setup(SKIPPER, found.k, options),
+            Setup(SKIPPER, BUSH, options | guesses),
+        ]
 
     def _answers(self, progress: Progress) -> list[tuple[list[int], list[int]]]:
         plain, found = Setup("off", 0), []
@@ -175,6 +177,30 @@ class Tuner:
         search = self.search.best if self.search else None
         tried = len(self.search.known) if self.search else 0
         return Outcome(best, rows, kinds, search, tried, self.interrupted, self.clock() - self.begin)
+
+
+def laid_out(llm: LLM, answers: list[tuple[list[int], list[int]]]) -> Text:
+    """What the target said, where it lives: sets can be scored on it."""
+    if device_of(llm.target).type != "cuda":
+        return Text(llm.target, answers)
+    from .runners.laid import Laid  # needs triton, which is not installed everywhere
+
+    return Text(llm.target, answers, device=Laid)
+
+
+def skip_search(
+    llm: LLM, answers: list[tuple[list[int], list[int]]], start: Skip | None = None, seed: int = 0
+) -> Search | None:
+    """A search for the best set on what the target said; None where there is nothing to leave out, or nothing said."""
+    text, layers = laid_out(llm, answers), llm.target.config.layers
+    if not text.positions or layers < 2:
+        return None
+    costs = Costs(pass_costs(llm), padded=text.device is not None)  # now, as the price of a draft: their ratio counts
+    # A recorded draft's passes are timed as they are drafted; on a CPU a pass is a pass.
+    vocabulary = llm.target.config.vocab_size if text.device is None else 0
+    price = Price(text.seconds, layers, vocabulary, None if text.device is not None else costs(1))
+    shortlists = [n for n in SHORTLISTS if n < vocabulary]
+    return Search(layers, text.agreement, price, costs, start, seed, text.seeds(), shortlists)
 
 
 def clearly_faster(row: Row) -> bool:
@@ -236,6 +262,7 @@ def skip_from(profile: dict[str, Any]) -> Skip | None:
     if not isinstance(sets, dict):
         return None
     try:
-        return Skip(*(frozenset(int(i) for i in sets[name]) for name in ("skip_attention", "skip_mlp")))
+        attention, mlp = (frozenset(int(i) for i in sets[name]) for name in ("skip_attention", "skip_mlp"))
+        return Skip(attention, mlp, sets.get("draft_vocab"))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("The profile's skip_search is damaged; tune again without --resume.") from error

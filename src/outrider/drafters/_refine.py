@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..models import Part
-from ..sampling import choose
+from ..sampling import choose, widened
 from ..skipsearch import Price, Skip, expected, neighbour, seconds_of, spared
 from ..types import Rows, Sequence, Step
 from . import Workspace
 
 WINDOW = 32  # positions of one look
+LEAST = 8  # of one at an answer that ends: short answers are looked at too
 ENOUGH = 96  # positions that decide
 BETTER, WORSE = 1.02, 0.9  # times the speed in use: from here on a neighbour takes over, or is given up early
 SLOPE = 0.05  # what one more row adds to a pass, until it is known
-REPEATS = 3  # of a measured pass
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Refinement:
         self.passed += sum(step.clock.get(phase, 0.0) for phase in ("draft", "verify", "judge"))
         self._learn_slope(step)
         self.last = self.last or 8 * step.clock["verify"]  # a guess, until one was timed
-        seq = next((seq for seq in step.seqs if self._fresh(seq) >= WINDOW), None)
+        seq = next((seq for seq in step.seqs if self._fresh(seq) >= (LEAST if seq.done else WINDOW)), None)
         if seq is None or self.spent + self.last > self.share * self.passed:
             return False
         begin = time.perf_counter()
@@ -83,16 +83,16 @@ class Refinement:
     # ------------------------------------------------------------ one look
 
     def _look(self, seq: Sequence) -> None:
-        stop = self._stop(seq)
-        slots = self.space.cache.next_free(WINDOW)
-        if len(slots) < WINDOW:
+        stop, count = self._stop(seq), min(self._fresh(seq), WINDOW)
+        slots = self.space.cache.next_free(count)
+        if len(slots) < count:
             return
-        rows = self._rows(seq, range(stop - WINDOW, stop), slots)
+        rows = self._rows(seq, range(stop - count, stop), slots)
         self.looked[seq.id] = stop
         if self.price is None:
-            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part), REPEATS), self._layers)
+            self.price = Price(lambda part: seconds_of(lambda: self._forward(_one(rows), part)), *self._sizes)
         trial = self.trial
-        trial.positions += WINDOW
+        trial.positions += count
         trial.mine += self._hits(seq, rows, self.skip)
         trial.its += self._hits(seq, rows, trial.skip)
         self._decide(trial)
@@ -145,11 +145,13 @@ class Refinement:
 
     def _forward(self, rows: Rows, part: Part) -> torch.Tensor:
         self.space.plane.written += 1
-        return self.space.target.forward(rows, self.space.plane, part).logits  # [R, V]
+        logits = self.space.target.forward(rows, self.space.plane, part).logits
+        return widened(logits, self.space.target.config.vocab_size)  # [R, V]
 
     @property
-    def _layers(self) -> int:
-        return self.space.target.config.layers
+    def _sizes(self) -> tuple[int, int]:
+        config = self.space.target.config
+        return config.layers, config.vocab_size
 
     def _learn_slope(self, step: Step) -> None:
         """What more rows add to a pass, from passes of one sequence that had some."""

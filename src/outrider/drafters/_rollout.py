@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache import Cache, Packing, Plane
 from ..models import WHOLE, Model, Part
 from ..models.feed import CHUNK, catch_up
-from ..sampling import DRAFT, draw, key, law, ranked
+from ..sampling import DRAFT, draw, key, law, ranked, widened
 from ..types import Draft, Sequence, Tree
 from . import Passes, RecordedChains
 
@@ -225,8 +225,8 @@ class Rollout:
         """Logits of the wanted rows [R, V], where choices are made on the host."""
         self.plane.written += 1
         if self.passes is not None:
-            return self.passes.logits(packed.rows(), part).cpu()
-        return self.model.forward(packed.rows(), self.plane, part).logits
+            return widened(self.passes.logits(packed.rows(), part).cpu(), self.model.config.vocab_size)
+        return widened(self.model.forward(packed.rows(), self.plane, part).logits, self.model.config.vocab_size)
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         """Feed these nodes, each seeing its own ancestors; logits after each. [sum of nodes, V]"""

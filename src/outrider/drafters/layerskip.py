@@ -9,6 +9,7 @@ which is then found here by itself; without one, a few in the middle are left ou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..errors import ConfigError
 from ..profiles import noted
@@ -35,9 +36,10 @@ class Scratch(Rollout):
 
 @register("layerskip")
 class LayerSkip(Drafter):
-    """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), refine, tree, tree_width, tree_depth."""
+    """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), draft_vocab (only the first so many ids
+    are drafted), refine, tree, tree_width, tree_depth."""
 
-    takes = ("skip_layers", "skip_attention", "skip_mlp", "refine", "tree", "tree_width", "tree_depth")
+    takes = ("skip_layers", "skip_attention", "skip_mlp", "draft_vocab", "refine", "tree", "tree_width", "tree_depth")
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
@@ -82,19 +84,27 @@ class LayerSkip(Drafter):
 
 def _skip(space: Workspace) -> Skip:
     """The set that was asked for, else the one that was searched for this target, else a few layers in the middle."""
-    layers = space.target.config.layers
+    config = space.target.config
     asked = {name: _numbers(space, name) for name in ("skip_layers", "skip_attention", "skip_mlp")}
+    vocab = int(space.option("draft_vocab", default=0)) or None
+    if vocab is not None and not 0 < vocab <= config.vocab_size:
+        raise ConfigError(f"draft_vocab is {vocab}, but it must be between 1 and {config.vocab_size}, or 0 for all.")
     if space.options.keys().isdisjoint(asked):
         found = _noted(space)
         if found is not None:
-            return found
-        asked["skip_layers"] = frozenset(range(layers // 3, layers - layers // 4, max(2, layers // 6)))
+            return found if vocab is None else replace(found, vocab=vocab)
+        asked["skip_layers"] = usual(config.layers)
     both = asked["skip_layers"]
-    skip = Skip(both | asked["skip_attention"], both | asked["skip_mlp"])
+    skip = Skip(both | asked["skip_attention"], both | asked["skip_mlp"], vocab)
     for number in skip.attention | skip.mlp:
-        if not 0 <= number < layers:
-            raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {layers - 1}.")
+        if not 0 <= number < config.layers:
+            raise ConfigError(f"Layer {number} cannot be skipped: the target's layers are 0 to {config.layers - 1}.")
     return skip
+
+
+def usual(layers: int) -> frozenset[int]:
+    """A few layers in the middle, where nobody has searched."""
+    return frozenset(range(layers // 3, layers - layers // 4, max(2, layers // 6)))
 
 
 def _numbers(space: Workspace, name: str) -> frozenset[int]:
@@ -106,11 +116,14 @@ def _noted(space: Workspace) -> Skip | None:
     identity = getattr(space.target, "identity", None)
     facts = noted(NOTE, identity()) if identity is not None else {}
     try:
-        skip = Skip(frozenset(facts["skip_attention"]), frozenset(facts["skip_mlp"]))
-    except (KeyError, TypeError):
+        vocab = int(facts.get("draft_vocab") or space.target.config.vocab_size)
+        skip = Skip(frozenset(facts["skip_attention"]), frozenset(facts["skip_mlp"]), vocab)
+    except (KeyError, TypeError, ValueError):
         return None
+    if vocab >= space.target.config.vocab_size:
+        skip = replace(skip, vocab=None)
     known = frozenset(range(space.target.config.layers))
-    return skip if skip.attention | skip.mlp <= known else None
+    return skip if skip.attention | skip.mlp <= known and vocab > 0 else None
 
 
 def _share(space: Workspace) -> float:

@@ -28,6 +28,7 @@ class Part:
     skip_attention: frozenset[int] = frozenset()
     skip_mlp: frozenset[int] = frozenset()
     head: bool = True
+    vocab: int | None = None  # the head's first so many ids alone, which is what is frequent; None: all of them
 
 
 WHOLE = Part()

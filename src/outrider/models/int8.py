@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -129,7 +131,8 @@ class NativePass(Addresses):
     def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
         super().__init__(model.tensors, model.cos, model.sin)
         self.config, self.kernels, self.length = model.config, kernels, model.cos.shape[0]
-        self._model = self._pack_model(model)
+        self._models = {model.config.vocab_size: self._pack_model(model, model.config.vocab_size)}
+        self._pack = partial(self._pack_model, model)
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, count = self.config, rows.slots.shape[0]
@@ -140,12 +143,15 @@ class NativePass(Addresses):
         x = None if x is None else x.to(torch.float32).contiguous()
         indices = (rows.tokens, rows.positions, rows.slots, rows.lines, rows.context, rows.want)
         whole = [ops._whole(index, long) for index in indices]  # kept until the call is over
-        logits = torch.empty(whole[5].shape[0] if part.head else 0, c.vocab_size)  # [R, V]
+        ids = min(part.vocab or c.vocab_size, c.vocab_size)
+        if ids not in self._models:
+            self._models[ids] = self._pack(ids)
+        logits = torch.empty(whole[5].shape[0] if part.head else 0, ids)  # [R, V]
         hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
         skips = _skips(part, stop)
         self.kernels.int8_pass(
-            self._model,
+            self._models[ids],
             *(index.data_ptr() for index in whole),
             table.data_ptr(),
             0 if ancestors is None else ancestors.data_ptr(),
@@ -166,13 +172,14 @@ class NativePass(Addresses):
         )
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 
-    def _pack_model(self, model: Int8Transformer) -> int:
+    def _pack_model(self, model: Int8Transformer, ids: int) -> int:
+        """With a head of the first so many ids: they are its first rows, where they are."""
         c, tensors = self.config, model.tensors
         layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
-        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, c.vocab_size)
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
         places = [tensors[name].data_ptr() for name in ("norm", "embedding")]
         rope = (model.cos.data_ptr(), model.sin.data_ptr())
-        head = self._linear(quant.product(tensors, "head", c))
+        head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
         fields = (
             self._keep(layers),
             *places,
@@ -260,7 +267,7 @@ class TorchPass:
                 hidden[i] = x.clone()
         if not part.head:
             return Output(x.new_zeros(0), hidden)
-        return Output(self.products["head"](self._norm(x[rows.want], "norm")), hidden)
+        return Output(self.products["head"](self._norm(x[rows.want], "norm"))[:, : part.vocab], hidden)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return ops.add_norm(x, None, self.tensors[name], self.config.norm_eps, torch.float32)

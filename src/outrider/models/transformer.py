@@ -97,7 +97,7 @@ class Transformer:
             if i in taps:
                 x, delta = x if delta is None else x + _summed(delta), None
                 hidden[i] = x.clone()
-        return Output(self._logits(x, delta, rows.want) if part.head else x.new_zeros(0), hidden)
+        return Output(self._logits(x, delta, rows.want)[:, : part.vocab] if part.head else x.new_zeros(0), hidden)
 
     def _attention(
         self,
