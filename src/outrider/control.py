@@ -151,7 +151,8 @@ class Adaptive(Ways):
         if 4 * sum(turn.feed > 1 for turn in turns) >= len(turns):
             self.asking.wake()
         if not self.asking.pays():
-            self.why = f"{self.name} has brought little of late and rests: plain decoding is faster than asking it"
+            why = "had nothing to propose" if self.asking.empty else "has brought little of late"
+            self.why = f"{self.name} {why} and rests: plain decoding is faster than asking it"
             return {}
         if self.asking.hides and sum(turn.feed for turn in turns) > len(turns) + self.FULL:
             self.why = f"{self.name} is not asked while prompts fill the pass"
@@ -240,11 +241,11 @@ class Adaptive(Ways):
         return [turn.allow(room_for(turn, self.k_max)) for turn in (able[at:] + able[:at])[: self.GLANCES]]
 
     def glanced(self, turns: list[Turn], draft: Draft) -> None:
-        """The next pass waits for a draft where one like these would pay even if half of them came to nothing."""
+        """The next pass waits for a draft where one like these would pay, at the speed of plain decoding."""
         pairs = zip(turns, draft.trees, strict=True)
         hopes = sorted((hope for pair in pairs for hope in self._hopes(*pair)), reverse=True)
         now = Pass(self.turns, self.costs, self.lead, max(len(hopes), len(self.turns)))
-        needed = now.margin + 2 * self.asking.needed(len(self.turns), now.speed)
+        needed = now.margin + self.asking.needed(len(self.turns), now.speed / self.lead)
         if now.worthy(hopes, needed * len(turns) / len(self.turns)):
             self.asking.rest, self.steady = 0, False
 

@@ -261,6 +261,7 @@ class Asking:
     FADE = 0.9
     MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
     SHORTEST, LONGEST = 4, 256  # steps of a rest
+    SHARE = 0.015  # of a sequence's tokens that trials may cost for good
     EMPTY, NOD = 3, 16  # steps in vain before a rest and of it, where some parts of a drafter cannot look meanwhile
     SEEN = 9  # steps whose middle is what the host takes
 
@@ -271,6 +272,7 @@ class Asking:
         self._seen: dict[tuple[int, bool], deque[float]] = {}  # the last ones: a pause, the first too, is not a price
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
+        self.lost = 0.0  # tokens that each sequence lost by them
         self.rest, self.nap = 0, self.SHORTEST
         self.resting = False
         self.empty = 0  # asked steps in a row without a draft
@@ -294,9 +296,10 @@ class Asking:
         self.trials += 1
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
         needed = self.needed(batch, speed)
+        self.lost += (needed - gain) / batch
         if gain > needed:
             self.nap = self.SHORTEST
-        enough = 12 if self.nap == self.SHORTEST else 3  # steps that tell; each tells as much as it has sequences
+        enough = 12 if self.nap == self.SHORTEST else 4  # steps that tell; each tells as much as it has sequences
         if self.trials * batch >= enough and self.gain < needed:
             self.leave()
 
@@ -310,9 +313,12 @@ class Asking:
         return max(self.host.get((size, False), 0.0) - self.host.get((size, True), 0.0), 0.0)
 
     def leave(self) -> None:
-        """Let it be for a while, and the next time for longer."""
+        """Let it be for a while, and the next time for longer; never for so long that what the last trials lost is
+        next to nothing of what is made meanwhile: texts change."""
         if self.hides or self.crowded:
-            self.rest, self.nap, self.trials = self.nap, min(4 * self.nap, self.LONGEST), 0
+            long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if self.hides else self.LONGEST
+            self.rest, self.nap = min(self.nap, long_enough), min(2 * self.nap, self.LONGEST)
+            self.trials, self.lost = 0, 0.0
 
     def nod(self, partly: bool) -> bool:
         """There was nothing to verify, and one can look while resting (partly: some cannot, and may yet make up their
@@ -324,4 +330,4 @@ class Asking:
 
     def wake(self) -> None:
         """Somebody new came: whatever was learnt about silence may not hold for them."""
-        self.rest, self.nap, self.trials = 0, self.SHORTEST, 0
+        self.rest, self.nap, self.trials, self.lost = 0, self.SHORTEST, 0, 0.0

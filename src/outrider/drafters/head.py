@@ -129,14 +129,11 @@ class TrainedHead(Drafter):
             self._go_on(step)
 
     def _go_on(self, step: Step) -> None:
-        """What helped just now is likely to be asked for again: a device drafts while the host makes up its mind."""
-        helped = all(
-            verdict is not None and verdict.path and tree.source == self.name
-            for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True)
-        )
+        """Who was asked just now is likely to be asked again: a device drafts while the host makes up its mind."""
+        drafted = all(tree.source == self.name for tree in step.draft.trees)
         rooms = [min(self.asked.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
         goes_on = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
-        if helped and goes_on and min(rooms) > 0 and self.rollout.leaves_unread(step.seqs):
+        if drafted and goes_on and min(rooms) > 0 and self.rollout.leaves_unread(step.seqs):
             self.begun = Begun.of(step.seqs, rooms, self._roll(step.seqs, rooms))
 
     def end(self, seq: Sequence) -> None:
