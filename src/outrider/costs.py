@@ -316,8 +316,9 @@ class Asking:
         """Let it be for a while, and the next time for longer; never for so long that what the last trials lost is
         next to nothing of what is made meanwhile: texts change."""
         if self.hides or self.crowded:
-            long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if self.hides else self.LONGEST
-            self.rest, self.nap = min(self.nap, long_enough), min(2 * self.nap, self.LONGEST)
+            known = self.hides and self.trials > 0  # else nobody was asked, or nothing is hidden
+            long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if known else self.LONGEST
+            self.rest, self.nap = min(self.nap, long_enough), min(3 * self.nap, self.LONGEST)
             self.trials, self.lost = 0, 0.0
 
     def nod(self, partly: bool) -> bool:
