@@ -272,6 +272,7 @@ class Asking:
         self._seen: dict[tuple[int, bool], deque[float]] = {}  # the last ones: a pause, the first too, is not a price
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
+        self.vain = 0  # of them in a row that brought nothing
         self.lost = 0.0  # tokens that each sequence lost by them
         self.rest, self.nap = 0, self.SHORTEST
         self.resting = False
@@ -297,9 +298,11 @@ class Asking:
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
         needed = self.needed(batch, speed)
         self.lost += (needed - gain) / batch
+        self.vain = self.vain + 1 if gain <= 0 else 0
         if gain > needed:
             self.nap = self.SHORTEST
-        enough = 12 if self.nap == self.SHORTEST else 4  # steps that tell; each tells as much as it has sequences
+        # Steps that tell; each tells as much as it has sequences.
+        enough = 12 if self.nap == self.SHORTEST and self.vain < self.trials else 5
         if self.trials * batch >= enough and self.gain < needed:
             self.leave()
 
@@ -319,7 +322,7 @@ class Asking:
             known = self.hides and self.trials > 0  # else nobody was asked, or nothing is hidden
             long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if known else self.LONGEST
             self.rest, self.nap = min(self.nap, long_enough), min(3 * self.nap, self.LONGEST)
-            self.trials, self.lost = 0, 0.0
+            self.trials, self.vain, self.lost = 0, 0, 0.0
 
     def nod(self, partly: bool) -> bool:
         """There was nothing to verify, and one can look while resting (partly: some cannot, and may yet make up their
@@ -331,4 +334,4 @@ class Asking:
 
     def wake(self) -> None:
         """Somebody new came: whatever was learnt about silence may not hold for them."""
-        self.rest, self.nap, self.trials, self.lost = 0, self.SHORTEST, 0, 0.0
+        self.rest, self.nap, self.trials, self.vain, self.lost = 0, self.SHORTEST, 0, 0, 0.0
