@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--share", type=float, default=0.04, help="of serving time that may be spent on learning")
-    parser.add_argument("--cap-ms", type=float, default=5.0)
+    parser.add_argument("--cap-ms", type=float, default=10.0)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")
     parser.add_argument("--svg", type=Path, default=None)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collecting import no_collection
 from .adapter import Frozen, Weights, copied
 from .aside import Aside
 from .buffer import TOP, Records, Ring, Seen, digested
@@ -29,9 +30,10 @@ _INBOX = 64  # nodes that wait to be looked at
 _HANDFUL = 16  # nodes of one look
 _TOO_SLOW = 64  # slices in a row that are as small as can be and yet over the cap, until learning stops
 _LEAST = 4  # records of the smallest slice
-_CAREFUL = 1.5  # times what a slice usually takes: now and then one takes so long
+_FORGET = 0.98  # of what a larger one took, with every slice
+_CAREFUL = 3.0  # times what a slice usually takes: now and then one takes so long
 _BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be dropped
-_JUDGED, _WORDS = 8, 4096  # records and words of the largest slice of a comparison, which looks at every word
+_WORDS, _FEWEST = 512, 32  # of the largest and the smallest slice of a comparison, which looks at every word
 _WARM = 64  # calls that one update surely needs no more of
 _EVEN = 0.99  # weight of the past in the baseline
 
@@ -41,7 +43,7 @@ class Plan:
     """When, how long and how fast to learn."""
 
     every: int = 8  # verifications between two updates, at least
-    cap: float = 0.005  # seconds that one step may spend on learning
+    cap: float = 0.010  # seconds that one step may spend on learning; usually it is half of that
     share: float = 0.04  # of the time that serving takes, at most
     batch: int = 64  # records of one update
     slice: int = 32  # and of one slice of it
@@ -49,7 +51,7 @@ class Plan:
     rank: int = 128
     capacity: int = 2048  # records that are kept
     words: int = 16  # of each record's distribution that all of an update's records are compared over
-    judge_every: int = 16  # updates between two comparisons with what drafts
+    judge_every: int = 8  # updates between two comparisons with what drafts
     judged: int = 64  # records of such a comparison, the latest: nothing is learnt from them before
     decay: float = 0.01
     schedule: Schedule = field(default_factory=Schedule)
@@ -95,7 +97,8 @@ class Learner:
         self.live = copied(weights)
         self.ring = Ring(plan.capacity, frozen.hidden, frozen.norm, min(TOP, frozen.place.shape[0]))
         self.aside = Aside(frozen.norm.device)
-        self.slice, self.judged = plan.slice, _JUDGED
+        self.slice, self.words = plan.slice, _WORDS
+        self._larger = math.inf  # seconds of a slice of twice as many records
         self.baseline = 0.0  # of rewards: how often drafts are right lately
         self.waiting = 0  # verifications since the last update
         self.inbox: deque[Seen] = deque()
@@ -154,10 +157,11 @@ class Learner:
         begin, own = self.clock(), self.used()
         now = own
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self.aside.reading():
+            with torch.inference_mode(False), torch.enable_grad(), self.aside.reading(), no_collection():
                 while self.due and self.aside.idle:
                     expected = _CAREFUL * self.costs.get(self._next, self.plan.cap)  # unknown: alone
-                    if now > own and self.clock() - begin + expected > self.plan.cap:
+                    elapsed = self.clock() - begin
+                    if now > own and (2 * elapsed > self.plan.cap or elapsed + expected > self.plan.cap):
                         break
                     self._advance()
                     self.aside.mark()
@@ -252,29 +256,26 @@ class Learner:
 
     def _judge(self) -> Iterator[str]:
         """Which of the latest records the trained weights get right, and which of them what drafts."""
-        latest, at, hits = self.ring.latest(self.plan.judged), 0, []
-        while at < latest.state.shape[0]:
-            part = latest.part(slice(at, at + self.judged))
-            at += part.state.shape[0]
-            hits.append((yield from self._hits(part)))
+        ours, theirs = yield from self._hits(self.ring.latest(self.plan.judged))
         yield "compare"
-        self._compare(torch.cat([ours for ours, _ in hits]), torch.cat([theirs for _, theirs in hits]))
+        self._compare(ours, theirs)
 
     @torch.no_grad()
     def _hits(self, records: Records) -> Generator[str, None, tuple[Tensor, Tensor]]:
         """[n] each, by all words: an update compares a few, and may have raised others unseen.
 
-        In slices of words, because the table is larger than a cache; it is read once for both.
+        In slices of words, because the table is larger than a cache; each is read once for all records and both.
         """
         pair = (self.trained, self._drafting)
         normed = torch.cat([self.frozen.adapted(w, records.state, records.beside).normed for w in pair])  # [2n, H]
         normed = normed.to(self.frozen.table.dtype)
-        tops, ids = [], []
-        for start in range(0, self.frozen.table.shape[0], _WORDS):
+        tops, ids, start = [], [], 0
+        while start < self.frozen.table.shape[0]:
             yield "judge"
-            top = (normed @ self.frozen.table[start : start + _WORDS].T).max(-1)
+            top = (normed @ self.frozen.table[start : start + self.words].T).max(-1)
             tops.append(top.values)
             ids.append(top.indices + start)
+            start += self.words
         piece = torch.stack(tops).argmax(0)  # [2n]
         said = torch.stack(ids).gather(0, piece[None])[0].view(2, -1)  # [2, n]
         right = self.frozen.place[records.words[:, 0]]  # [n] -1 where no draft can be right
@@ -310,6 +311,7 @@ class Learner:
         """Training begins with these, and with nothing half done."""
         self._job = None
         self._next = self._doing = "take"
+        self.costs.pop("apply", None)  # the first time an optimiser makes its memory
         self.trained = copied(weights, trained=True)
         self.optimiser = torch.optim.AdamW(
             self.trained.values(), self.plan.rate, (0.9, 0.99), weight_decay=self.plan.decay, fused=True
@@ -325,22 +327,28 @@ class Learner:
         known = self.costs.get(self._doing, seconds)
         self.costs[self._doing] = 0.7 * known + 0.3 * seconds
         if self._doing == "learn":
-            usual, cap = self.costs["learn"], self.plan.cap
-            self._slow = self._slow + 1 if usual > cap and self.slice <= _LEAST else 0
-            if _CAREFUL * usual > cap and self.slice > _LEAST:
-                self.slice, self.costs["learn"] = self.slice // 2, usual / 2
-            elif usual < cap / (3 * _CAREFUL) and self.slice < self.plan.slice:
-                self.slice, self.costs["learn"] = self.slice * 2, usual * 2
-            if self._slow > _TOO_SLOW:
-                text = f"{_LEAST} records take {usual * 1e3:.1f} ms here, and the cap is {cap * 1e3:g} ms"
-                self.stop("stopped", f"learning is too slow: {text}; raise learn_cap_ms")
+            self._fit_slice()
         self.fit_judging()
         return self.used()
 
+    def _fit_slice(self) -> None:
+        """As many records as fit under the cap: half of them often take nearly as long, so a moment's load must not
+        keep slices small. What twice as many took is remembered, and forgotten slowly."""
+        usual, cap = self.costs["learn"], self.plan.cap
+        self._slow = self._slow + 1 if usual > cap and self.slice <= _LEAST else 0
+        self._larger = max(_FORGET * self._larger, usual)
+        if _CAREFUL * usual > cap and self.slice > _LEAST:
+            self.slice, self.costs["learn"], self._larger = self.slice // 2, usual / 2, usual
+        elif _CAREFUL * self._larger < cap and self.slice < self.plan.slice:
+            self.slice, self.costs["learn"], self._larger = self.slice * 2, self._larger, 2 * self._larger
+        if self._slow > _TOO_SLOW:
+            text = f"{_LEAST} records take {usual * 1e3:.1f} ms here, and the cap is {cap * 1e3:g} ms"
+            self.stop("stopped", f"learning is too slow: {text}; raise learn_cap_ms")
+
     def fit_judging(self) -> None:
         """A slice of a comparison that does not fit under the cap is made smaller, too."""
-        while self.judged > 1 and _CAREFUL * self.costs.get("judge", 0.0) > self.plan.cap:
-            self.judged, self.costs["judge"] = self.judged // 2, self.costs["judge"] / 2
+        while self.words > _FEWEST and _CAREFUL * self.costs.get("judge", 0.0) > self.plan.cap:
+            self.words, self.costs["judge"] = self.words // 2, self.costs["judge"] / 2
 
 
 def warm(learner: Learner) -> None:
@@ -355,5 +363,5 @@ def warm(learner: Learner) -> None:
             other.aside.stream.synchronize()
         if other.report.updates > 2 or other.report.failures:
             break
-    learner.costs = dict(other.costs)
+    learner.costs = {name: cost for name, cost in other.costs.items() if name != "apply"}  # see `_start_over`
     learner.fit_judging()

@@ -6,9 +6,7 @@ knows bytes, streams and graphs; it knows neither models nor sequences.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import prod
 from threading import Lock
 from typing import Any, Protocol
@@ -16,6 +14,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from ..collecting import no_collection
 
 Field = tuple[torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
@@ -99,7 +99,8 @@ class Recording:
         stream = torch.cuda.Stream(device, priority=_priority(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
-        with _CAPTURING, _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
+        # Without a collection: another engine's graphs must not be freed in the middle of a capture.
+        with _CAPTURING, no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
             work()  # kernels are compiled and libraries wake up outside the capture
             stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
@@ -121,18 +122,6 @@ class Recording:
 def _priority(device: torch.device) -> int:
     """Of recorded work: what the engine's own stream runs goes before what others do beside it."""
     return -1 if torch.cuda.current_stream(device) == torch.cuda.default_stream(device) else 0
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Another engine's graphs must not be freed in the middle of a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Pool:
