@@ -38,7 +38,7 @@ def test_it_asks_while_it_pays() -> None:
 def test_it_rests_where_asking_costs_more_than_it_brings_and_for_longer_and_longer() -> None:
     said = live(awake(), 500, gain=0.0)
     assert said.startswith("a" * 5 + ".")  # nothing at all, five times over
-    assert rests(said)[:3] == [4, 12, 36]
+    assert rests(said)[:3] == [4, 16, 64]
     longest = max(rests(live(awake(), 2000, gain=0.0)))  # five steps at a quarter of a token, and a little
     assert 1.2 <= Asking.SHARE * longest <= 1.5
     dear = max(rests(live(awake(), 4000, gain=-2.0)))
@@ -67,7 +67,7 @@ def test_a_draft_that_comes_true_shortens_the_next_rest() -> None:
 
 def test_newcomers_wake_it() -> None:
     asking = awake()
-    live(asking, 100, gain=0.0)
+    live(asking, 60, gain=0.0)
     assert asking.rest > 0
     asking.wake()
     assert asking.pays()

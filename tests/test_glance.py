@@ -87,15 +87,11 @@ def test_one_looks_only_while_a_pass_is_under_way() -> None:
     assert not Adaptive(controller.costs).glance(turns)
 
 
-def test_all_of_a_batch_are_looked_at_in_turn() -> None:
-    controller, turns = resting(20)
-    seen: set[int] = set()
-    for _ in range(5):
-        controller.budget(turns)
-        some = [turn.seq.id for turn in controller.glance(turns)]
-        assert len(some) == controller.GLANCES
-        seen |= set(some)
-    assert seen == set(range(20))
+def test_a_small_batch_is_looked_at_whole_and_a_large_one_not_at_all() -> None:
+    controller, turns = resting(Adaptive.GLANCES)
+    assert [turn.seq.id for turn in controller.glance(turns)] == list(range(Adaptive.GLANCES))
+    controller, turns = resting(Adaptive.GLANCES + 1)
+    assert not controller.glance(turns)
 
 
 @pytest.mark.parametrize(("chance", "wakes"), [(0.95, True), (0.05, False)])

@@ -80,9 +80,10 @@ def padded(cache: Cache, make: Any) -> Any:
 
 
 def engine(
-    target: Transformer, head: Head, text: list[list[int]] | None = None, k: int = 5, slots: int = 400, **options: Any
-) -> Engine:
-    """With a head that checks itself: every recorded draft is made eagerly too."""
+    target: Transformer, head: Head, text: list[list[int]] | None = None, k: int = 5, slots: int = 400,
+    kind: type[TrainedHead] | None = None, **options: Any,
+) -> Engine:  # fmt: skip
+    """With a head that checks itself, unless another is given: every recorded draft is made eagerly too."""
     cache = Cache(slots, 8, 96, DEVICE)
     plane: Plane = padded(cache, lambda: cache.add_plane(*target.plane_shape))
     desk = Desk(cache, DEVICE, 4)
@@ -92,7 +93,7 @@ def engine(
         return Graphs(model, plane, desk)
 
     space: Any = Workspace(target, cache, plane, options, None, passes)  # type: ignore[arg-type]
-    drafter = padded(cache, lambda: Twice(space))
+    drafter = padded(cache, lambda: (kind or Twice)(space))
     return Engine(Graphs(target, plane, desk), cache, drafter, Fixed(k), Scheduler(cache, plane, 4, 48), 48)
 
 
@@ -102,6 +103,7 @@ class Twice(TrainedHead):
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.drafted: list[tuple[Tree, ...]] = []
+        self.blind = False  # nothing is begun unasked: an eager draft needs places that only an asked one has
 
     def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         rollout, plane, drafts = self.rollout, self.rollout.plane, self.rollout.drafts
@@ -211,6 +213,33 @@ def test_recorded_drafts_change_no_text(
     assert drafter.taps == (), "nobody has to look at what the passes leave in their slots"
     assert max(len(trees) for trees in drafter.drafted) == 3
     assert all(tree.tokens for trees in drafter.drafted for tree in trees)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", ["mixed", pytest.param("greedy", marks=slow)])
+def test_drafts_that_were_begun_unasked_change_no_text(
+    target: Transformer, plain: dict[str, list[list[int]]], law: str
+) -> None:
+    class Foretells(TrainedHead):
+        """Says what the text will be, every other time: something must be accepted."""
+
+        rolled = taken = 0
+
+        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            self.taken += self.begun is not None and self.begun.suits(seqs, budget)
+            return super().draft(seqs, budget)
+
+        def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            self.rolled += 1
+            draft = super()._roll(seqs, budget)
+            if self.rolled % 2:
+                return draft
+            said = (plain[law][seq.id - 1][len(seq.generated) :][:k] for seq, k in zip(seqs, budget, strict=True))
+            return Draft.pack(chain(tokens, source="head") for tokens in said)
+
+    made: Any = engine(target, head_for(target, "eagle3"), k=3, kind=Foretells)
+    assert say(made, LAWS[law]) == plain[law]
+    assert made.drafter.taken > 0
 
 
 def one(engine: Engine, seq: Sequence) -> set[str]:

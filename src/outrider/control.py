@@ -90,7 +90,7 @@ class Adaptive(Ways):
     PROBED = 4  # sequences of a batch that are probed together
     FREELY = 512  # nodes asked of a free drafter in all: more rows are not free, and even it takes its time
     FULL = 64  # rows of prompts that make a device's pass cost what it computes, not what it reads
-    GLANCES = 8  # sequences that are glanced at in one step: while a pass runs there is time, but not for ever
+    GLANCES = 8  # sequences of a batch that is glanced at: with more, the host has enough to do while a pass runs
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
@@ -230,15 +230,14 @@ class Adaptive(Ways):
 
     def _nod(self, turns: list[Turn]) -> None:
         """There is nothing to propose. Where one can look again at no cost, the next pass need not wait for it."""
-        if self.glances and self.asking.hides and all(turn.feed == 1 and not turn.own for turn in turns):
+        few = self.glances and len(turns) <= self.GLANCES
+        if few and self.asking.hides and all(turn.feed == 1 and not turn.own for turn in turns):
             self.steady = self.asking.nod(self.frugal)
 
     def glance(self, turns: list[Turn]) -> list[Turn]:
-        if not (self.glances and self.ahead and self.steady):
+        if not (self.glances and self.ahead and self.steady and len(turns) <= self.GLANCES):
             return []
-        able = [turn for turn in turns if room_for(turn, 1)]
-        at = self.unasked * self.GLANCES % max(len(able), 1)
-        return [turn.allow(room_for(turn, self.k_max)) for turn in (able[at:] + able[:at])[: self.GLANCES]]
+        return [turn.allow(room_for(turn, self.k_max)) for turn in turns if room_for(turn, 1)]
 
     def glanced(self, turns: list[Turn], draft: Draft) -> None:
         """The next pass waits for a draft where one like these would pay, at the speed of plain decoding."""
@@ -246,7 +245,7 @@ class Adaptive(Ways):
         hopes = sorted((hope for pair in pairs for hope in self._hopes(*pair)), reverse=True)
         now = Pass(self.turns, self.costs, self.lead, max(len(hopes), len(self.turns)))
         needed = now.margin + self.asking.needed(len(self.turns), now.speed / self.lead)
-        if now.worthy(hopes, needed * len(turns) / len(self.turns)):
+        if now.worthy(hopes, needed):
             self.asking.rest, self.steady = 0, False
 
     def _hopes(self, turn: Turn, tree: Tree) -> list[float]:

@@ -261,7 +261,7 @@ class Asking:
     FADE = 0.9
     MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
     SHORTEST, LONGEST = 4, 256  # steps of a rest
-    SHARE = 0.015  # of a sequence's tokens that trials may cost for good
+    SHARE, OF_MANY = 0.015, 0.005  # of a sequence's tokens that trials may cost for good: alone, and in a batch
     EMPTY, NOD = 3, 16  # steps in vain before a rest and of it, where some parts of a drafter cannot look meanwhile
     SEEN = 9  # steps whose middle is what the host takes
 
@@ -272,6 +272,7 @@ class Asking:
         self._seen: dict[tuple[int, bool], deque[float]] = {}  # the last ones: a pause, the first too, is not a price
         self.gain = 0.0  # tokens that asking brought in a step, less what their rows cost
         self.trials = 0  # asked steps since the last rest, or since somebody new came
+        self.several = False  # sequences in them
         self.vain = 0  # of them in a row that brought nothing
         self.lost = 0.0  # tokens that each sequence lost by them
         self.rest, self.nap = 0, self.SHORTEST
@@ -298,6 +299,7 @@ class Asking:
         self.gain += max(1 - self.FADE, 1 / self.trials) * (gain - self.gain)
         needed = self.needed(batch, speed)
         self.lost += (needed - gain) / batch
+        self.several = batch > 1
         self.vain = self.vain + 1 if gain <= 0 else 0
         if gain > needed:
             self.nap = self.SHORTEST
@@ -320,8 +322,9 @@ class Asking:
         next to nothing of what is made meanwhile: texts change."""
         if self.hides or self.crowded:
             known = self.hides and self.trials > 0  # else nobody was asked, or nothing is hidden
-            long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if known else self.LONGEST
-            self.rest, self.nap = min(self.nap, long_enough), min(3 * self.nap, self.LONGEST)
+            share = self.OF_MANY if self.several else self.SHARE
+            long_enough = max(int(self.lost / share), self.SHORTEST) if known else self.LONGEST
+            self.rest, self.nap = min(self.nap, long_enough), min(4 * self.nap, self.LONGEST)
             self.trials, self.vain, self.lost = 0, 0, 0.0
 
     def nod(self, partly: bool) -> bool:
