@@ -261,7 +261,7 @@ class Asking:
     FADE = 0.9
     MARGIN = 0.02  # tokens for each sequence that asking must bring beyond its price
     SHORTEST, LONGEST = 4, 256  # steps of a rest
-    SHARE, OF_MANY = 0.015, 0.005  # of a sequence's tokens that trials may cost for good: alone, and in a batch
+    SHARE = 0.015  # of a sequence's tokens that trials may cost for good; in a batch a trial costs everybody's time
     EMPTY, NOD = 3, 16  # steps in vain before a rest and of it, where some parts of a drafter cannot look meanwhile
     SEEN = 9  # steps whose middle is what the host takes
 
@@ -321,9 +321,8 @@ class Asking:
         """Let it be for a while, and the next time for longer; never for so long that what the last trials lost is
         next to nothing of what is made meanwhile: texts change."""
         if self.hides or self.crowded:
-            known = self.hides and self.trials > 0  # else nobody was asked, or nothing is hidden
-            share = self.OF_MANY if self.several else self.SHARE
-            long_enough = max(int(self.lost / share), self.SHORTEST) if known else self.LONGEST
+            known = self.hides and self.trials > 0 and not self.several  # else nobody was asked, or nothing is hidden
+            long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if known else self.LONGEST
             self.rest, self.nap = min(self.nap, long_enough), min(4 * self.nap, self.LONGEST)
             self.trials, self.vain, self.lost = 0, 0, 0.0
 
