@@ -18,7 +18,6 @@ import pytest
 from outrider import SamplingParams
 from outrider.ahead.account import Account
 from outrider.ahead.mail import Mail, Sizes
-from outrider.ahead.place import Place
 from outrider.ahead.worth import Worth
 from outrider.build import build_engine
 from outrider.config import Config
@@ -29,6 +28,7 @@ from outrider.models.head import Head
 from outrider.models.toy import random_head, toy
 from outrider.testing import Scenario, decode, reference
 from outrider.types import Sequence
+from places import Foreseen
 from test_head_pays import MANY, RECORDING, Requests, Told, fake_head
 from test_never_slower import fake_model
 
@@ -50,18 +50,14 @@ class Times:
     recordings: tuple[int, ...] = (3, 17, 18)  # requests that something new is recorded for
 
 
-class Beside(Place):
+class Beside(Foreseen):
     """A worker in invented time."""
 
-    kind, ready = "stream", True  # type: ignore[assignment]
+    kind = "stream"
 
     def __init__(self, run: Any, sizes: Sizes, times: Times) -> None:
         super().__init__(Mail(sizes, mmap.mmap(-1, sizes.bytes)), clock=lambda: run.world.now)
-        self.run, self.times = run, times
-        self.due: Callable[[int], float] = lambda depth: 0.0
-
-    def tend(self) -> None:
-        pass
+        self.run, self.times, self.world = run, times, run.world
 
     def post(self) -> int:
         mail, times = self.mail, self.times
@@ -84,22 +80,6 @@ class Beside(Place):
         mail["seconds"][:] = first + depth * deeper, first, deeper
         mail["answered"][0], mail["published"][0] = self.number, depth
         return self.number
-
-    def wait(self, depth: int, seconds: float) -> bool:
-        self.run.world.now = max(self.run.world.now, self.due(depth))
-        return True
-
-    def _start(self) -> Any:
-        raise AssertionError("nobody starts a clock")
-
-    def _alive(self) -> bool:
-        return True
-
-    def _last_words(self) -> str:
-        return ""
-
-    def _end(self) -> None:
-        pass
 
 
 class Answers(Requests):

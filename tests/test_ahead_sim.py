@@ -20,7 +20,6 @@ import torch
 
 from outrider import engine as engine_module
 from outrider.ahead.mail import Mail, Sizes
-from outrider.ahead.place import Place
 from outrider.cache import Cache
 from outrider.control import Fixed
 from outrider.drafters import Workspace, ahead as ahead_module, make
@@ -29,6 +28,7 @@ from outrider.engine import Engine
 from outrider.models.toy import toy
 from outrider.scheduler import Scheduler
 from outrider.types import Output, SamplingParams, Sequence
+from places import Foreseen
 
 TOKENS, WRONG = 3000, 1
 
@@ -56,19 +56,15 @@ class World:
         self.now = max(self.now, moment)
 
 
-class Oracle(Place):
+class Oracle(Foreseen):
     """Knows the text, and answers in time, and as often rightly, as it is told."""
 
-    kind, ready = "oracle", True  # type: ignore[assignment]
+    kind = "oracle"
 
     def __init__(self, world: World, text: list[int], setting: Any) -> None:
         sizes = Sizes(4, len(text) + 64, 64)
         super().__init__(Mail(sizes, bytearray(sizes.bytes)), clock=lambda: world.now)
         self.world, self.text, self.s, self.dice = world, text, setting, random.Random(3)
-        self.due: Callable[[int], float] = lambda depth: 0.0
-
-    def tend(self) -> None:
-        pass
 
     def post(self) -> int:
         mail, s, begin = self.mail, self.s, self.world.now
@@ -94,22 +90,6 @@ class Oracle(Place):
         mail["seconds"][:] = s.first + depth * s.deeper, s.first, s.deeper
         mail["answered"][0], mail["published"][0] = self.number, depth
         return self.number
-
-    def wait(self, depth: int, seconds: float) -> bool:
-        self.world.at_least(self.due(depth))
-        return True
-
-    def _start(self) -> Any:
-        raise AssertionError("nobody starts an oracle")
-
-    def _alive(self) -> bool:
-        return True
-
-    def _last_words(self) -> str:
-        return ""
-
-    def _end(self) -> None:
-        pass
 
     def _right(self, at: int) -> int:
         return self.text[at] if self.dice.random() < self.s.alpha else WRONG

@@ -1,7 +1,8 @@
 """How much to draft: never, always K, or as much as pays.
 
 A controller speaks twice in a step. `budget` bounds the drafter's work before anything is drafted; `prune` bounds the
-target's, from what the drafter is confident of. It sees chances and measured seconds, never tokens. Under the rules
+target's, from what the drafter is confident of. (Where a pass was started without a draft, `glance` and `glanced`
+decide whether the next one waits for one.) It sees chances and measured seconds, never tokens. Under the rules
 that draw from q, `prune` judges a node by its parent's survival: a drawn token is never discarded for its own value.
 """
 

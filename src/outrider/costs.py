@@ -321,7 +321,7 @@ class Asking:
         """Let it be for a while, and the next time for longer; never for so long that what the last trials lost is
         next to nothing of what is made meanwhile: texts change."""
         if self.hides or self.crowded:
-            known = self.hides and self.trials > 0 and not self.several  # else nobody was asked, or nothing is hidden
+            known = self.hides and self.trials > 0 and not self.several
             long_enough = max(int(self.lost / self.SHARE), self.SHORTEST) if known else self.LONGEST
             self.rest, self.nap = min(self.nap, long_enough), min(4 * self.nap, self.LONGEST)
             self.trials, self.vain, self.lost = 0, 0, 0.0

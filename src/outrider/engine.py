@@ -86,7 +86,7 @@ class Engine:
         return self.scheduler.busy
 
     def step(self) -> Step:
-        """Pick, budget, draft, launch, overlap, judge, commit, observe."""
+        """Pick, budget, draft or glance, launch, overlap, judge, commit, observe."""
         clock = self.clock.start()
         turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick()))
         with clock.time("draft"):

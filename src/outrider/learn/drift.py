@@ -169,8 +169,8 @@ def sentences(watches: Iterable[tuple[tuple[str, str], Watch]]) -> Iterable[str]
         if (fall := watch.stale) is not None:
             yield (
                 f"The drafter {drafter} has gone stale on '{kind}': its acceptance fell from {fall.before:.0%} to "
-                f"{fall.after:.0%} ({watch.blocks - fall.block} blocks of requests ago). Let it learn (--learn), or "
-                f"train it on newer text (`outrider train`)."
+                f"{fall.after:.0%} ({watch.blocks - fall.block} blocks of requests ago). If it is a trained one, "
+                f"let it learn (--learn), or train it on newer text (`outrider train`)."
             )
 
 
