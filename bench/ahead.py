@@ -37,16 +37,16 @@ import twin
 from ahead_watch import Watch
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
-from outrider.ahead.curve import Curve, Law
-from outrider.ahead.forks import Forker, Plan, likeliest
-from outrider.environment import environment
-from outrider.models import Part, device_of
+from outrider.backends import Part, device_of
+from outrider.backends.load import load_model
+from outrider.backends.output import embedding_of
+from outrider.drafters.ahead.curve import Curve, Law
+from outrider.drafters.ahead.forks import Forker, Plan, likeliest
+from outrider.drafters.head.network import Head, read_head
+from outrider.engine.sampling import ranked
+from outrider.measure.environment import environment
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.head import Head, read_head
-from outrider.models.load import load_model
-from outrider.models.output import embedding_of
-from outrider.prompts import bundled
-from outrider.sampling import ranked
+from outrider.models.prompts import bundled
 from outrider.types import Sequence
 
 WIDEST = 16

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from outrider import LLM, SamplingParams
-from outrider.ahead.account import Account
-from outrider.ahead.curve import Curve, chances, fan_out
-from outrider.ahead.forks import Forker
-from outrider.ahead.mail import rank
-from outrider.drafters import ahead as ahead_module
-from outrider.drafters.ahead import Ahead
-from outrider.environment import environment
-from outrider.prompts import bundled
+from outrider.drafters.ahead import drafter as ahead_module
+from outrider.drafters.ahead.account import Account
+from outrider.drafters.ahead.curve import Curve, chances, fan_out
+from outrider.drafters.ahead.drafter import Ahead
+from outrider.drafters.ahead.forks import Forker
+from outrider.drafters.ahead.shared_queue import rank
+from outrider.measure.environment import environment
+from outrider.models.prompts import bundled
 
 WIDEST, GROWN = 16, 2  # forks at every place, and how many of them are grown
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from outrider import LLM
-from outrider.ahead.account import Round
+from outrider.drafters.ahead.account import Round
 
 MOST = 100  # single times of a kind that are kept
 Span = tuple[float, float]

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider import LLM, SamplingParams
-from outrider.environment import environment
-from outrider.prompts import bundled, from_file
+from outrider.measure.environment import environment
+from outrider.models.prompts import bundled, from_file
 from outrider.types import Sequence
 
 ENOUGH = 1600  # characters of a prompt: longer ones would measure prefill

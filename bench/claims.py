@@ -18,8 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from outrider import LLM, Draft, Drafter, SamplingParams, chain
-from outrider.machine import cpu_name
-from outrider.prompts import Prompt, bundled, from_file
+from outrider.backends.machine import cpu_name
+from outrider.models.prompts import Prompt, bundled, from_file
 from outrider.types import Sequence
 
 

@@ -17,8 +17,8 @@ import sys
 from typing import Any
 
 from outrider import LLM, SamplingParams
-from outrider.environment import environment
-from outrider.prompts import bundled
+from outrider.measure.environment import environment
+from outrider.models.prompts import bundled
 
 WAYS = {"reused": True, "again": False}
 

@@ -40,7 +40,7 @@ from gpu_spec import batch_section, spec_section
 from gpu_timeline import timeline_section
 from gpu_verify import verify_section
 from outrider import OutriderError
-from outrider.environment import environment
+from outrider.measure.environment import environment
 
 SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "floor": floor_section,

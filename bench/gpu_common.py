@@ -22,14 +22,14 @@ from rich.table import Table
 
 import twin
 from outrider import LLM
-from outrider.bench import Question, questions
-from outrider.models import device_of
+from outrider.backends import device_of
+from outrider.backends.output import embedding_of
+from outrider.backends.pass_costs import target_costs
+from outrider.drafters.head.network import Head, HeadConfig, read_head
+from outrider.measure.bench import Question, questions
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
-from outrider.models.head import Head, HeadConfig, read_head
-from outrider.models.output import embedding_of
-from outrider.profile import target_costs
-from outrider.prompts import Prompt, bundled, from_file
+from outrider.models.prompts import Prompt, bundled, from_file
 
 TWINS = {"7b": twin.seven, "30b": twin.thirty}
 REMEMBERING = ("suffix", "auto")  # drafters that learn from finished requests: here each request is the first one

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpu_common import Lab
 from outrider import LLM, SamplingParams
-from outrider.bench import Question
+from outrider.measure.bench import Question
 from outrider.types import Stats
 
 Marks = list[tuple[float, dict[int, int]]]  # when something was emitted, and how many tokens for whom

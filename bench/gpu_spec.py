@@ -9,7 +9,7 @@ from typing import Any
 from gpu_common import Lab, pass_costs, shown, sweep_up
 from gpu_race import Contender, Run, contender, crowded, device_seconds, figures, race, run
 from outrider import SamplingParams
-from outrider.bench import Question
+from outrider.measure.bench import Question
 
 FREE = ("suffix", "ngram", "auto")
 WAVES = 3  # requests for each place of a batch

@@ -14,7 +14,7 @@ import torch
 from gpu_common import Lab
 from gpu_race import Heard, Watch, device_seconds
 from outrider import LLM, SamplingParams
-from outrider.plots import ticks
+from outrider.measure.plots import ticks
 
 SKIP, STEPS = 6, 30  # steps until the loop is steady, and how many are shown
 COLOURS = {"draft": "#2a78d6", "verify": "#1baf7a", "gap": "#c9c7c1"}

@@ -13,7 +13,7 @@ from typing import Any
 from gpu_common import Lab
 from gpu_race import forget
 from outrider import LLM, SamplingParams
-from outrider.lossless import Divergence
+from outrider.measure.verify import Divergence
 
 DRAFTERS = ("model", "suffix", "ngram")
 PLACES, CROWD = 16, 24  # of the mixed batch, and how many requests share them

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider import LLM, SamplingParams
-from outrider.machine import cpu_name
+from outrider.backends.machine import cpu_name
 
 RECORD = {
     "type": "object",

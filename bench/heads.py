@@ -22,8 +22,8 @@ from typing import Any
 
 from claims import sample
 from outrider import LLM, SamplingParams
-from outrider.machine import cpu_name
-from outrider.prompts import Prompt, bundled, from_file
+from outrider.backends.machine import cpu_name
+from outrider.models.prompts import Prompt, bundled, from_file
 from outrider.types import Stats
 
 

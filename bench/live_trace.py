@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import httpx
 
 from outrider import LLM
-from serving import listening
+
+from support.serving import listening
 
 PROMPT = "Write a function in Python that parses a CSV file without the csv module, and explain it."
 LEVELS = ("off", "summary", "full")

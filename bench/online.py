@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.environment import environment
-from outrider.plots import Axes, Point, Series, lines
+from outrider.measure.environment import environment
+from outrider.measure.plots import Axes, Point, Series, lines
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 DOMAINS = {"code": ("code_alpaca_2k.json", "gpteacher_codegen.json"), "writing": ("gpteacher_roleplay.json",)}

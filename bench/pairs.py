@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider import LLM, SamplingParams
-from outrider.machine import cpu_name
-from outrider.prompts import bundled, from_file
+from outrider.backends.machine import cpu_name
+from outrider.models.prompts import bundled, from_file
 
 
 @dataclass

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.machine import cpu_name
+from outrider.backends.machine import cpu_name
 from outrider.models.checkpoint import open_checkpoint
-from outrider.prompts import bundled, from_file
+from outrider.models.prompts import bundled, from_file
 
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "outrider": ("outrider", {"drafter": "auto", "k": "auto"}),

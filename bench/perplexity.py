@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from outrider.cache import Cache, Packing
+from outrider.backends.load import load_model
+from outrider.engine.cache import Cache, Packing
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.load import load_model
 from outrider.types import Sequence
 
 WINDOW = 512

@@ -20,9 +20,9 @@ import transformers
 import outrider
 from hf import in_transformers
 from outrider import LLM, SamplingParams
-from outrider.machine import cpu_name
+from outrider.backends.machine import cpu_name
 from outrider.models.checkpoint import open_checkpoint
-from outrider.prompts import bundled
+from outrider.models.prompts import bundled
 
 
 def seconds(run: Callable[[], int], tokens: int) -> float:

@@ -23,10 +23,10 @@ from typing import Any
 import uvicorn
 
 from outrider import LLM, SamplingParams
-from outrider.environment import environment
-from outrider.load import _percentiles
-from outrider.prompts import bundled
-from outrider.remote import RemoteError, Server
+from outrider.measure.client import RemoteError, Server
+from outrider.measure.environment import environment
+from outrider.measure.load_generator import _percentiles
+from outrider.models.prompts import bundled
 from outrider.server.app import make_app
 from outrider.server.settings import Limits, Settings
 

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outrider.environment import environment
-from outrider.load import LoadPlan, run, summary
-from outrider.prompts import from_file
-from outrider.remote import RemoteError, Server
+from outrider.measure.client import RemoteError, Server
+from outrider.measure.environment import environment
+from outrider.measure.load_generator import LoadPlan, run, summary
+from outrider.models.prompts import from_file
 
 DRAFTERS = {"auto": 8911, "off": 8912}  # and their ports
 ENOUGH = 1600  # characters of a prompt: longer ones would measure prefill

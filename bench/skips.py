@@ -33,15 +33,15 @@ import torch
 
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
-from outrider.bench import Question, questions
-from outrider.drafters.layerskip import usual
-from outrider.environment import environment
+from outrider.drafters.layerskip.drafter import usual
+from outrider.drafters.layerskip.search import STEPS, Found, Search, Skip
+from outrider.measure.bench import Question, questions
+from outrider.measure.environment import environment
+from outrider.measure.plots import Axes, Point, Series, lines
+from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, row
+from outrider.measure.tune import laid_out, skip_from, skip_search
 from outrider.models.checkpoint import open_checkpoint
-from outrider.plots import Axes, Point, Series, lines
-from outrider.prompts import bundled, from_file
-from outrider.skipsearch import STEPS, Found, Search, Skip
-from outrider.speeds import ALL, Answer, Pair, Row, Setup, row
-from outrider.tune import laid_out, skip_from, skip_search
+from outrider.models.prompts import bundled, from_file
 
 PLAIN = "plain"
 SKIPPER = "layerskip"

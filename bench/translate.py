@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.machine import cpu_name
-from outrider.prompts import from_file
+from outrider.backends.machine import cpu_name
+from outrider.models.prompts import from_file
 
 
 @dataclass

@@ -25,11 +25,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from outrider.backends.toy import hash_of
+from outrider.backends.transformer import WeightSource
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.config import ModelConfig
-from outrider.models.head_file import HeadConfig, shapes
-from outrider.models.toy import hash_of
-from outrider.models.transformer import WeightSource
+from outrider.models.speculators import HeadConfig, shapes
 from outrider.models.weights import Weights, expected
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

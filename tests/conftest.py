@@ -22,9 +22,9 @@ if not torch.cuda.is_available():
 
 from outrider import LLM, drafters
 
-import tiny
+from support import tiny
 
-pytest_plugins = ("browser", "pages", "pytester")
+pytest_plugins = ("support.browser", "support.pages", "pytester")
 torch.set_num_threads(1)
 
 

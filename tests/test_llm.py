@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from outrider import LLM, ConfigError, Draft, Drafter, ModelError, OutriderError, SamplingParams, chain, register
-from outrider.cache import Cache, Packing
-from outrider.models.toy import toy
-from outrider.text import Reader
+from outrider.backends.toy import toy
+from outrider.engine.cache import Cache, Packing
+from outrider.models.detokenizer import Reader
 from outrider.types import Sequence
 
-import tiny
+from support import tiny
 
 PROMPTS = ["the quick brown fox", "def add(a, b):", "one two three one two three one two"]
 WARM = SamplingParams(temperature=0.8, seed=7, max_tokens=32)

@@ -20,16 +20,16 @@ except PackageNotFoundError:  # run from a source tree
     __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .accelerated import Accelerated, accelerate
     from .drafters import Drafter, register
+    from .export.accelerate import Accelerated, accelerate
     from .llm import LLM, Completion, Result
-    from .text import Piece
+    from .models.detokenizer import Piece
     from .types import Draft, SamplingParams, Tree, chain
 
 _HOMES = {
-    "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "text", "SamplingParams": "types", "Draft": "types",
-    "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters", "accelerate": "accelerated",
-    "Accelerated": "accelerated",
+    "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "models.detokenizer", "SamplingParams": "params",
+    "Draft": "types", "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters",
+    "accelerate": "export.accelerate", "Accelerated": "export.accelerate",
 }  # fmt: skip
 __all__ = [
     "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "Drafter", "ModelError", "OutriderError", "Piece",

@@ -1,5 +1,5 @@
 """`python -m outrider` is `outrider`."""
 
-from .cli import main
+from .cli.app import main
 
 main()

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from .aligned import Aligned
-from .cache import Cache, Plane
+from .backends import Model, device_of
+from .backends.cpu.eager import Eager
+from .backends.cpu.early_exit import Begun
+from .backends.pass_costs import CostFile, target_costs
 from .config import Config
-from .control import Adaptive, Controller, Costs, Fixed
+from .control.adaptive import Adaptive, Controller, Costs, Fixed
+from .control.aligned import Aligned
 from .drafters import Drafter, Market, Workspace, make
-from .engine import Engine, Listener
-from .models import Model, device_of
-from .profile import CostFile, target_costs
-from .runners.begun import Begun
-from .runners.eager import Eager
-from .scheduler import Scheduler
+from .engine.cache import Cache, Plane
+from .engine.scheduler import Scheduler
+from .engine.step import Engine, Listener
 
 _WARM_ROWS = 16  # of one pass: what one sequence and its draft need
 _KEPT_PREFIXES = 32  # finished sequences whose K/V stays readable until slots run short
@@ -102,8 +102,8 @@ class _Graphs:
         device, cache = device_of(model), cache or self.cache
         if device.type != "cuda":
             return None
-        from .runners.desk import Desk
-        from .runners.graphs import Graphs  # needs triton, which is not installed everywhere
+        from .backends.cuda.graphs import Graphs  # needs triton, which is not installed everywhere
+        from .backends.cuda.state import Desk
 
         own, at = cache is self.cache, (device, id(cache))
         if at not in self.desks:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .drafters import Drafter, check_options, lookup
+from .engine.judge import RULES
 from .errors import ConfigError
-from .verify import RULES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # other names for
 DTYPES |= {name: name for name in ("auto", "int8", "bfloat16", "float32", "float64")}

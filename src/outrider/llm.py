@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .backends import device_of, opening
+from .backends.machine import choose_device, device_name, prepare
+from .backends.pass_costs import CostFile
 from .build import build_engine, make_controller
 from .config import Config, config_from, from_hugging_face, from_speculative_config
+from .control.drift import Monitor
 from .drafters import about
+from .engine.prediction import Prediction
+from .engine.trace import Recorder
 from .errors import ConfigError
-from .learn.drift import Monitor
-from .machine import choose_device, device_name, prepare
-from .models import device_of, opening
-from .prediction import Prediction
-from .profile import CostFile
-from .profiles import load_profile
-from .text import Piece, Reader
-from .trace import Recorder
+from .models.detokenizer import Piece, Reader
+from .models.tuning_profile import load_profile
 from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
 
 if TYPE_CHECKING:
-    from .guides import Guide
+    from .engine.guides.matcher import Guide
     from .models.checkpoint import Checkpoint
 
 Messages = list[dict[str, Any]]
@@ -89,8 +89,8 @@ class LLM:
         prepare()  # before the first product of this process
         if threads is not None:
             torch.set_num_threads(threads)
+        from .backends.load import load_model
         from .models.checkpoint import open_checkpoint
-        from .models.load import load_model
 
         device = choose_device(config.device)  # before anything is fetched
         checkpoint = open_checkpoint(model)
@@ -250,7 +250,7 @@ class LLM:
         """A guide compiled for this model, as `SamplingParams(guide=asked)` will use it; a sentence if it cannot be."""
         if asked is None:
             return None
-        from .guides import guide_for
+        from .engine.guides.matcher import guide_for
 
         return guide_for(asked, self.tokenizer, self.target.config.vocab_size, self._eos)
 

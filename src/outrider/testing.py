@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .backends.toy import VOCABULARY, toy
+from .backends.transformer import Transformer
 from .build import build_engine
 from .config import Config
 from .drafters import Drafter, Workspace, lookup
-from .engine import Engine
-from .models.toy import VOCABULARY, toy
-from .models.transformer import Transformer
+from .engine.step import Engine
 from .types import Draft, SamplingParams, Sequence, Step
 
 TEMPERATURES = (0.0, 0.8)

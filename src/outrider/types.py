@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .params import SamplingParams as SamplingParams
-from .prediction import Prediction
 
 ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
 BROUGHT = ("prediction", "forced")  # sources of drafts that a request brings along: nobody need be asked for them
@@ -234,6 +233,19 @@ class Stats:
     def count_prediction(self, prediction: Prediction) -> None:
         self.accepted_prediction_tokens = prediction.came_true
         self.rejected_prediction_tokens = len(prediction.tokens) - prediction.came_true
+
+
+class Prediction(Protocol):
+    """The text that a request expects as its answer, and where the answer stands in it (`engine.prediction`)."""
+
+    tokens: list[int]
+    place: int | None  # of the next predicted token; None: the answer has left the prediction
+    run: int  # how many tokens before it were equal
+    came_true: int  # predicted tokens that the answer has where they stand
+
+    def hear(self, tokens: list[int]) -> Prediction: ...
+
+    def ahead(self, most: int) -> list[int]: ...
 
 
 class Matcher(Protocol):

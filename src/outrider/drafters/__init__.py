@@ -27,8 +27,8 @@ from ..types import Draft, Rows, SamplingParams, Sequence, Step, Tree
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..cache import Cache, Plane
-    from ..models import Model, Part
+    from ..backends import Model, Part
+    from ..engine.cache import Cache, Plane
 
 
 class RecordedChains(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..costs import Experience
+from ..control.costs import Experience
 
 CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
 FORGET = 0.99  # how much of a price is believed a step later, when nobody was asked

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache import Cache, Packing, Plane
-from ..models import WHOLE, Model, Part
-from ..models.feed import CHUNK, catch_up
-from ..sampling import DRAFT, draw, key, law, ranked, widened
+from ..backends import WHOLE, Model, Part
+from ..engine.cache import Cache, Packing, Plane
+from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
 from ..types import Draft, Sequence, Tree
 from . import Passes, RecordedChains
+from ._catch_up import CHUNK, catch_up
 
 SHOWN = 5  # guesses of one place that are shown to whoever records
 

@@ -24,7 +24,7 @@ from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, Market, Workspace, register
 from ._habit import CLAIM, FIRST, Habit, Wait
 from .cascade import Cascade, may_draft
-from .head import chosen
+from .head.drafter import chosen
 
 UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
 EVERYBODY = 1 << 30  # sequences: more than there are

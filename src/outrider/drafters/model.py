@@ -10,15 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..backends import Model, device_of
+from ..backends.machine import choose_device
+from ..backends.weigh import weigh
 from ..errors import ConfigError
-from ..machine import choose_device
-from ..models import Model, device_of
-from ..models.weigh import weigh
 from ..types import Draft, Sequence, Step
 from . import Drafter, Memory, Workspace, register
 from ._rollout import Rollout
-from ._translate import LONGER, Translated, facts, translated
-from ._words import same_words, tokenizer_of
+from .translate.alignment import same_words, tokenizer_of
+from .translate.rollout import LONGER, Translated, facts, translated
 
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
@@ -106,8 +106,8 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     words = None if words is None else tokenizer_of(words)
     if not isinstance(wanted, str) and hasattr(wanted, "forward"):
         return wanted, words, "in memory"
+    from ..backends.load import load_model  # heavy, and only needed for files
     from ..models.checkpoint import open_checkpoint
-    from ..models.load import load_model  # heavy, and only needed for files
 
     checkpoint = open_checkpoint(wanted)
     same = getattr(space.target, "compute", space.target.dtype)  # what the target computes in, if its weights are int8

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from ..errors import ConfigError
-from .handover import Handover
+from .plan import Handover
 
-PROPOSER = "outrider.vllm_plugin.proposer"  # the module whose classes draft inside vLLM
+PROPOSER = "outrider.export.vllm.proposer"  # the module whose classes draft inside vLLM
 CLASSES = {"ngram": "NGramProposer", "suffix": "SuffixProposer"}
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # what our own n-gram drafter looks for
 _ARCTIC = (

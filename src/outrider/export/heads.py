@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..models.config import to_hf
-from ..models.head_file import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, read_head
+from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, read_head
 
 
 def write_for_vllm(folder: Path, to: Path, target: str) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..costs import Costs
+from ..control.costs import Costs
 from ..errors import ConfigError
-from ..estimate import expected_tokens
+from ..measure.statistics import expected_tokens
 
 Range = tuple[int, int, int]  # from this batch size to that one: K
 MARGIN = 1.02  # a K that promises less than this over plain decoding is not worth its place

@@ -23,10 +23,10 @@ import torch
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint
 from ..models.folder import kept_layers, write_folder
-from . import gguf_out
+from . import gguf as gguf_out
 from .engines import Places, Told, engine
-from .handover import Handover
 from .heads import write_for_sglang, write_for_vllm
+from .plan import Handover
 
 VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

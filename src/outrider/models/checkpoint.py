@@ -77,7 +77,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     try:
         config = configs.from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
     except configs.Unknown as refusal:
-        from .hf_load import open_foreign
+        from ..backends.transformers.load import open_foreign
 
         return open_foreign(folder, str(refusal))
     weights = Safetensors(find_safetensors(folder))

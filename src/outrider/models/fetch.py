@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import ModelError
-from ..paths import cache_folder
+from .paths import cache_folder
 
 _INSTEAD = "or use a model that you have with --model PATH"
 _CHUNK = 1 << 20

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.trace import Line
 from ..llm import LLM
-from ..trace import Line
 from ..types import TokenLogprob
-from .asked import Asked
 from .job import Answer, Job, Words
+from .parsed import Asked
 
 LOWEST = -9999.0  # what OpenAI says for a token that cannot be
 Json = dict[str, Any]

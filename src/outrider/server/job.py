@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..trace import Line, Note
+from ..engine.trace import Line, Note
 from ..types import Sequence, Step, TokenLogprob
 from .problems import Problem
 

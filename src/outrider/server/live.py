@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from ..engine.trace import VERSION, Line, Note, tokens_of
 from ..llm import LLM
-from ..trace import VERSION, Line, Note, tokens_of
 from ..types import Sequence, Step
-from .asked import Asked
 from .job import Answer, Words
+from .parsed import Asked
 
 ROWS = 64  # rows of logits that may wait to be told, for one answer
 

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..llm import LLM
 from ..types import Sequence
 from .answers import Letter
-from .asked import Asked, Reading
 from .job import Job, Mailbox
 from .live import Tape
 from .metrics import Metrics
+from .parsed import Asked, Reading
 from .problems import Problem, refused
 from .protocol import ChatRequest, CompletionRequest
 from .settings import Settings

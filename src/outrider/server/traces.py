@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
+from ..engine.trace import VERSION, Line, Recorder
 from ..errors import OutriderError
 from ..llm import LLM
-from ..trace import VERSION, Line, Recorder
 from ..types import Step
 from .job import Answer
 

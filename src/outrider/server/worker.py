@@ -16,12 +16,12 @@ from typing import Protocol
 
 import torch
 
+from ..engine.trace import Note
+from ..engine.watchdog import GivenUp, end_thread
 from ..errors import OutriderError
 from ..llm import LLM
-from ..text import Reader
-from ..trace import Note
+from ..models.detokenizer import Reader
 from ..types import Step
-from ..watch import GivenUp, end_thread
 from .job import Answer, Job, Words
 from .problems import Problem, broken, leaving
 from .queue import FairQueue

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..machine import prepare
+from ..backends.machine import prepare
 from ..models.checkpoint import open_checkpoint
 from .answers import Asked, Counted, Order, Store, generate
-from .crowd import together
+from .pool import together
 
 _MOST_SLOTS = 3_000_000  # K/V places while answers are generated
 

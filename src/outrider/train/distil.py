@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..backends.transformer import WeightSource
 from ..errors import ModelError
 from ..models.config import ModelConfig
 from ..models.folder import Kept, cut_config, write_folder
-from ..models.transformer import WeightSource
 from .batches import Batch
 from .features import TargetNet
 from .objectives import Student, diagonal, spread

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..models.head_file import HeadConfig
+from ..models.speculators import HeadConfig
 from .batches import Batch
 from .blocks import Block, Mlp, Norm, product
 from .features import TargetNet

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..backends.transformer import WeightSource
 from ..models.config import ModelConfig
-from ..models.transformer import WeightSource
 from ..models.weights import expected
 from .blocks import Block, Norm, Sizes, angles, product
 

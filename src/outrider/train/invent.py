@@ -14,12 +14,12 @@ from pathlib import Path
 
 from ..errors import OutriderError
 from ..models.checkpoint import open_checkpoint
-from ..models.head_file import target_hash
+from ..models.speculators import target_hash
 from ..models.tokenizer import Tokenizer
 from .answers import Asked, Order, Progress, Store, spoken
 from .asking import Answering, ask
-from .crowd import absorb_parts
 from .loop import Stopped
+from .pool import absorb_parts
 from .questions import Question
 
 KIND = "invented"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
-from ..models.head_file import HeadConfig, read_head, target_hash, target_ids, write_head
+from ..models.speculators import HeadConfig, read_head, target_hash, target_ids, write_head
 from .answers import Answer
 from .distil import Distilled, cut_from, write_model
 from .exits import ExitNet, Exits

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..models.head_file import HeadConfig
+from ..models.speculators import HeadConfig
 from .blocks import Attention, Block, Mlp, Norm, Sizes, angles, attend, product
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutriderError
-from ..prompts import Prompt
+from ..models.prompts import Prompt
 
 _MBPP_TEST = range(11, 511)  # task ids that MBPP's authors keep for testing
 _MOST_HELD, _HELD_SHARE = 128, 20

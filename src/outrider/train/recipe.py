@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from ..environment import environment
+from ..backends.machine import choose_device, device_name, prepare
 from ..errors import ConfigError, OutriderError
-from ..machine import choose_device, device_name, prepare
+from ..measure.environment import environment
 from ..models.checkpoint import Checkpoint, open_checkpoint
-from ..models.head_file import target_hash
+from ..models.speculators import target_hash
 from .answers import Answer, Order, Store, digest, missing, spoken
 from .asking import Answering, ask
 from .batches import Batches
 from .card import card
-from .crowd import absorb_parts
 from .evaluate import held_out
 from .features import TargetNet
 from .loop import Loop, Plan, Stopped
 from .make import Made, make_head, make_model
+from .pool import absorb_parts
 from .questions import Question, read_file, read_questions
 from .report import html
 

@@ -9,8 +9,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from ..plots import Axes, Point, Series, lines
-from ..report import facts_table, figure, page, table
+from ..measure.plots import Axes, Point, Series, lines
+from ..measure.report import facts_table, figure, page, table
 from .evaluate import ALL
 
 Json = dict[str, Any]

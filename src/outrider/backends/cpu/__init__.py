@@ -1,0 +1,1 @@
+"""Passes on a CPU: eager torch operations, the int8 decoder and its C kernels."""

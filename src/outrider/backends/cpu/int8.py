@@ -1,0 +1,290 @@
+"""The decoder in eight bits, on a CPU: the whole pass in one native call, or in torch where there is no compiler.
+
+The promise: a row's logits are the same bits whichever rows share its pass, for every number of rows and threads.
+Integer sums have no order; rows are quantised one by one; the rest is `ops`'s promise. Between native and torch the
+last bits may differ, so one process uses one of them. Residual stream, K and V are float32, as in `Transformer`.
+It knows rows and planes, not sequences, drafts or text.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...engine.cache import Plane
+from ...models.config import ModelConfig
+from ...types import Output, Rows
+from .. import WHOLE, Part, PlaneShape, ops
+from ..transformer import _rope_tables
+from . import native, quantise as quant, quantised_file as quant_file
+from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
+
+if TYPE_CHECKING:
+    from ...models.checkpoint import Checkpoint
+
+_SKIP_ATTENTION, _SKIP_MLP = 1, 2  # as in native/pass.h
+
+
+class Int8Transformer:
+    """A causal decoder; all state between passes lives in the plane it is given."""
+
+    dtype = torch.int8
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, length: int | None = None) -> None:
+        """tensors: as `quant.calibrated` makes them; length: the longest position that will be asked for."""
+        self.config, self.tensors, self.device = config, tensors, torch.device("cpu")
+        self.cos, self.sin = _rope_tables(config, length or config.context_length, torch.float32, self.device)
+        kernels = ops._loaded().kernels
+        self.native = None if kernels is None else NativePass(self, kernels)
+        self.torch = TorchPass(self) if kernels is None else None
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        length: int | None = None,
+        settings: Settings = quant.DEFAULT,
+        folder: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Int8Transformer:
+        """From a model's files, or from what an earlier call has kept of them in `folder` (default: our cache)."""
+
+        def build() -> Tensors:
+            ids = calibration_ids(checkpoint, settings.calibration)
+            return quant.calibrated(checkpoint.config, checkpoint.weights, ids, settings, progress)
+
+        name = quant_file.identity(checkpoint.path, checkpoint.config, settings)
+        return cls(checkpoint.config, quant_file.quantised(name, build, folder), length)
+
+    @property
+    def plane_shape(self) -> PlaneShape:
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
+
+    @property
+    def exact(self) -> bool:
+        """Every product in here is row-invariant on every machine."""
+        return True
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Output:
+        runs = self.native or self.torch
+        assert runs is not None
+        return runs(rows, plane, part, x, taps)
+
+
+def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
+    """Tokens of our own prompts, of every kind of text."""
+    from ...models.prompts import bundled
+
+    ids: list[int] = []
+    for prompt in bundled():
+        ids += checkpoint.tokenizer.encode(prompt.text + "\n\n")
+        if len(ids) >= count:
+            break
+    return [i for i in ids if i < checkpoint.config.vocab_size][:count]
+
+
+# ------------------------------------------------------------ in one native call
+
+
+class Addresses:
+    """Where things are that native code reads; they stay there as long as this lives."""
+
+    def __init__(self, *held: object) -> None:
+        self._held: list[object] = [*held]  # what the addresses point to
+        self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
+
+    def _addresses(self, plane: Plane) -> int:
+        """Where each layer's k and v begin. A plane's tensors stay where they are as long as it lives."""
+        held = self._planes.get(plane)
+        if held is None or held[0] != plane.k[0].data_ptr():
+            pairs = zip(plane.k, plane.v, strict=True)
+            held = self._planes[plane] = array("q", [t.data_ptr() for pair in pairs for t in pair])
+        return held.buffer_info()[0]
+
+    def _keep(self, data: bytes) -> int:
+        held = array("B", data)
+        self._held.append(held)
+        return held.buffer_info()[0]
+
+    def _linear(self, q: Quantised) -> tuple[int, ...]:
+        """As int8.h's Linear."""
+        self._held.append(q)
+        bias = 0 if q.bias is None else q.bias.data_ptr()
+        places = (q.weight.data_ptr(), q.scale.data_ptr(), bias, q.outliers.data_ptr())
+        return (*places, q.outputs, q.inputs, q.outliers.shape[0])
+
+
+class NativePass(Addresses):
+    """Holds the addresses of all weights, in the order that native/pass.h gives them."""
+
+    def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
+        super().__init__(model.tensors, model.cos, model.sin)
+        self.config, self.kernels, self.length = model.config, kernels, model.cos.shape[0]
+        self._models = {model.config.vocab_size: self._pack_model(model, model.config.vocab_size)}
+        self._pack = partial(self._pack_model, model)
+
+    def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
+        c, count = self.config, rows.slots.shape[0]
+        stop = c.layers if part.stop is None else part.stop
+        long, ancestors = torch.int64, rows.ancestors
+        ancestors = None if ancestors is None else ops._whole(ancestors, torch.int32)
+        table = ops._whole(rows.table, torch.int32)
+        x = None if x is None else x.to(torch.float32).contiguous()
+        indices = (rows.tokens, rows.positions, rows.slots, rows.lines, rows.context, rows.want)
+        whole = [ops._whole(index, long) for index in indices]  # kept until the call is over
+        ids = min(part.vocab or c.vocab_size, c.vocab_size)
+        if ids not in self._models:
+            self._models[ids] = self._pack(ids)
+        logits = torch.empty(whole[5].shape[0] if part.head else 0, ids)  # [R, V]
+        hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
+        tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
+        skips = _skips(part, stop)
+        self.kernels.int8_pass(
+            self._models[ids],
+            *(index.data_ptr() for index in whole),
+            table.data_ptr(),
+            0 if ancestors is None else ancestors.data_ptr(),
+            0 if x is None else x.data_ptr(),
+            0,
+            self._addresses(plane),
+            logits.data_ptr() if part.head else 0,
+            0 if tapped is None else tapped.buffer_info()[0],
+            0 if skips is None else skips.buffer_info()[0],
+            table.shape[1],
+            0 if ancestors is None else ancestors.shape[1],
+            plane.k[0].shape[0],
+            count,
+            logits.shape[0],
+            part.start,
+            stop,
+            torch.get_num_threads(),
+        )
+        return Output(logits if part.head else logits.new_zeros(0), hidden)
+
+    def _pack_model(self, model: Int8Transformer, ids: int) -> int:
+        """With a head of the first so many ids: they are its first rows, where they are."""
+        c, tensors = self.config, model.tensors
+        layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
+        places = [tensors[name].data_ptr() for name in ("norm", "embedding")]
+        rope = (model.cos.data_ptr(), model.sin.data_ptr())
+        head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
+        fields = (
+            self._keep(layers),
+            *places,
+            *rope,
+            *head,
+            *sizes,
+            self.length,
+            c.norm_eps,
+            0,
+            0,
+            0,
+            c.vocab_size,
+            *[0] * 7,
+        )
+        return self._keep(struct.pack(native.MODEL, *fields))
+
+    def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
+        at, c = f"layers.{i}.", self.config
+        names = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+        norms = [tensors[at + name].data_ptr() if at + name in tensors else 0 for name in names]
+        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, at + name, c))]
+        return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
+
+
+def _skips(part: Part, stop: int) -> array[int] | None:
+    if not part.skip_attention and not part.skip_mlp:
+        return None
+    no_attention, no_mlp = part.skip_attention, part.skip_mlp
+    return array("B", [_SKIP_ATTENTION * (i in no_attention) + _SKIP_MLP * (i in no_mlp) for i in range(stop)])
+
+
+# ------------------------------------------------------------ the same in torch
+
+
+class _Product(NamedTuple):
+    highs: Tensor  # [O, N] int8
+    lows: Tensor  # [K, N] int8
+    scale: Tensor  # [N]
+    bias: Tensor | None  # [N]
+    outliers: Tensor  # [O]
+
+    @staticmethod
+    def of(q: Quantised, gated: bool = False) -> _Product:
+        flat = q.weight.transpose(1, 2).reshape(q.scale.shape[0], -1)  # [N, O + K, padded]
+        signed, count = (flat.to(torch.int16) - 128).to(torch.int8), q.outliers.shape[0]
+        order = torch.arange(q.outputs)
+        if gated:  # all gates, then all ups
+            order = order.view(-1, 2, quant.HALF).transpose(0, 1).reshape(-1)
+        highs, lows = signed[order, :count].T.contiguous(), signed[order, count : count + q.inputs].T.contiguous()
+        return _Product(highs, lows, q.scale[order], None if q.bias is None else q.bias[order], q.outliers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N]; every number on its own, so a row's neighbours do not show."""
+        highs, lows, scale = quant.quantise_rows(x, self.outliers)
+        whole = self.whole(lows)
+        if self.outliers.shape[0]:
+            whole = whole + 256 * torch._int_mm(highs, self.highs)
+        y = (whole.float() * scale[:, None]) * self.scale
+        return y if self.bias is None else y + self.bias
+
+    def whole(self, lows: Tensor) -> Tensor:
+        """Sums of bytes [T, K] with the weights: [T, N] int32."""
+        return torch._int_mm(lows, self.lows)
+
+
+class TorchPass:
+    """Layer by layer through `ops`: for machines without a compiler, and to test against."""
+
+    def __init__(self, model: Int8Transformer) -> None:
+        self.config, self.tensors, self.cos, self.sin = model.config, model.tensors, model.cos, model.sin
+        names = [f"layers.{i}.{name}" for i in range(model.config.layers) for name in PRODUCTS] + ["head"]
+        get = {name: quant.product(self.tensors, name, self.config) for name in names}
+        self.products = {name: _Product.of(q, name.endswith("gate_up")) for name, q in get.items()}
+
+    def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
+        c = self.config
+        x = self.tensors["embedding"][rows.tokens].float() if x is None else x.float().clone()  # [T, H]
+        hidden: dict[int, Tensor] = {}
+        for i in range(part.start, c.layers if part.stop is None else part.stop):
+            if i not in part.skip_attention:
+                x = x + self._attention(i, x, rows, plane)
+            if i not in part.skip_mlp:
+                x = x + self._mlp(i, x)
+            if i in taps:
+                hidden[i] = x.clone()
+        if not part.head:
+            return Output(x.new_zeros(0), hidden)
+        return Output(self.products["head"](self._norm(x[rows.want], "norm"))[:, : part.vocab], hidden)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return ops.add_norm(x, None, self.tensors[name], self.config.norm_eps, torch.float32)
+
+    def _attention(self, i: int, x: Tensor, rows: Rows, plane: Plane) -> Tensor:
+        c, at = self.config, f"layers.{i}."
+        qkv = self.products[f"{at}qkv"](self._norm(x, f"{at}attention_norm"))
+        cos, sin = self.cos[rows.positions], self.sin[rows.positions]
+        if i in c.no_rope_layers:
+            cos, sin = cos[:, :0], sin[:, :0]
+        norms = (self.tensors[f"{at}q_norm"], self.tensors[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None
+        q = ops.rope_store(qkv, cos, sin, plane.k[i], plane.v[i], rows.slots, c.heads, c.kv_heads, norms)
+        mixed = ops.attend(q, plane.k[i], plane.v[i], rows, c.head_dim**-0.5, torch.float32, c.window(i))
+        return self.products[f"{at}out"](mixed)
+
+    def _mlp(self, i: int, x: Tensor) -> Tensor:
+        at, wide = f"layers.{i}.", self.config.intermediate_size
+        both = self.products[f"{at}gate_up"](self._norm(x, f"{at}mlp_norm"))  # [T, 2I], each half padded
+        gate, up = both.chunk(2, 1)
+        return self.products[f"{at}down"](ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))

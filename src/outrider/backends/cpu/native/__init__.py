@@ -1,0 +1,313 @@
+"""Builds and loads kernels.c with the user's own C compiler, once per machine; gives up quietly, with a reason.
+
+The promise: what `load` returns has passed a self-check in a child process (a CPU that lies about its features kills
+the child, not the caller), and is exactly the file that passed. Whatever goes wrong, the caller gets a reason and no
+library, never an exception. Several processes may build at once, and an interrupted build leaves nothing trusted.
+
+It knows compilers, files and ctypes; it does not know tensors. This file also runs as the child's script, so it
+imports neither torch nor anything of ours at its head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))  # kernels.c includes the others
+# No -ffast-math, no silent fusing: the source says where each rounding happens, and every tile must agree.
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
+# OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process fight for the cores.
+THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
+TUNED = ("-march=native",)
+SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
+
+# Each function takes one struct: P an address, q a whole number, d a real one. One packed argument is several times
+# cheaper than twenty that ctypes converts one by one.
+STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
+STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q"}
+# What the pass is given to keep: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
+LINEAR = "4P3q"
+LAYER = "4P" + 4 * LINEAR + "2q"
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
+
+
+class Kernels:
+    """The library's functions: `kernels.attend(...)` takes the fields of its struct, in order."""
+
+    def __init__(self, path: Path, threaded: bool) -> None:
+        library = ctypes.CDLL(str(path))
+        library.outrider_isa.restype = ctypes.c_char_p
+        self.isa: str = library.outrider_isa().decode()
+        library.outrider_dot_isa.restype = ctypes.c_char_p
+        self.dot_isa: str = library.outrider_dot_isa().decode()
+        self.threaded = threaded
+        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass, self.top = (
+            _kernel(library, name) for name in STRUCTS
+        )
+
+
+def _kernel(library: ctypes.CDLL, name: str) -> Callable[..., None]:
+    function, pack = library[f"outrider_{name}"], struct.Struct(STRUCTS[name]).pack
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+
+    def call(*fields: float) -> None:
+        failed = function(pack(*fields))
+        if failed == 2:
+            raise IndexError("a token, a position, a slot or a wanted row is out of range")
+        if failed:
+            raise MemoryError(f"no memory for the scratch space of {name}")
+
+    return call
+
+
+@dataclass(frozen=True)
+class Native:
+    """The kernels, or the reason why there are none."""
+
+    kernels: Kernels | None
+    reason: str = ""
+
+
+class _Unusable(Exception):
+    """Why a build cannot be had; never leaves this file."""
+
+
+def load(folder: Path | None = None) -> Native:
+    """The checked library, from `folder` if it is there already, else built into it."""
+    try:
+        if os.environ.get("OUTRIDER_NATIVE") == "0":
+            raise _Unusable("switched off by OUTRIDER_NATIVE=0")
+        import torch  # noqa: F401  (first: its OpenMP runtime must be the one that the library finds)
+
+        return _load(folder or _default_folder())
+    except Exception as problem:  # whatever it is, torch can do the work
+        return Native(None, " ".join(str(problem).split()) or type(problem).__name__)
+
+
+def _default_folder() -> Path:
+    from ....models.paths import cache_folder
+
+    return cache_folder() / "native"
+
+
+def _load(folder: Path) -> Native:
+    compiler = _compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    reasons = []
+    for extra in dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()]):
+        try:
+            return Native(_opened(_built(folder, compiler, (*FLAGS, *extra)), "-fopenmp" in extra))
+        except _Unusable as problem:
+            reasons.append(str(problem))
+    raise _Unusable(reasons[0])
+
+
+def _opened(path: Path, threaded: bool) -> Kernels:
+    before = _openmp_runtimes()
+    kernels = Kernels(path, threaded)
+    if before and _openmp_runtimes() - before:
+        raise _Unusable("it would bring a second OpenMP runtime beside torch's")
+    return kernels
+
+
+def _openmp_runtimes() -> set[str]:
+    try:
+        mapped = Path("/proc/self/maps").read_text().split()
+    except OSError:
+        return set()
+    return {word for word in mapped if re.search(r"/lib[gi]?omp[^/]*$", word)}
+
+
+# ------------------------------------------------------------ building
+
+
+def _compiler() -> list[str]:
+    """The user's compiler, as the words of a command."""
+    if chosen := os.environ.get("CC"):
+        return shlex.split(chosen)
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return [found]
+    raise _Unusable("no C compiler (set CC, or install gcc or clang)")
+
+
+def _run(command: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+
+
+def _cpu() -> str:
+    """What -march=native looks at: model and features. Caches may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    keys = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(keys)})) + platform.machine()
+
+
+def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
+    """A library built with these flags that has passed the check, made now unless it is there."""
+    version = _run([*compiler, "--version"], SECONDS_TO_CHECK)
+    if version.returncode:
+        raise _Unusable(f"{' '.join(compiler)} does not run: {version.stderr.strip()[:200] or version.returncode}")
+    key = "\0".join([*(source.read_text() for source in SOURCES), *compiler, *flags, version.stdout, _cpu()])
+    path = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    verdict = path.with_suffix(".checked")  # the sha256 of the file that was checked, then "ok" or what went wrong
+    if _verdict(path, verdict) is None:
+        _build(path, compiler, flags)
+        _write(verdict, f"{_digest(path)} {_check_in_child(path)}")
+    said = _verdict(path, verdict)
+    if said != "ok":
+        raise _Unusable(f"the built library failed its check: {said}")
+    return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _verdict(path: Path, verdict: Path) -> str | None:
+    """What the check said of this very file; None when it was never checked, or has changed since."""
+    try:
+        digest, _, said = verdict.read_text().partition(" ")
+        return said if digest == _digest(path) else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _build(path: Path, compiler: list[str], flags: tuple[str, ...]) -> None:
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        done = _run(
+            [*compiler, *flags, str(Path(__file__).with_name("kernels.c")), "-o", name, "-lm"], SECONDS_TO_BUILD
+        )
+        if done.returncode:
+            raise _Unusable(f"{' '.join(compiler)} failed: {done.stderr.strip()[:300] or done.returncode}")
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(name, path)
+
+
+# ------------------------------------------------------------ checking
+
+
+def _check_in_child(path: Path) -> str:
+    """ "ok", or what went wrong. A child, because a missing instruction kills the process that meets it."""
+    done = _run([sys.executable, "-E", "-S", __file__, str(path)], SECONDS_TO_CHECK)
+    if -done.returncode in (signal.SIGINT, signal.SIGTERM, 9):  # says nothing about the library: ask again next time
+        raise _Unusable(f"its check was stopped by signal {-done.returncode}")
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}"
+    return "ok" if done.returncode == 0 else done.stderr.strip()[-200:] or f"exit status {done.returncode}"
+
+
+def check(path: str) -> None:
+    """Runs every function on a few numbers and compares with plain Python; raises AssertionError."""
+    kernels = Kernels(Path(path), threaded=False)
+    for d in (8, 64):  # one that fills no vector, one that fills several
+        _check_rows(kernels, d)
+        _check_attend(kernels, d)
+        _check_int8(kernels, d)
+
+
+Floats: TypeAlias = "ctypes.Array[ctypes.c_float]"
+_address = ctypes.addressof
+
+
+def _floats(values: Iterable[float]) -> Floats:
+    values = list(values)
+    return (ctypes.c_float * len(values))(*values)
+
+
+def _longs(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
+    values = list(values)
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _check_rows(kernels: Kernels, d: int) -> None:
+    gate, up = (_floats(math.sin(1 + i + j) for i in range(d)) for j in (0, d))
+    both, ones, out = _floats([*gate, *up]), _floats([1.0] * d), _floats([0.0] * d)
+    kernels.silu_mul(_address(both), _address(out), 1, d, 0, 2)
+    _compare("silu_mul", out, [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)])
+    total = [g + u for g, u in zip(gate, up, strict=True)]
+    rms = math.sqrt(sum(x * x for x in total) / d)
+    kernels.add_norm(_address(gate), _address(up), _address(ones), _address(out), 1, d, 0.0, 0, 0, 2)
+    _compare("add_norm", out, [x / rms for x in total])
+
+
+def _check_attend(kernels: Kernels, d: int) -> None:
+    """Three new rows after 40 older ones: through rope (a quarter turn: x1, x2 -> -x2, x1), then attention."""
+    old, new, half = 40, 3, d // 2
+    end = old + new
+    k, v = (_floats(math.cos(0.3 * i + j) for i in range(end * d)) for j in (0, 1))
+    rows = [[math.sin(0.7 * i + t) for i in range(3 * d)] for t in range(new)]  # q, k, v of one head
+    qkv, q, out = _floats(x for row in rows for x in row), _floats([0.0] * new * d), _floats([0.0] * new * d)
+    cos, sin, slots = _floats([0.0] * new * half), _floats([1.0] * new * half), _longs(range(old, end))
+    inputs = [_address(x) for x in (qkv, cos, sin, q, k, v, slots)]
+    kernels.rope_store(*inputs, 0, 0, new, 1, 1, d, half, 0.0, 0, 2)
+    _compare("rope_store", q, [x for row in rows for x in [-y for y in row[half:d]] + row[:half]])
+    table, lines, context = (ctypes.c_int32 * end)(*range(end)), _longs([0] * new), _longs(range(old + 1, end + 1))
+    inputs = [_address(x) for x in (q, k, v, table, lines, context)]
+    kernels.attend(*inputs, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0, 2)
+    for t in range(new):
+        _compare("attend", out[t * d : (t + 1) * d], _attention(q[t * d : (t + 1) * d], k, v, old + 1 + t))
+
+
+def _check_int8(kernels: Kernels, d: int) -> None:
+    """A model without layers: one row of whole numbers through quantisation and the head, which must be exact."""
+    outputs, eps = 40, 0.0
+    x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
+    weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
+    weights += [[0] * d] * (64 - outputs)
+    packed = [
+        weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)
+    ]
+    weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
+    head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
+    model = ctypes.create_string_buffer(
+        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 7)
+    )
+    zero, row, out = _longs([0]), _floats(x), _floats([0.0] * outputs)
+    table, one = (ctypes.c_int32 * 1)(0), _longs([1])
+    places = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
+    kernels.int8_pass(_address(model), *places, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
+
+
+def _attention(q: list[float], k: Floats, v: Floats, keys: int) -> list[float]:
+    d = len(q)
+    scores = [sum(x * y for x, y in zip(q, k[j * d : (j + 1) * d], strict=True)) / math.sqrt(d) for j in range(keys)]
+    weights = [math.exp(score) for score in scores]
+    return [sum(w * v[j * d + c] for j, w in enumerate(weights)) / sum(weights) for c in range(d)]
+
+
+def _compare(name: str, got: Iterable[float], expected: list[float]) -> None:
+    worst = max(abs(a - b) for a, b in zip(got, expected, strict=True))
+    assert worst < 1e-5, f"{name} is off by {worst:g}"
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])

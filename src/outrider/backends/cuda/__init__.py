@@ -1,0 +1,1 @@
+"""Passes on an NVIDIA GPU: captured graphs, device state, and the triton kernels that they launch."""

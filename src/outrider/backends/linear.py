@@ -1,0 +1,63 @@
+"""Matrix products whose rows do not depend on their neighbours.
+
+On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
+upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
+kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`cuda.products`). Plain `F.linear`
+gives no such promise; it serves float64, other devices, and machines without oneDNN. `exact` says which one this is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import ops
+
+FEWEST = 4  # rows of a product
+
+
+class Linear:
+    """y = x Wᵀ + b. x [T, in] -> [T, out] in the weight's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.exact = packs(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.exact else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.exact:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.shape[0]
+        if rows >= FEWEST:
+            return self._packed(x)
+        return self._packed(torch.cat([x, x.new_zeros(FEWEST - rows, self.in_features)]))[:rows]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
+        return ops.silu_mul(self(x))
+
+    def _packed(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
+
+
+def linear(weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> Any:
+    """The product with this weight, as its device does it best."""
+    if not ops.on_gpu(weight):
+        return Linear(weight, bias)
+    from .cuda.kernels.products import Product
+
+    return Product(weight, bias, eight_bits)
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether oneDNN can hold this weight packed on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

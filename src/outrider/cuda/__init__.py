@@ -1,1 +1,0 @@
-"""What runs only on an NVIDIA GPU: kernels, and what is chosen beside them."""

@@ -1,0 +1,6 @@
+"""Trained heads (EAGLE-3 and block heads): network, int8 form, captured passes, trees, shipped weights.
+
+Promise: everything about running a trained head is in this folder; deleting it deletes the method.
+"""
+
+from .drafter import TrainedHead as TrainedHead

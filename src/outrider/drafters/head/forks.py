@@ -1,0 +1,100 @@
+"""A trained head that prepares for many outcomes at once.
+
+A head reads what the target saw at each token, and of the draft under verification the target has seen nothing yet. So
+it goes on from its own outputs there, as it does beyond the first token of any draft: through the draft token by token,
+and from every place of it into the forks. When the verdict is known, what the target really saw is fed in their stead,
+and nothing that was guessed is kept.
+
+It lives in the target's process (`features` is written by one thread and read by another); the text is safe from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends import ops
+from ...engine.sampling import law
+from ...types import Sequence
+from ..ahead.forks import Forker, Plan
+from .features import Features, HeadPacking, Kept, TrueRows
+from .network import Head
+
+
+class HeadForker(Forker):
+    """An eagle3 head with a cache of its own."""
+
+    def __init__(self, head: Head, slots: int, lines: int, length: int, features: Features | Kept) -> None:
+        model: Any = head  # it has a plane as a model has; what runs it is overridden here
+        super().__init__(model, slots, lines, length)
+        self.head, self.owners = head, dict[int, int]()  # by line: the name under which features know its sequence
+        self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.owners[seq.id])
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # line -> node -> [H] what its children go on from
+        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
+
+    # ------------------------------------------------------------ texts
+
+    def open(self, seq: Sequence, owner: int = -1) -> None:
+        self.owners[seq.id] = owner
+        super().open(seq, owner)
+
+    def extend(self, seq: Sequence, more: list[int]) -> None:
+        """The text went on: what was guessed of it is fed again, with what the target saw."""
+        self._grown.pop(seq.id, None)
+        seq.tokens += more
+
+    def close(self, seq: Sequence) -> None:
+        self.outputs.pop(seq.id, None)
+        super().close(seq)
+
+    # ------------------------------------------------------------ a round
+
+    def _fits(self, plan: Plan, depth: int) -> bool:
+        """Whether there are slots for it, and the target has seen the token before the last."""
+        nodes = len(plan.trunk) + sum(plan.forks) * depth
+        return self.true.known(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
+
+    def glue(self, plans: list[Plan]) -> Tensor:
+        """Scores after each text and after each token of its trunk. [sum of 1 + trunk, D]"""
+        self.beat()
+        scores, outputs = self.true.read([plan.seq for plan in plans], [0] * len(plans))
+        for plan, output in zip(plans, outputs, strict=True):
+            self.outputs[plan.seq.id] = {-1: output}
+        found = [[row] for row in scores.cpu()]
+        for i in range(max(len(plan.trunk) for plan in plans)):
+            going = [(rows, plan) for rows, plan in zip(found, plans, strict=True) if i < len(plan.trunk)]
+            after = self._run([(plan, plan.feed(plan.trunk[i], i - 1)) for _, plan in going])
+            for (rows, _), row in zip(going, after, strict=True):
+                rows.append(row)
+        return torch.cat([torch.stack(rows) for rows in found])
+
+    def _run(self, nodes: list[tuple[Plan, int]]) -> Tensor:
+        """Feed these nodes, each going on from its parent's output; scores after each. [nodes, D]"""
+        self.beat()
+        packed, features = HeadPacking(self.cache), []
+        for plan, node in nodes:
+            packed.guessed(plan.seq, plan.tokens[node], plan.path(node))
+            features.append(self.outputs[plan.seq.id][plan.parents[node]])
+        scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
+        for (plan, node), output in zip(nodes, outputs, strict=True):
+            self.outputs[plan.seq.id][node] = output
+        return scores.cpu()
+
+    # ------------------------------------------------------------ choosing, without the words a head does not know
+
+    def _highest(self, logits: Tensor) -> list[tuple[int, float]]:
+        places, shares = ops.top_shares(logits)
+        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
+
+    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
+        if seq.params.plain:  # as short as they are: nothing depends on the others
+            chances, places = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
+            return [
+                (self.words[place], chance) for place, chance in zip(places.tolist(), chances.tolist(), strict=True)
+            ]
+        return super()._ranked(self.head.spread(logits), seq, emitted, width)
+
+    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return law(self.head.spread(logits), seq, emitted)

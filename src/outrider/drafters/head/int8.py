@@ -1,0 +1,160 @@
+"""A trained head's weights in eight bits, on a CPU: all of its layers in one native call.
+
+The promise: a row's scores are the same bits whichever rows share its pass, as in `int8`. Weights are rounded as they
+are read, without looking at any text: a head's mistakes cost acceptance, never a word, so no input is an outlier here.
+What a head is shown of its target's layers does have outliers: there, every input has two bytes. Where there is no
+compiler, `EightBits` products do the same in torch. It knows rows and planes, not sequences or drafts.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...backends import ops
+from ...backends.cpu import native, quantise as quant
+from ...backends.cpu.int8 import Addresses, _Product
+from ...engine.cache import Plane
+from ...types import Rows
+
+if TYPE_CHECKING:
+    from .network import Head
+
+_LISTS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
+
+_PIECE = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
+
+
+class EightBits:
+    """y = x Wᵀ with rounded weights and rows, as `linear` makes products. x [T, in] -> [T, out] float32."""
+
+    exact = True
+
+    def __init__(self, weight: Tensor, gates: bool = False) -> None:
+        self.outputs, self.gates = weight.shape[0], gates
+        self.packed = _rounded(quant._interleaved(weight) if gates else weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._torch(x.float())[:, : self.outputs]
+
+    def finely(self, x: Tensor) -> Tensor:
+        """The same with two bytes for every input."""
+        x = x.float()
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 32639  # [T, 1]
+        whole = (x / scale).round().nan_to_num(0, 0, 0)  # [T, in]
+        high = ((whole + 128) / 256).floor()
+        y = self._torch.whole(high.to(torch.int8)) * 256.0 + self._torch.whole((whole - 256 * high).to(torch.int8))
+        return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, out / 2]."""
+        gate, up = self._torch(x.float()).chunk(2, 1)  # [T, out / 2] each, padded
+        wide = self.outputs // 2
+        return ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1))
+
+    @cached_property
+    def _torch(self) -> _Product:
+        return _Product.of(self.packed, self.gates)
+
+
+def _rounded(weight: Tensor) -> quant.Quantised:
+    """weight [N, K] in pieces: a head is read while somebody waits, and what fits the cache is rounded faster."""
+    nothing = torch.zeros(weight.shape[1])
+    pieces = [quant.quantise(piece.float(), None, nothing, 0) for piece in weight.split(_PIECE)]
+    bytes_, scales = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
+    return quant.Quantised(bytes_, scales, None, pieces[0].outliers, weight.shape[0], weight.shape[1])
+
+
+class NativeHead(Addresses):
+    """Runs what `Head.scores` describes. Holds the addresses of all weights, in the order of native/pass.h."""
+
+    def __init__(self, head: Head, kernels: native.Kernels) -> None:
+        embedding = head.embedding.to(torch.bfloat16).contiguous()  # [V, H], the target's own where it is int8
+        super().__init__(head, embedding)
+        self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
+        self.outputs = head.config.draft_vocab_size
+        self._model = self._pack(head, embedding)
+
+    def __call__(
+        self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of the wanted rows [R, D], and every row's output [T, H].
+
+        features [T, H]; where they are not fused yet, [T, taps * H].
+        """
+        lists, table = _listed(rows)
+        if masked is not None:
+            lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
+        count, wanted = len(lists[0]), len(lists[5])
+        flat = array("q", [number for one in lists for number in one])
+        places = [flat.buffer_info()[0] + 8 * count * i for i in range(6)]
+        depth, tails = _tails(rows)
+        features = features.to(torch.float32).contiguous()
+        scores, outputs = torch.empty(wanted, self.outputs), torch.empty(count, self.width)
+        taps = array("q", [0] * (self.layers - 1) + [outputs.data_ptr()])
+        self.kernels.int8_pass(
+            self._model,
+            *places,
+            table.data_ptr(),
+            0 if tails is None else tails.buffer_info()[0],
+            features.data_ptr() if fused else 0,
+            0 if fused else features.data_ptr(),
+            self._addresses(plane),
+            scores.data_ptr() if wanted else 0,
+            taps.buffer_info()[0],
+            0,
+            table.shape[1],
+            depth,
+            plane.k[0].shape[0],
+            count,
+            wanted,
+            0,
+            self.layers,
+            torch.get_num_threads(),
+        )
+        return scores, outputs
+
+    def _pack(self, head: Head, embedding: Tensor) -> int:
+        c = head.config
+        layers = b"".join(self._pack_layer(layer) for layer in head.layers)
+        masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
+        fields = (
+            self._keep(layers),
+            *(tensor.data_ptr() for tensor in (head.norm, embedding, head.cos, head.sin)),
+            *self._linear(head.head.packed),
+            *(*sizes, head.cos.shape[0], c.norm_eps),
+            *(head.hidden_norm.data_ptr(), *masks, c.vocab_size, *self._linear(head.fc.packed)),
+        )
+        return self._keep(struct.pack(native.MODEL, *fields))
+
+    def _pack_layer(self, layer: Any) -> bytes:
+        norms = (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(), 0, 0)
+        products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        linears = [field for product in products for field in self._linear(product.packed)]
+        return struct.pack(native.LAYER, *norms, *linears, True, 0)
+
+
+def _listed(rows: Rows) -> tuple[list[list[int]], Tensor]:
+    """The rows' numbers as lists, and the table of slots. Planned rows have them already: no tensor is made of them."""
+    packing = rows.packing
+    if packing is None:
+        return [getattr(rows, name).tolist() for name in _LISTS], ops._whole(rows.table, torch.int32)
+    return [getattr(packing, name) for name in _LISTS], ops._whole(packing.cache.table, torch.int32)
+
+
+def _tails(rows: Rows) -> tuple[int, array[int] | None]:
+    """Drafted ancestors' slots: how many columns, and [T, columns] with -1 behind the last."""
+    if rows.packing is None:
+        tails = [] if rows.ancestors is None else rows.ancestors.tolist()
+    else:
+        tails = rows.packing.tails
+    depth = max(map(len, tails), default=0)
+    if not depth:
+        return 0, None
+    return depth, array("i", [slot for tail in tails for slot in (*tail, *[-1] * (depth - len(tail)))])

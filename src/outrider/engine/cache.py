@@ -1,0 +1,396 @@
+"""Slots and planes: where K/V lives, and who may read it.
+
+Tokens are the truth; the cache reconciles to them. A *slot* is one K/V place. The table maps (sequence, position) to
+a slot. A *plane* is the K/V of a group of layers (the target; a draft model; a head), indexed by the same slots, with
+one number per sequence: how many of its leading tokens it holds.
+
+    positions   0 ........ held ........ n-1 │ spare
+                [ in the plane ][ pending  ] │ [ drafted nodes ]
+                row.slots                    │ row.spare
+
+A drafted node is a spare slot. `commit(path)` appends the accepted nodes' slots to the row; the others are spare
+again. Keys were rotated for root position + depth, which is their final position: nothing is moved or recomputed.
+Slots are shared between sequences with a common prefix and counted; only unshared positions are ever written.
+
+This file knows ids and slots; it never looks at a number inside a plane.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence as Listing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..types import Draft, Rows, Sequence, Turn
+
+Places = Listing[int] | Mapping[int, int]  # node -> index of its spare slot
+
+
+@dataclass
+class Row:
+    """One sequence's places. `tokens` are the ids whose K/V the slots are meant for."""
+
+    line: int  # in the table
+    slots: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
+
+
+class Plane:
+    """The K/V of a group of layers, in slots shared with every other plane."""
+
+    def __init__(self, layers: int, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Not zeroed: nobody reads a slot before it is written, and untouched memory costs nothing.
+        slots += device.type != "cpu"  # one more, which nobody owns: captured passes write their padding there
+        self.k = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d]
+        self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
+        self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
+        self.nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
+        self.written = 0  # passes that wrote here: whoever relies on what it wrote can see that nobody came after
+        self.streams: dict[
+            int, torch.Tensor
+        ] = {}  # layer -> [S, H] what came out of it, where somebody wants that kept
+
+    def keep_streams(self, layers: Iterable[int], width: int, dtype: torch.dtype) -> None:
+        """From now on, passes on a GPU leave what comes out of these layers [H] in each row's slot, beside its K/V."""
+        for layer in layers:
+            if layer not in self.streams:
+                self.streams[layer] = self.k[0].new_zeros(self.k[0].shape[0], width, dtype=dtype)
+
+    def add_scratch(self, more: int) -> int:
+        """Slots at the end that no sequence will ever own; returns the first. What was written before is lost."""
+        first, heads, dim = self.k[0].shape
+        self.k = [k.new_empty(first + more, heads, dim) for k in self.k]  # [S, H, d]
+        self.v = [v.new_empty(first + more, heads, dim) for v in self.v]
+        return first
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+
+class Cache:
+    """All slots, the table, the planes. Sequences are known by id."""
+
+    def __init__(self, slots: int, lines: int, length: int, device: torch.device | str = "cpu") -> None:
+        self.slots, self.length, self.device = slots, length, torch.device(device)
+        self.table = torch.zeros(lines, length, dtype=torch.int32)  # [lines, length]
+        self._places = self.table.numpy()  # the same memory: a few numbers are written faster so
+        self.planes: list[Plane] = []
+        self.rows: dict[int, Row] = {}
+        self.retired: OrderedDict[int, Row] = OrderedDict()  # finished rows, oldest first, kept for their prefixes
+        self._free = list(range(slots - 1, -1, -1))
+        self._lines = list(range(lines - 1, -1, -1))
+        self._readers = [0] * slots  # rows that hold the slot
+        self._retired_id = 0
+        self.changes: list[dict[int, int]] = []  # for each copy of the table elsewhere: place in it -> new slot
+
+    def add_plane(
+        self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Plane:
+        plane = Plane(layers, self.slots, heads, dim, dtype, device or self.device)
+        self.planes.append(plane)
+        return plane
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had without preempting anybody."""
+        return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
+
+    # ------------------------------------------------------------ the verbs
+
+    def open(self, seq: Sequence) -> int:
+        """Give a sequence its row, with the longest prefix that any row holds already; returns that length."""
+        self._room_for_line()
+        row = self.rows[seq.id] = Row(self._lines.pop())
+        source, length = self._longest_prefix(seq)
+        if source is not None:
+            self._share(source, seq.id, row, length)
+        return length
+
+    def sync(self, seq: Sequence, plane: Plane) -> int:
+        """How many leading tokens of the sequence this plane really holds; seq.tokens from there on is to be fed."""
+        row = self.rows[seq.id]
+        held = min(plane.held.get(seq.id, 0), _common(row.tokens, seq.tokens))
+        plane.held[seq.id] = held
+        return held
+
+    def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
+        """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False when there are none."""
+        row = self.rows[seq.id]
+        more, spare = max(tokens - len(row.slots), 0), max(nodes - len(row.spare), 0)
+        if tokens + nodes > self.length or (more + spare > len(self._free) and more + spare > self.available):
+            return False
+        if more > 0:
+            start = len(row.slots)
+            row.slots += self._take(more)
+            row.tokens += seq.tokens[start:tokens]
+            self._write_table(row, start)
+        if spare > 0:
+            row.spare += self._take(spare)
+        return True
+
+    def spare(self, seq: Sequence) -> list[int]:
+        """The slots of the nodes that may be drafted for this sequence, node 0 first."""
+        return self.rows[seq.id].spare
+
+    def commit(self, seq: Sequence, fed: int, path: Iterable[int]) -> None:
+        """The target holds `fed` tokens and the accepted path: their slots become the next positions.
+
+        seq.tokens already ends with the emitted tokens; unaccepted nodes' slots stay spare for the next draft.
+        """
+        row = self.rows[seq.id]
+        path = list(path)
+        for plane in self.planes:
+            wrote, keep = plane.nodes.pop(seq.id, frozenset()), 0
+            while keep < len(path) and path[keep] in wrote:
+                keep += 1
+            if plane.held.get(seq.id, 0) == fed:
+                plane.held[seq.id] = fed + keep
+        if path:
+            start = len(row.slots)
+            row.slots += [row.spare[node] for node in path]
+            row.tokens += seq.tokens[start : start + len(path)]
+            accepted = set(path)
+            row.spare = [slot for node, slot in enumerate(row.spare) if node not in accepted]
+            self._write_table(row, start)
+
+    def next_free(self, n: int) -> list[int]:
+        """The slots that would be taken next, first to last; fewer when somebody would have to give some up."""
+        return self._free[: -n - 1 : -1]
+
+    def fork(self, parent: Sequence, child: Sequence) -> int:
+        """A row for `child` that shares its common prefix with `parent`; returns how many tokens that is."""
+        self._room_for_line()
+        row = self.rows[child.id] = Row(self._lines.pop())
+        source = self.rows[parent.id]
+        length = min(_common(source.tokens, child.tokens), len(child.tokens) - 1)
+        self._share(parent.id, child.id, row, length)
+        return length
+
+    def free(self, seq: Sequence, keep: bool = False) -> None:
+        """Give a sequence's places back. With `keep`, they stay readable for later prompts until slots run short."""
+        row = self.rows.pop(seq.id)
+        self._drop(row.spare)
+        row.spare = []
+        held = max((plane.held.get(seq.id, 0) for plane in self.planes), default=0)
+        if keep and held:
+            self._retired_id -= 1  # negative: never the id of a live sequence
+            self._drop(row.slots[held:])
+            row.slots, row.tokens = row.slots[:held], row.tokens[:held]
+            self.retired[self._retired_id] = row
+            self._forget(seq.id, rename=self._retired_id)
+        else:
+            self._drop(row.slots)
+            self._lines.append(row.line)
+            self._forget(seq.id)
+
+    def drop_retired(self) -> None:
+        """Forget every finished row."""
+        while self.retired:
+            self._evict()
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is accounted for exactly once per reader."""
+        readers = [0] * self.slots
+        for row in (*self.rows.values(), *self.retired.values()):
+            assert len(row.slots) == len(row.tokens), "a row's slots and tokens differ in number"
+            assert self.table[row.line, : len(row.slots)].tolist() == row.slots, "the table disagrees with its row"
+            assert len({*row.slots, *row.spare}) == len(row.slots) + len(row.spare), "a row holds a slot twice"
+            for slot in (*row.slots, *row.spare):
+                readers[slot] += 1
+        assert readers == self._readers, "readers are miscounted"
+        assert sorted(self._free) == [s for s in range(self.slots) if not readers[s]], "a slot is lost or free twice"
+        lines = [row.line for row in (*self.rows.values(), *self.retired.values())]
+        assert sorted(lines + self._lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
+        for plane in self.planes:
+            for owner, held in plane.held.items():
+                row_of = self.rows.get(owner) or self.retired.get(owner)
+                assert held <= (len(row_of.slots) if row_of else 0), "a plane claims tokens without slots"
+        for row in self.rows.values():
+            assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
+
+    # ------------------------------------------------------------ what a model runs
+
+    def plan(self, turns: list[Turn], draft: Draft, plane: Plane) -> tuple[Rows, list[int]]:
+        """Rows of a step: each sequence's pending tokens, then its tree. Also each root's index among the wanted."""
+        packed = Packing(self)
+        first = []
+        for turn, tree in zip(turns, draft.trees, strict=True):
+            start = self.sync(turn.seq, plane)
+            packed.pending(turn.seq, start, start + turn.feed, want=turn.whole)
+            first.append(len(packed.want) - 1 if turn.whole else -1)
+            every = range(len(tree.tokens))
+            packed.nodes(turn.seq, tree.tokens, tree.parents, every, every)
+        return packed.rows(), first
+
+    # ------------------------------------------------------------ inside
+
+    def _take(self, n: int) -> list[int]:
+        while len(self._free) < n:
+            self._evict()
+        taken = [self._free.pop() for _ in range(n)]
+        for slot in taken:
+            self._readers[slot] = 1
+        return taken
+
+    def _drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._readers[slot] -= 1
+            if not self._readers[slot]:
+                self._free.append(slot)
+
+    def _room_for_line(self) -> None:
+        if not self._lines:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Forget the finished row that was used longest ago."""
+        name, row = self.retired.popitem(last=False)
+        self._lines.append(row.line)
+        self._drop(row.slots)
+        self._forget(name)
+
+    def _forget(self, name: int, rename: int | None = None) -> None:
+        for plane in self.planes:
+            plane.nodes.pop(name, None)
+            held = plane.held.pop(name, None)
+            if rename is not None and held is not None:
+                plane.held[rename] = held
+
+    def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
+        """The row that shares most with a new sequence. The last token is always fed: somebody needs its logits."""
+        best, length = None, 0
+        for name, row in (*self.rows.items(), *self.retired.items()):
+            held = max((plane.held.get(name, 0) for plane in self.planes), default=0)
+            common = min(_common(row.tokens, seq.tokens), held, len(seq.tokens) - 1)
+            if common > length:
+                best, length = name, common
+        if best is not None and best in self.retired:
+            self.retired.move_to_end(best)  # least recently *used* goes first
+        return best, length
+
+    def _share(self, source: int, name: int, row: Row, length: int) -> None:
+        origin = self.rows.get(source) or self.retired[source]
+        row.slots, row.tokens = origin.slots[:length], origin.tokens[:length]
+        for slot in row.slots:
+            self._readers[slot] += 1
+        self._write_table(row, 0)
+        for plane in self.planes:
+            plane.held[name] = min(plane.held.get(source, 0), length)
+
+    def _write_table(self, row: Row, start: int) -> None:
+        self._places[row.line, start : len(row.slots)] = row.slots[start:]
+        at = row.line * self.length
+        for copy in self.changes:
+            copy.update(zip(range(at + start, at + len(row.slots)), row.slots[start:], strict=True))
+
+
+class Packing:
+    """Collects the rows of one pass, sequence by sequence; models see nothing but the result."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.lines: list[int] = []
+        self.context: list[int] = []
+        self.tails: list[list[int]] = []  # drafted ancestors' slots, self last
+        self.want: list[int] = []
+        self.owners: list[Sequence] = []
+
+    def pending(self, seq: Sequence, start: int, stop: int, want: bool) -> None:
+        """Committed tokens start..stop-1; with `want`, the last one's logits are needed."""
+        row = self.cache.rows[seq.id]
+        for position in range(start, stop):
+            self._add(seq, seq.tokens[position], position, row.slots[position], position + 1, [])
+        if want:
+            self.want.append(len(self.tokens) - 1)
+
+    def again(self, seq: Sequence, position: int, slot: int) -> None:
+        """A committed token once more, wanted: it reads what came before it, and its own K/V goes to another slot."""
+        self._add(seq, seq.tokens[position], position, slot, position, [slot])
+        self.want.append(len(self.tokens) - 1)
+
+    def nodes(
+        self,
+        seq: Sequence,
+        tokens: list[int],
+        parents: list[int],
+        run: Iterable[int],
+        places: Listing[int] | Mapping[int, int],
+    ) -> None:
+        """Drafted nodes `run` of a tree after seq.tokens; node n lives in spare slot places[n], as do its ancestors."""
+        row, root = self.cache.rows[seq.id], len(seq.tokens)
+        for node in run:
+            tail, up = [], node
+            while up >= 0:
+                tail.append(row.spare[places[up]])
+                up = parents[up]
+            self._add(seq, tokens[node], root + len(tail) - 1, tail[0], root, tail[::-1])
+            self.want.append(len(self.tokens) - 1)
+
+    def _add(self, seq: Sequence, token: int, position: int, slot: int, context: int, tail: list[int]) -> None:
+        self.owners.append(seq)
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.slots.append(slot)
+        self.lines.append(self.cache.rows[seq.id].line)
+        self.context.append(context)
+        self.tails.append(tail)
+
+    def rows(self) -> Rows:
+        return Planned(self)
+
+
+class Planned(Rows):
+    """Rows whose tensors are made when somebody asks for one: a device that takes lists never does."""
+
+    def __init__(self, packing: Packing) -> None:
+        given = {"packing": packing, "speakers": [packing.owners[i] for i in packing.want], "blocks": None}
+        self.__dict__.update(given)  # the rest is missing, and so found by __getattr__
+
+    @property
+    def count(self) -> int:
+        return len(self.packing.tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Rows.__dataclass_fields__:
+            raise AttributeError(name)
+        self.__dict__.update(self._tensors())
+        return self.__dict__[name]
+
+    def _tensors(self) -> dict[str, Any]:
+        p = self.packing
+        depth = max(map(len, p.tails), default=0)
+        padded = [tail + [-1] * (depth - len(tail)) for tail in p.tails] if depth else None
+        tokens, positions, slots = torch.tensor((p.tokens, p.positions, p.slots), dtype=torch.long)
+        lines, context = torch.tensor((p.lines, p.context), dtype=torch.int32)
+        return {
+            "tokens": tokens,
+            "positions": positions,
+            "slots": slots,
+            "lines": lines,
+            "context": context,
+            "table": p.cache.table,
+            "ancestors": None if padded is None else torch.tensor(padded, dtype=torch.int32),  # [T, D]
+            "want": torch.tensor(p.want, dtype=torch.long),
+        }
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:  # nearly always: one is how the other began
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,139 @@
+"""The judge: which drafted tokens are kept, and which token the target adds itself.
+
+Why the text cannot change (rule `match`, the default): the judge walks from the root and lets the target make its
+own choice at each node. The choice is emitted whatever was drafted. If a child holds that very token, its row has
+already been computed in this pass, so the walk goes on there; otherwise the step ends. The draft decides how far one
+pass reaches, never what is said.
+
+`reject` (Leviathan, Chen) and `block` (arXiv 2403.10444) keep the *distribution* instead of the very text: they take
+drawn chains with their q and accept more of them at high temperature. At temperature 0 all three agree.
+
+A guide may leave the target nothing to say: its choice is then -1, and the step ends without a token of its own.
+
+Pure functions over ids and distributions; models, caches and text are unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import ACCEPTED, PRUNED, REJECTED, UNREACHED, Tree, Verdict
+
+
+class Voice(Protocol):
+    """The target over one tree. Row 0 follows the root, row i+1 follows node i."""
+
+    def choose(self, row: int, emitted: list[int]) -> int: ...
+
+    def law(self, row: int, emitted: list[int]) -> Tensor: ...  # p [V] float64
+
+
+class Coins(Protocol):
+    """Independent randomness: one coin and one draw for each place."""
+
+    def flip(self, place: int, chance: float) -> bool: ...
+
+    def draw(self, place: int, p: Tensor) -> int: ...
+
+
+def match(tree: Tree, target: Voice, coins: Coins | None = None) -> Verdict:
+    """Follow the target's own choices through the tree."""
+    fates = [UNREACHED] * len(tree.tokens)
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents):
+        children.setdefault(parent, []).append(node)
+
+    node = -1
+    path: list[int] = []
+    emitted: list[int] = []
+    while True:
+        choice = target.choose(node + 1, emitted)
+        if choice < 0:
+            return Verdict(path, emitted, "".join(fates))
+        emitted.append(choice)
+        hit = None
+        for child in children.get(node, ()):
+            if hit is None and tree.tokens[child] == choice:
+                hit = child
+            fates[child] = ACCEPTED if child == hit else REJECTED
+        if hit is None:
+            return Verdict(path, emitted, "".join(fates))
+        path.append(hit)
+        node = hit
+
+
+def reject(tree: Tree, target: Voice, coins: Coins) -> Verdict:
+    """Accept each token with chance min(1, p/q); at the first miss draw from what p has more than q."""
+    tree, fates = _trunk(tree)
+    emitted: list[int] = []
+    for depth, token in enumerate(tree.tokens):
+        p = target.law(depth, emitted)
+        q = _drawn_from(tree, depth, p)
+        if not coins.flip(depth, float(p[token] / q[token])):
+            emitted.append(coins.draw(depth, residual(p, q)))
+            fates[depth] = REJECTED
+            return _verdict(list(range(depth)), emitted, fates)
+        emitted.append(token)
+        fates[depth] = ACCEPTED
+    last = len(tree.tokens)
+    emitted.append(coins.draw(last, target.law(last, emitted)))
+    return _verdict(list(range(last)), emitted, fates)
+
+
+def block(tree: Tree, target: Voice, coins: Coins) -> Verdict:
+    """Judge the whole chain at once: a later token may vouch for an earlier one. Never accepts fewer than `reject`."""
+    tree, fates = _trunk(tree)
+    n = len(tree.tokens)
+    laws = [target.law(i, tree.tokens[:i]) for i in range(n + 1)]  # [n+1][V]
+    kept, weight, weight_kept = 0, 1.0, 1.0  # weight is P_i, the clipped running product of p/q
+    for i, token in enumerate(tree.tokens, start=1):
+        q = _drawn_from(tree, i - 1, laws[i - 1])
+        weight = min(weight * float(laws[i - 1][token] / q[token]), 1.0)
+        chance = weight if i == n else _block_chance(weight, laws[i], _drawn_from(tree, i, laws[i]))
+        if coins.flip(i - 1, chance):
+            kept, weight_kept = i, weight
+    bonus_law = laws[n] if kept == n else residual(laws[kept], _drawn_from(tree, kept, laws[kept]), weight_kept)
+    emitted = [*tree.tokens[:kept], coins.draw(kept, bonus_law)]
+    for depth in range(min(kept + 1, n)):
+        fates[depth] = ACCEPTED if depth < kept else REJECTED
+    return _verdict(list(range(kept)), emitted, fates)
+
+
+RULES: dict[str, Callable[[Tree, Voice, Coins], Verdict]] = {"match": match, "reject": reject, "block": block}
+
+
+def _verdict(path: list[int], emitted: list[int], fates: list[str]) -> Verdict:
+    """What was walked and said; a last token of -1 was not."""
+    return Verdict(path, emitted if emitted[-1] >= 0 else emitted[:-1], "".join(fates))
+
+
+def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
+    """What the target still owes after q had its chance: max(weight * p - q, 0), unnormalised. [V]"""
+    owed = torch.clamp(weight * p - q, min=0)
+    # p == q up to rounding: nothing is owed, and this branch has chance zero; p itself keeps the draw defined.
+    return owed if owed.sum() > 0 else p
+
+
+def _block_chance(weight: float, p_next: Tensor, q_next: Tensor) -> float:
+    """h_i: the chance to stop no earlier than here, given that the chain is at weight P_i."""
+    owed = float(torch.clamp(weight * p_next - q_next, min=0).sum())
+    return 1.0 if weight >= 1 else owed / (owed + 1 - weight)
+
+
+def _drawn_from(tree: Tree, node: int, p: Tensor) -> Tensor:
+    """q of a node [V]. A drafter without q proposed the token for certain: all mass on it."""
+    if tree.q is not None:
+        return tree.q[node].to(p.dtype)
+    q = torch.zeros_like(p)
+    q[tree.tokens[node]] = 1
+    return q
+
+
+def _trunk(tree: Tree) -> tuple[Tree, list[str]]:
+    """The leading chain of a tree, and its fates so far: these rules judge chains; branches are pruned."""
+    length = next((i for i, parent in enumerate(tree.parents) if parent != i - 1), len(tree.tokens))
+    return tree.cut(length), [UNREACHED] * length + [PRUNED] * (len(tree.tokens) - length)

@@ -1,0 +1,1 @@
+"""Ray Serve: an application file for vLLM replicas with an exported drafter."""

@@ -1,0 +1,86 @@
+"""Where something was measured: machine, versions, threads. A number without this is only an anecdote.
+
+It reports facts; what they mean for speed is `doctor`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..backends.machine import choose_device, cpu_flags, cpu_name, device_name, fingerprint, why_no_gpu
+from ..backends.ops import backend
+
+_PACKAGES = ("outrider", "torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
+_DRIVER = Path("/proc/driver/nvidia/version")  # Linux
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a speed depends on, as far as this process can see."""
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "load": load(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in _PACKAGES},
+        "kernels": backend(),
+        "amx": "amx_tile" in cpu_flags(),
+        "isa_cap": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "omp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_", "GOMP_"))},
+        "machine": fingerprint(),
+        "gpus": gpus(),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "auto_device": str(choose_device("auto")),
+        "no_gpu": why_no_gpu(),
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container may be fewer than the machine has."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that torch sees, in its order: name, memory in GB, and what they can do."""
+    found = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        memory = torch.cuda.get_device_properties(i).total_memory / 1e9
+        capability = ".".join(map(str, torch.cuda.get_device_capability(i)))
+        name = device_name(torch.device("cuda", i))
+        found.append({"name": name, "memory_gb": round(memory, 1), "capability": capability})
+    return found
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, where one is loaded, whatever torch thinks of it."""
+    try:
+        said = _DRIVER.read_text(errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d[\d.]+)", said)
+    return match[1] if match else None
+
+
+def load() -> float | None:
+    """Processes that wanted a core in the last minute, ours included; None where nobody counts them."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (OSError, AttributeError):
+        return None
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

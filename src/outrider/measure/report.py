@@ -1,0 +1,243 @@
+"""A benchmark as one HTML page: plots, the numbers behind them, where and how they were measured.
+
+The page is self-contained (no script, font, style or picture from anywhere), follows the reader's light or dark
+setting, and has every plot as a table too. It is made from the JSON of `outrider bench` alone: what is not in there is
+not on the page.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from ..cli.show import WORDS
+from ..types import ACCEPTED, REJECTED, UNREACHED
+from .plots import Axes, Point, Series, lines, stacks, whiskers
+from .speeds import ALL
+
+Json = dict[str, Any]
+NEUTRAL = 7  # the colour of what is no drafter's
+_FATES = {"accepted": WORDS[ACCEPTED], "rejected": WORDS[REJECTED], "unreached": WORDS[UNREACHED]}
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #ffffff; --rule: #d8dee4; --level: #8a5a00;
+  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b0559a; --c4: #a07a00; --c5: #3d8fc6; --c6: #6b4fb3;
+  --c7: #555555; --accepted: #1a7f37; --rejected: #cf222e; --unreached: #9aa3ab; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa7b3; --paper: #10151b; --rule: #2d3640;
+  --level: #e3b341; --c0: #58b0e8; --c1: #f2995c; --c2: #3fcf9e; --c3: #dd8fc9; --c4: #e0bd45; --c5: #8ccbf2;
+  --c6: #ad97ea; --c7: #b8b8b8; --accepted: #3fb950; --rejected: #f85149; --unreached: #6e7781; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 52rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin: 0 0 .3rem; } figcaption { color: var(--soft); }
+figure { margin: 2rem 0; } figcaption { font-size: .92rem; } svg { width: 100%; height: auto; }
+.label { font: 12px system-ui, sans-serif; fill: var(--soft); } .grid { stroke: var(--rule); }
+.level { stroke: var(--level); stroke-dasharray: 5 4; stroke-width: 1.5; } .line { fill: none; stroke-width: 2; }
+.span { stroke-width: 2; } .dot { stroke: none; }
+rect.accepted { fill: var(--accepted); } rect.rejected { fill: var(--rejected); }
+rect.unreached { fill: var(--unreached); }
+ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; margin: .6rem 0; }
+ul.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; }
+th:first-child, td:first-child, th.word, td.word { text-align: left; } .wide { overflow-x: auto; }
+code { overflow-wrap: anywhere; } .bad { color: var(--rejected); font-weight: 600; }
+"""
+
+
+def _colours() -> str:
+    """The same colour for a series as a line, as a dot and in the legend."""
+    rules = [
+        f".line.s{i}, .span.s{i} {{ stroke: var(--c{i}); }} .dot.s{i} {{ fill: var(--c{i}); }}"
+        f" i.s{i} {{ background: var(--c{i}); }}"
+        for i in range(8)
+    ]
+    return "\n".join(rules + [f"i.{kind} {{ background: var(--{kind}); }}" for kind in _FATES])
+
+
+def html(result: Json) -> str:
+    """The page for what `outrider bench --json` printed."""
+    title = f"Outrider: {result['model']}, {result['dtype']}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _promise(result),
+        _legend(result),
+        _speedups(result),
+        _positions(result),
+        _fates(result),
+        _sweep(result),
+        _costs(result),
+        _provenance(result),
+    ]
+    return page(title, parts)
+
+
+def page(title: str, parts: list[str]) -> str:
+    """Parts that are HTML already, as one self-contained page; empty ones are left out."""
+    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
+    head += f"<style>{_STYLE}{_colours()}</style>"
+    body = "\n".join(part for part in parts if part)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{body}\n</main></body></html>\n'
+
+
+# ---------------------------------------------------------------- the parts of the page
+
+
+def _promise(result: Json) -> str:
+    found = result["divergences"]
+    if not found:
+        return f"<p>{result['compared_tokens']} tokens compared: speculative and plain text are identical.</p>"
+    return (
+        f'<p class="bad">{len(found)} of the answers differ from plain decoding. Run <code>outrider verify</code>.</p>'
+    )
+
+
+def _legend(result: Json) -> str:
+    """The one legend: drafters and fates keep their colours on the whole page."""
+    names = _names(result)
+    items = [f'<li><i class="s{i % 8}"></i>{escape(name)}</li>' for i, name in enumerate(names)]
+    items += [f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in _FATES.items()]
+    return f'<ul class="legend" aria-label="Legend">{"".join(items)}</ul>'
+
+
+def _speedups(result: Json) -> str:
+    rows, names = result["rows"], _names(result)
+    groups = list(dict.fromkeys(row["category"] for row in rows))
+    groups.sort(key=lambda name: name == ALL)
+    series = [
+        Series(name, [_point(groups.index(r["category"]), r) for r in rows if _name(r) == name and r["speedup"]])
+        for name in names
+    ]
+    axes = Axes("Speedup over plain decoding by kind of text", "", "times plain speed", level=1.0)
+    columns = (
+        "drafter",
+        "k",
+        "category",
+        "tokens",
+        "tok_s",
+        "plain_tok_s",
+        "speedup",
+        "ci_low",
+        "ci_high",
+        "tau",
+        "alpha",
+    )
+    note = (
+        "Dots are medians over rounds, summed over prompts; bars are 95% bootstrap intervals; the dashed line is plain."
+    )
+    return figure(axes.title, whiskers(axes, groups, series), note, table(columns, rows))
+
+
+def _positions(result: Json) -> str:
+    """α at each depth of the draft."""
+    whole = [r for r in result["rows"] if r["category"] == ALL and r["alpha_by_position"]]
+    if not whole:
+        return ""
+    names = _names(result)
+    series = [Series(name, []) for name in names]
+    for r in whole:
+        points = [Point(i + 1, alpha) for i, alpha in enumerate(r["alpha_by_position"])]
+        series[names.index(_name(r))] = Series(_name(r), points)
+    axes = Axes("Acceptance by position", "position in the draft", "α, once reached", percent=True)
+    listed = [{"drafter": s.name, "position": int(p.x), "alpha": p.y} for s in series for p in s.points]
+    note = "How often the target agrees with a drafted token that it looks at."
+    return figure(axes.title, lines(axes, series), note, table(("drafter", "position", "alpha"), listed))
+
+
+def _fates(result: Json) -> str:
+    drawn = [r for r in result["rows"] if r["drafted"]]
+    if not drawn:
+        return ""
+    listed = []
+    for r in drawn:
+        counts = (r["accepted"], r["reached"] - r["accepted"], r["drafted"] - r["reached"])
+        shares = {kind: count / r["drafted"] for kind, count in zip(_FATES, counts, strict=True)}
+        listed.append({"drafter": _name(r), "category": r["category"], "drafted": r["drafted"]} | shares)
+    bars = [(f"{r['category']}, {r['drafter']}", {kind: r[kind] for kind in _FATES}) for r in listed]
+    axes = Axes("What became of the drafts", "", "")
+    columns = ("drafter", "category", "drafted", *_FATES)
+    return figure(axes.title, stacks(axes, bars, _FATES), "Shares of all drafted tokens.", table(columns, listed))
+
+
+def _sweep(result: Json) -> str:
+    swept = [r for r in result.get("sweep") or [] if r["speedup"]]
+    rows = [r for r in swept if r["k"] != "auto"]
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(r["drafter"] for r in rows))
+    series = [Series(name, [_point(float(r["k"]), r) for r in rows if r["drafter"] == name]) for name in names]
+    axes = Axes("Speedup against K", "K, drafted tokens per step", "times plain speed", level=1.0)
+    knee = result.get("knee")
+    note = f"Fastest at K = {knee['best_k']}; K = {knee['enough_k']} loses at most 2% against it." if knee else ""
+    note += "".join(f" With K auto it is {r['speedup']:.2f}." for r in swept if r["k"] == "auto")
+    columns = ("drafter", "k", "speedup", "ci_low", "ci_high", "tau", "alpha")
+    return figure(axes.title, lines(axes, series), note, table(columns, swept))
+
+
+def _costs(result: Json) -> str:
+    costs = {int(n): seconds for n, seconds in result["costs"].items()}
+    points = [Point(n, 1000 * seconds) for n, seconds in sorted(costs.items())]
+    axes = Axes("Cost of a target pass", "rows in the pass", "milliseconds")
+    listed = [{"rows": n, "ms": 1000 * s, "times one row": s / costs[min(costs)]} for n, s in sorted(costs.items())]
+    note = (
+        "A draft of K tokens is verified by a pass over K + 1 rows: the flatter this line, the more speculation brings."
+    )
+    return figure(
+        axes.title,
+        lines(axes, [Series("target", points, NEUTRAL)]),
+        note,
+        table(("rows", "ms", "times one row"), listed),
+    )
+
+
+def _provenance(result: Json) -> str:
+    facts = {
+        name: result[name] for name in ("command", "baseline", "tokens", "rounds", "temperature", "seed", "seconds")
+    }
+    return facts_table(facts | result["environment"])
+
+
+def facts_table(facts: Json) -> str:
+    """Names and values, one under the other."""
+    cells = "".join(
+        f'<tr><th scope="row" class="word">{escape(str(name))}</th>'
+        f'<td class="word"><code>{escape(_plain(value))}</code></td></tr>'
+        for name, value in facts.items()
+    )
+    return f'<section><h2>Where and how</h2><div class="wide"><table>{cells}</table></div></section>'
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def figure(title: str, svg: str, note: str, numbers: str) -> str:
+    """A plot with what it means, and its numbers as a table that opens."""
+    numbers = f'<details><summary>The numbers</summary><div class="wide">{numbers}</div></details>'
+    return f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(note)}</figcaption>{numbers}</figure>"
+
+
+def table(columns: tuple[str, ...], rows: list[Json]) -> str:
+    """Rows by column names."""
+    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(row[c]))}</td>" for c in columns) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _point(x: float, row: Json) -> Point:
+    return Point(x, row["speedup"], row["ci_low"], row["ci_high"])
+
+
+def _name(row: Json) -> str:
+    return f"{row['drafter']}, K {row['k']}"
+
+
+def _names(result: Json) -> list[str]:
+    return list(dict.fromkeys(_name(row) for row in result["rows"]))

@@ -1,0 +1,78 @@
+"""Profiles: what `outrider tune` found best, in a file that `LLM(profile=…)` and `--profile` read.
+
+A profile is a JSON object: model, dtype, machine, drafter, k, options, and what was measured. It holds on the machine
+it was made on; elsewhere it is still a valid choice, only not a tuned one. What was found out about a target itself
+(which of its blocks it can spare) is also noted under the target's hash, where drafters find it unasked.
+This file knows names, not their meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, OutriderError
+from .paths import cache_folder, write_quietly
+
+VERSION = 1
+_KINDS: dict[str, tuple[type, ...]] = {"drafter": (str,), "k": (int, str), "options": (dict,), "dtype": (str,)}
+
+
+def load_profile(path: Path | str) -> dict[str, Any]:
+    """The arguments for `LLM` that a profile stands for: drafter, k, dtype and the drafter's options."""
+    profile = read_profile(path)
+    chosen: dict[str, Any] = dict(profile.get("options", {}))
+    return chosen | {name: profile[name] for name in ("drafter", "k", "dtype") if name in profile}
+
+
+def read_profile(path: Path | str) -> dict[str, Any]:
+    """The whole profile, measurements included."""
+    try:
+        profile = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(f"The profile {path} cannot be read: {error}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a profile: it is not JSON ({error}).") from error
+    if not isinstance(profile, dict) or "outrider_profile" not in profile:
+        raise ConfigError(f"{path} is not a profile: `outrider tune --out FILE` writes one.")
+    if profile["outrider_profile"] != VERSION:
+        raise ConfigError(
+            f"{path} has version {profile['outrider_profile']} of profiles; this Outrider reads {VERSION}."
+        )
+    for name, kinds in _KINDS.items():
+        if name in profile and (not isinstance(profile[name], kinds) or isinstance(profile[name], bool)):
+            raise ConfigError(f"The profile {path} has {name} = {profile[name]!r}, which cannot be right; tune again.")
+    return profile
+
+
+def save_profile(path: Path | str, facts: dict[str, Any]) -> None:
+    """Write a profile whole or not at all."""
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_text(json.dumps({"outrider_profile": VERSION} | facts, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise OutriderError(f"The profile cannot be written to {path}: {error}.") from error
+
+
+def note(what: str, target_hash: str, facts: dict[str, Any]) -> Path:
+    """Keep what was found out about a target for whoever runs it next; returns where."""
+    path = _note(what, target_hash)
+    write_quietly(path, json.dumps({"outrider_profile": VERSION, "target_hash": target_hash} | facts) + "\n")
+    return path
+
+
+def noted(what: str, target_hash: str) -> dict[str, Any]:
+    """What was found out about a target; nothing where nobody has looked, or where the note cannot be read."""
+    try:
+        facts = json.loads(_note(what, target_hash).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    fits = isinstance(facts, dict) and facts.get("outrider_profile") == VERSION
+    return facts if fits and facts.get("target_hash") == target_hash else {}
+
+
+def _note(what: str, target_hash: str) -> Path:
+    return cache_folder() / "profiles" / f"{what}-{target_hash}.json"

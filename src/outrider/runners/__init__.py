@@ -1,1 +1,0 @@
-"""How passes are run: the same `launch` and `wait` on every device."""

@@ -1,0 +1,134 @@
+"""Native kernels are built once, checked before use, and done without whenever anything is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.backends import ops
+from outrider.backends.cpu import native
+from outrider.models import paths
+
+COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+def _compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_native_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_NATIVE", "0")
+    loaded = native.load(tmp_path)
+    assert loaded.kernels is None
+    assert "OUTRIDER_NATIVE" in loaded.reason
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "no-such-compiler-in-path"])
+def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
+    monkeypatch.setenv("CC", compiler)
+    loaded = native.load(tmp_path)
+    assert loaded.kernels is None
+    assert loaded.reason
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
+    assert ops.backend() == f"torch ({loaded.reason})"
+    assert ops.silu_mul(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in native.load(tmp_path).reason
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert native.load(tmp_path / "file" / "native").kernels is None
+
+
+@needs_compiler
+def test_a_compiler_that_knows_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refuse = 'case "$*" in *-march=native*|*-fopenmp*) echo cannot >&2; exit 1;; esac\n'
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'{refuse}exec {COMPILER} "$@"'))
+    loaded = native.load(tmp_path / "cache")
+    assert loaded.kernels is not None
+    assert not loaded.kernels.threaded
+
+
+@needs_compiler
+def test_what_was_built_is_used_again_and_what_was_damaged_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'echo "$*" >> {log}\nexec {COMPILER} "$@" -O1'))
+
+    def builds() -> int:
+        assert native.load(tmp_path / "cache").kernels
+        return sum("kernels.c" in line for line in log.read_text().splitlines())
+
+    assert [builds(), builds()] == [1, 1]
+    (library,) = (tmp_path / "cache").glob("*.so")
+    library.unlink()  # never write into a file that this process has mapped
+    library.write_bytes(b"damaged")
+    assert builds() == 2
+    (verdict,) = (tmp_path / "cache").glob("*.checked")
+    verdict.unlink()  # as after an interruption: built, not yet checked
+    assert builds() == 3
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".checked", ".so"]
+
+
+@needs_compiler
+def test_a_library_that_fails_its_check_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.c"
+    broken.write_text("void __attribute__((constructor)) die(void) { __builtin_trap(); }\n")
+    script = f'case "$*" in *--version*) echo 1; exit 0;; esac\n{COMPILER} -shared -fPIC {broken} -o "$OUT"'
+    find_out = 'for word in "$@"; do [ "$last" = -o ] && OUT="$word"; last="$word"; done\n'
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", find_out + script))
+    for _ in range(2):
+        loaded = native.load(tmp_path / "cache")
+        assert loaded.kernels is None
+        assert "signal" in loaded.reason
+
+
+@needs_compiler
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, outrider.backends.cpu.native as n; "
+        "sys.exit(n.load(pathlib.Path(sys.argv[1])).kernels is None)"
+    )
+    racing = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
+    assert [process.wait() for process in racing] == [0, 0]
+
+
+@needs_compiler
+def test_backend_says_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded = native.load(tmp_path)
+    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
+    assert loaded.kernels is not None, loaded.reason
+    assert ops.backend().startswith(f"native ({loaded.kernels.isa}, ")
+    assert len(native._openmp_runtimes()) <= 1  # torch's own, shared
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    assert paths.cache_folder() == tmp_path / "home"
+    monkeypatch.delenv("OUTRIDER_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert paths.cache_folder() == tmp_path / "outrider"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert paths.cache_folder() == Path.home() / "Library" / "Caches" / "outrider"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert paths.cache_folder() == tmp_path / "local" / "outrider"

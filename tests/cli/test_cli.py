@@ -1,0 +1,537 @@
+"""The command line: one JSON object, colours that can be switched off, and a sentence for whatever goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider import Draft, Drafter, drafters, register
+from outrider.cli.app import app
+from outrider.cli.show import summary
+from outrider.engine.trace import read, recorded, replay
+from outrider.types import Sequence, Stats
+
+from support import tiny
+
+PROGRAM = [sys.executable, "-c", "from outrider.cli.app import main; main()"]
+PROMISED = {
+    "text", "token_ids", "finish_reason", "tokens", "seconds", "tokens_per_second", "steps", "drafted", "reached",
+    "accepted", "alpha", "tau", "drafter", "k", "seed", "temperature", "model", "dtype",
+}  # fmt: skip
+FAST = ["--dtype", "float32", "--k", "4", "--drafter", "suffix"]
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("cli") / "tiny", context=4096)
+
+
+def invoke(*arguments: object, stdin: str | None = None, **env: str | None) -> Result:
+    """In this process: loading torch takes longer than everything that is tested here."""
+    plain = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm-256color", "COLUMNS": "120"}
+    return CliRunner(env=plain | env).invoke(app, [str(a) for a in arguments], input=stdin)
+
+
+def generate(folder: Path, *arguments: object, stdin: str | None = None, **env: str | None) -> Result:
+    return invoke("generate", "-m", folder, *FAST, *arguments, stdin=stdin, **env)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"} | changes
+
+
+def one_object(stdout: str) -> dict:
+    assert stdout.endswith("\n")
+    assert stdout.count("\n") == 1
+    return json.loads(stdout)
+
+
+# ---------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_json_is_one_object_with_what_was_promised(folder: Path, temperature: str) -> None:
+    done = generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5)
+    assert (done.exit_code, done.stderr) == (0, "")
+    out = one_object(done.stdout)
+    assert out.keys() >= PROMISED
+    assert out["tokens"] == len(out["token_ids"]) == len(out["origins"])
+    assert out["accepted"] == out["origins"].count("a") <= out["reached"] <= out["drafted"]
+    assert out["tau"] == pytest.approx(out["tokens"] / out["steps"])
+    assert (out["seed"], out["temperature"], out["drafter"], out["k"]) == (5, float(temperature), "suffix", 4)
+    assert (out["model"], out["dtype"], out["finish_reason"]) == ("tiny", "float32", "length")
+    assert set(out["seconds_by_phase"]) == {"draft", "verify", "overlap", "judge"}
+    again = one_object(
+        generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5, "--k", 0).stdout
+    )
+    assert (again["token_ids"], again["text"]) == (out["token_ids"], out["text"])
+
+
+def test_k_auto_measures_first(folder: Path) -> None:
+    out = one_object(invoke("generate", "one two", "-m", folder, "--json", "-n", 24, "--dtype", "float32").stdout)
+    assert out["k"] == "auto"
+    assert out["why"]
+
+
+def test_text_goes_to_standard_output_and_numbers_to_standard_error(folder: Path) -> None:
+    out = one_object(generate(folder, "one two", "--json", "-n", 16).stdout)
+    done = generate(folder, "one two", "-n", 16)
+    assert done.exit_code == 0
+    assert done.stdout == out["text"] + "\n"
+    for word in ("tokens/s", "passes", "τ", "drafter suffix"):
+        assert word in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_pipe_gets_the_text_as_it_is() -> None:
+    import io
+
+    from rich.console import Console
+
+    from outrider.cli.show import piece
+    from outrider.models.detokenizer import Piece
+
+    texts = ["\tif x:\n", "\n\n", "[bold]no markup[/bold]", "  ", "z" * 300, "😀\r\n"]
+    file = io.StringIO(newline="")
+    piece(Console(file=file, width=40), Piece("".join(texts), [0] * 6, "ababab", texts, []))
+    assert file.getvalue() == "".join(texts)
+
+
+def test_standard_input_raw_and_stop(folder: Path) -> None:
+    typed = one_object(generate(folder, "-", "--json", "-n", 8, stdin="the quick").stdout)
+    given = one_object(generate(folder, "the quick", "--json", "-n", 8).stdout)
+    assert typed["token_ids"] == given["token_ids"]
+    raw = one_object(generate(folder, "the quick", "--json", "-n", 16, "--raw").stdout)
+    assert raw["prompt_tokens"] < given["prompt_tokens"]  # no template around it
+    stop = raw["text"][6:9]
+    cut = one_object(generate(folder, "the quick", "--json", "-n", 16, "--raw", "--stop", stop).stdout)
+    assert (cut["text"], cut["finish_reason"]) == (raw["text"][: raw["text"].find(stop)], "stop")
+
+
+def test_set_takes_any_parameter(folder: Path) -> None:
+    pairs = [
+        "top_p=0.9",
+        "ignore-eos=true",
+        "logprobs=2",
+        'logit_bias={"300": -5, "68": 5000}',
+        "tree=true",
+        "max_rows=7",
+    ]
+    done = generate(folder, "one", "--json", "-n", 6, "-t", "0.8", "--seed", 1, *(x for p in pairs for x in ("-s", p)))
+    out = one_object(done.stdout)
+    assert out["token_ids"] == [68] * 6
+    assert [lp["token"] for lp in out["logprobs"]] == [68] * 6
+    assert len(out["logprobs"][0]["top"]) == 2
+
+
+def test_speculative_config_and_draft_models(folder: Path) -> None:
+    plain = one_object(generate(folder, "one two", "--json", "-n", 16, "--drafter", "off").stdout)
+    vllm = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}')
+    for extra, drafter, k in (
+        (vllm, "ngram", 3),
+        (("-d", "model", "--draft-model", folder), "model", 4),
+        (("-d", "cascade"), "cascade", 4),
+    ):
+        out = one_object(generate(folder, "one two", "--json", "-n", 16, *extra).stdout)
+        assert (out["drafter"], out["k"], out["token_ids"]) == (drafter, k, plain["token_ids"])
+
+
+def test_compare_measures_plain_decoding_beside_it(folder: Path) -> None:
+    out = one_object(generate(folder, "one two", "--json", "-n", 16, "--compare").stdout)
+    assert out["plain_tokens_per_second"] > 0
+    done = generate(folder, "one two", "-n", 16, "--compare")
+    assert "the plain speed, the same text" in done.stderr
+    assert "differs" not in done.stderr
+    assert out["plain_same_text"] is True
+
+
+def test_a_text_that_differs_is_not_called_the_same() -> None:
+    table = summary(Stats(steps=2, emitted=4, accepted=2, reached=2, drafted=2), 1.0, "suffix", (2.0, False))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    assert "2.00 x the plain speed, another text" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_chat_until_an_empty_line(folder: Path) -> None:
+    done = invoke("chat", "-m", folder, *FAST, "-n", 6, "--system", "be brief", stdin="one\ntwo\n\n")
+    assert done.exit_code == 0
+    assert done.stderr.count("tokens/s") == 2
+    assert invoke("chat", "-m", folder, *FAST, stdin="").exit_code == 0
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_measures_every_drafter(folder: Path) -> None:
+    done = invoke("verify", "-m", folder, "--dtype", "float32", "--limit", 2, "--max-tokens", 8, "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    report = one_object(done.stdout)
+    assert report["divergences"] == 0
+    tallies = {(t["drafter"], t["temperature"]): t for t in report["per_drafter"]}
+    assert tallies.keys() == {(n, t) for n in drafters.names() if n != "off" for t in (0.0, 0.8)}
+    assert report["compared_tokens"] == sum(t["compared_tokens"] for t in tallies.values()) > 0
+    assert all(t["failures"] == 0 and t["divergences"] == [] for t in tallies.values())
+    assert tallies["model", 0.8]["alpha"] == 1.0
+
+
+@pytest.fixture
+def cheat() -> Iterator[str]:
+    @register("cheat")
+    class Cheat(Drafter):
+        """Rewrites what was said, as only a broken engine would."""
+
+        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            for seq in seqs:
+                if len(seq.generated) == 3:
+                    seq.tokens[-1] = 68 if seq.tokens[-1] != 68 else 69
+            return Draft.empty(len(seqs))
+
+    yield "cheat"
+    del drafters._REGISTRY["cheat"]
+
+
+def test_verify_finds_a_divergence(folder: Path, cheat: str) -> None:
+    arguments = ("verify", "-m", folder, "-d", cheat, "--dtype", "float32", "--limit", 2, "-n", 8, "-t", 0)
+    done = invoke(*arguments, "--json")
+    assert done.exit_code == 1
+    report = one_object(done.stdout)
+    assert report["divergences"] == 2
+    (tally,) = report["per_drafter"]
+    for divergence in tally["divergences"]:
+        assert divergence["position"] == 2
+        assert divergence["speculative"] in (68, 69)
+        assert divergence["margin"] > 0
+    shown = invoke(*arguments)
+    assert shown.exit_code == 1
+    assert "differs at token 2" in shown.stdout
+    assert "2 divergences" in shown.stdout
+
+
+def test_verify_with_prompts_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"turns": ["one two"], "category": "a"}\n{"prompt": "three"}\n')
+    done = invoke("verify", "-m", folder, "-d", "suffix", "--dtype", "float32", "-n", 6, "--prompts", file)
+    assert done.exit_code == 0
+    assert "identical text" in done.stdout
+    file.write_text("not json\n")
+    fails(invoke("verify", "-m", folder, "--prompts", file), "not a prompt")
+
+
+# ---------------------------------------------------------------- traces
+
+
+@pytest.fixture(scope="module")
+def trace(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    assert generate(folder, "one two", "-n", 24, "--trace", path, "--set", "ignore_eos=true").exit_code == 0
+    return path
+
+
+def test_a_trace_can_be_shown_and_replayed(trace: Path) -> None:
+    recording = read(trace)
+    assert replay(recording) == recorded(recording)
+    assert sum(len(line["emitted"]) for line in recording.lines) == 24
+    shown = invoke("trace", "show", trace)
+    assert shown.exit_code == 0
+    assert shown.stdout.count(" ms  verify ") == len(recording.lines) == recording.footer["steps"]
+    assert f"{recording.footer['steps']} steps" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert invoke("trace", "show", trace, "--limit", 3).stdout.count(" ms  verify ") == 3
+    assert COLOUR.search(invoke("trace", "show", trace, FORCE_COLOR="1").stdout)
+
+
+def test_a_trace_that_was_cut_off_is_shown_up_to_there(trace: Path, tmp_path: Path) -> None:
+    lines = trace.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(lines[:5]) + lines[5][:40])
+    shown = invoke("trace", "show", cut)
+    assert shown.exit_code == 0
+    assert shown.stdout.count(" ms  verify ") == 4
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    for name, content in (("text", b"hello\n"), ("json", b'{"a": 1}\n'), ("empty", b""), ("binary", bytes(range(256)))):
+        (tmp_path / name).write_bytes(content)
+        fails(invoke("trace", "show", tmp_path / name), "trace")
+    for line in ('{"outrider_trace": "x"}', '{"outrider_trace": 1}\n{}', '{"outrider_trace": 1}\n{"end": true}'):
+        (tmp_path / "damaged").write_text(line + "\n")
+        done = invoke("trace", "show", tmp_path / "damaged")
+        assert done.exit_code == 1
+        assert "is damaged" in done.stderr
+    fails(invoke("trace", "show", tmp_path / "missing"), "cannot be read")
+    fails(invoke("trace", "show", tmp_path), "cannot be read")
+
+
+def test_a_trace_needs_a_place(folder: Path, tmp_path: Path) -> None:
+    fails(generate(folder, "one", "--trace", tmp_path / "no" / "such" / "folder.jsonl"), "cannot be written")
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def fails(done: Result, *words: str) -> None:
+    """One sentence on standard error, nothing on standard output, no traceback, an exit status."""
+    assert done.exit_code == 1, (done.exit_code, done.exception, done.stderr)
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: "), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.rstrip().endswith((".", ")"))
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--k", "many"], "--k"),
+        (["--k", "99"], "k is 99"),
+        (["--k", "-1"], "k is -1"),
+        (["--dtype", "int3"], "int3"),
+        (["-d", "nobody"], "nobody"),
+        (["-d", "model"], "--draft-model"),
+        (["-t", "-1"], "temperature"),
+        (["-t", "nan"], "temperature"),
+        (["-n", "0"], "max_tokens"),
+        (["--seed", "-1"], "seed"),
+        (["--stop", ""], "stop string"),
+        (["--set", "top_p"], "name=value"),
+        (["--set", "top_p=2"], "top_p"),
+        (["--set", "top_p=high"], "must be a number"),
+        (["--set", "logit_bias=[1]"], "wrong type"),
+        (["--set", 'logit_bias={"a": 1}'], "wrong type"),
+        (["--set", "rule=maybe"], "maybe"),
+        (["--set", "max_batch=several"], "whole number"),
+        (["--set", "max_length=9999999"], "max_length"),
+        (["-d", "ngram", "--set", "ngram_max=x"], "cannot be built"),
+        (["-d", "layerskip", "--set", "skip_layers=[99]"], "Layer 99"),
+        (["--speculative-config", "{"], "not a JSON object"),
+        (["--speculative-config", '{"method": "magic"}'], "magic"),
+    ],
+    ids=str,
+)
+def test_invalid_parameters(folder: Path, arguments: list[str], word: str) -> None:
+    fails(generate(folder, "one two", *arguments), word)
+
+
+def test_prompts_that_cannot_be_answered(folder: Path) -> None:
+    fails(generate(folder, "word " * 5000), "only 4096 fit")
+    fails(generate(folder, "one two three four", "--set", "max_length=9"), "only 9 fit", "raise max_length")
+    fails(generate(folder, "  "), "prompt is empty")
+    fails(generate(folder, "-", stdin=""), "prompt is empty")
+
+
+def test_models_that_cannot_be_opened(folder: Path, tmp_path: Path) -> None:
+    fails(invoke("generate", "hi", "-m", "/no/such/model"), "/no/such/model")
+    fails(invoke("generate", "hi", "-m", "nonsense"), "no model 'nonsense'")
+    for half in (b"", b"GGUF", b"GGUF" + struct.pack("<IQQ", 3, 12, 30) + struct.pack("<Q", 20) + b"general.arch"):
+        (tmp_path / "half.gguf").write_bytes(half)
+        fails(invoke("generate", "hi", "-m", tmp_path / "half.gguf"), "half.gguf")
+    cut = tiny.save(tmp_path / "cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    fails(generate(cut, "hi"), "model.safetensors", "download it again")
+    mute = tiny.save(tmp_path / "mute")
+    (mute / "tokenizer.json").unlink()
+    fails(generate(mute, "hi"), "tokenizer.json")
+
+
+def test_a_draft_model_with_another_vocabulary(folder: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3)
+    translated = generate(folder, "one", "-d", "model", "--draft-model", other)
+    assert translated.exit_code == 0
+    assert "has another tokenizer" in translated.stderr
+    assert "spelled anew (SLEM)" in " ".join(translated.stderr.split())
+    assert translated.stdout == generate(folder, "one", "-d", "off").stdout
+    fails(generate(folder, "one", "-d", "ahead", "--draft-model", other), "another vocabulary", "--drafter model")
+    fails(generate(folder, "one", "-d", "model", "--draft-model", "/no/such/draft"), "/no/such/draft")
+
+
+@pytest.mark.parametrize("poison", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_nan_logits(tmp_path: Path, poison: str) -> None:
+    fails(generate(tiny.save(tmp_path, poison=poison), "one two", "--json"), "NaN", "float32")
+
+
+def test_usage_errors_are_short() -> None:
+    for arguments in (["generate"], ["generate", "hi", "--no-such-option"], ["fly"], ["generate", "hi", "-n", "few"]):
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert "Traceback" not in done.stderr
+        assert done.stderr
+
+
+# ---------------------------------------------------------------- as a program of its own
+
+
+def test_help_is_fast_because_torch_is_not_loaded() -> None:
+    code = (
+        "import sys; from outrider.cli.app import app\n"
+        "for a in (['--help'], ['generate', '--help'], ['trace', '--help']): app(a, standalone_mode=False)\n"
+        "print(sorted(m for m in ('torch', 'numpy', 'tokenizers', 'transformers') if m in sys.modules))"
+    )
+    seconds = []
+    for _ in range(3):
+        begin = os.times()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+        )
+        end = os.times()  # what the processor did: others may be using the machine
+        seconds.append(end.children_user + end.children_system - begin.children_user - begin.children_system)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for word in ("generate", "chat", "verify", "trace"):
+        assert word in done.stdout
+    assert min(seconds) < 1.5
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [*PROGRAM, "generate", "hi", "-m", "/no/such/model", "--debug"]
+    loud = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert loud.returncode == 1
+    assert "Traceback" in loud.stderr
+    assert "ModelError" in loud.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_ctrl_c_ends_cleanly_with_the_summary(tmp_path: Path) -> None:
+    folder, trace = tiny.save(tmp_path / "long", context=30_000), tmp_path / "trace.jsonl"
+    command = [*PROGRAM, "generate", "one two", "-m", str(folder), "--dtype", "float32", "--k", "2", "-n", "29000"]
+    command += ["--set", "ignore_eos=true", "--set", "max_length=29500", "--trace", str(trace)]
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 - who runs us may ignore it
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=heard
+    ) as child:
+        first = os.read(child.stdout.fileno(), 1)
+        child.send_signal(signal.SIGINT)
+        rest, errors = child.communicate(timeout=30)
+    assert first + rest
+    said = errors.decode()
+    assert child.returncode == 130, said
+    assert "Traceback" not in said
+    assert "Interrupted" in said
+    assert "tokens/s" in said
+    assert read(trace).footer["steps"] > 0
+
+
+def in_a_terminal(command: list[str], **env: str) -> str:
+    """What a program prints when both of its outputs are a terminal."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**env)) as child:
+        os.close(theirs)
+        output = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            output += part
+        assert child.wait(30) == 0, output
+    os.close(ours)
+    return output.decode()
+
+
+def test_colours_in_a_terminal(folder: Path) -> None:
+    command = [*PROGRAM, "generate", "one two", "-m", str(folder), *FAST, "-n", "24", "--set", "ignore_eos=true"]
+    bright = in_a_terminal(command)
+    for word in ("accepted from the draft", "the target's own", "rejected draft", "tokens/s"):
+        assert word in bright
+    assert "\x1b[32m" in bright  # accepted
+    assert "\x1b[1;36m" in bright  # the target's own
+
+
+def test_colours_when_they_are_forced_and_none_with_no_color(folder: Path) -> None:
+    bright = generate(folder, "one two", "-n", 16, FORCE_COLOR="1")
+    assert COLOUR.search(bright.stdout)
+    sober = generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1")
+    assert "accepted from the draft" in sober.stdout
+    assert not COLOUR.search(sober.stdout + sober.stderr)
+    forced = generate(folder, "one two", "-n", 16, "--json", FORCE_COLOR="1")
+    assert "\x1b" not in forced.stdout
+    one_object(forced.stdout)
+
+
+def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
+    command = [*PROGRAM, "generate", "one two", "-m", str(folder), *FAST, "-n", "400", "--set", "ignore_eos=true"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as child:
+        os.read(child.stdout.fileno(), 1)
+        child.stdout.close()
+        errors = child.stderr.read().decode()
+    assert "Traceback" not in errors
+    assert child.returncode == 0, errors
+
+
+# ---------------------------------------------------------------- the default model
+
+
+@pytest.mark.real
+def test_the_default_model_by_default() -> None:
+    done = invoke("generate", "Say hello.", "--json", "-n", 8, "--k", 3, "--set", "max_length=256")
+    out = one_object(done.stdout)
+    assert done.exit_code == 0
+    assert "smollm2" in out["model"].lower()
+    assert out["tokens"] <= 8
+
+
+@pytest.mark.real
+def test_verify_on_the_default_model() -> None:
+    some = ("-d", "suffix", "-d", "model")  # the others are compared in test_llm
+    done = invoke("verify", *some, "--limit", 2, "--max-tokens", 8, "--json", "--set", "max_length=1024")
+    report = one_object(done.stdout)
+    assert (done.exit_code, report["divergences"]) == (0, 0)
+    assert report["compared_tokens"] == 64
+
+
+# ---------------------------------------------------------------- what a request brings along
+
+
+def test_a_schema_a_regex_a_grammar_and_a_prediction(folder: Path, tmp_path: Path) -> None:
+    schema, grammar, text = tmp_path / "schema.json", tmp_path / "rules.lark", tmp_path / "text.txt"
+    schema.write_text('{"enum": ["fox", "dog"]}')
+    grammar.write_text('start: "QZ" /[0-9]{3}/')
+    said = one_object(generate(folder, "the fox", "--json", "--json-schema", schema).stdout)
+    assert (json.loads(said["text"]) in ("fox", "dog"), said["finish_reason"]) == (True, "stop")
+    said = one_object(generate(folder, "the fox", "--json", "--grammar", grammar).stdout)
+    assert re.fullmatch("QZ[0-9]{3}", said["text"])
+    said = one_object(generate(folder, "the fox", "--json", "--regex", "[a-z]{9}", "--compare").stdout)
+    assert re.fullmatch("[a-z]{9}", said["text"])
+    plain = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "-d", "off").stdout)
+    text.write_text(plain["text"])
+    said = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "--prediction", text).stdout)
+    assert said["token_ids"] == plain["token_ids"]
+    assert said["accepted_prediction_tokens"] > 0
+    shown = generate(folder, "the fox", "--raw", "-n", 20, "--prediction", text)
+    assert "came true" in shown.stderr
+
+
+def test_guides_that_cannot_be_are_sentences(folder: Path, tmp_path: Path) -> None:
+    for option, value, sentence in (
+        ("--json-schema", tmp_path / "nowhere.json", "cannot be read"),
+        ("--regex", "(a", "cannot be used"),
+        ("--prediction", tmp_path, "cannot be read"),
+    ):
+        result = generate(folder, "the fox", option, value)
+        assert result.exit_code == 1
+        assert sentence in result.stderr
+        assert "Traceback" not in result.stderr
+    both = generate(folder, "the fox", "--regex", "a", "--grammar", __file__)
+    assert (both.exit_code, "one thing" in both.stderr) == (1, True)

@@ -1,0 +1,334 @@
+"""How much is drafted in a batch: more while rows are free, less when they are not, and never so much that it costs.
+
+The proof is a simulation without models: passes cost what a formula says, drafts come true with a given chance, and the
+controller sees only clocks and verdicts. What it decided is valued by expectation, so that luck proves nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.backends.pass_costs import EACH, EDGE, MOST_ROWS, ROWS
+from outrider.control.adaptive import Adaptive, Costs
+from outrider.measure.statistics import expected_tokens
+from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+K_MAX = 16
+
+Time = Callable[[int, int], float]  # (sequences, rows in all) -> seconds
+
+
+def slope(sequences: int, rows: int) -> float:
+    """Free up to 16 rows, then every 16 rows take as long as the first."""
+    return 0.005 * max(1.0, rows / 16)
+
+
+def gentle(sequences: int, rows: int) -> float:
+    """The same with memory to read for every sequence, and rows that stay cheap for longer."""
+    return 0.005 * (1 + 0.01 * sequences + max(0, rows - 16) / 100)
+
+
+def stairs(sequences: int, rows: int) -> float:
+    """Passes are padded to a bucket: nothing at all up to its edge, then a jump."""
+    padded = next(edge for edge in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048) if rows <= edge)
+    return 0.005 * (0.8 + 0.2 * padded / 16)
+
+
+def measured(time: Time) -> Costs:
+    """As `profile` measures."""
+    each = {s: (*ROWS, EDGE) if s == 1 else EACH for s in COUNTS}
+    return Costs({(s, s * r): time(s, s * r) for s in COUNTS for r in each[s] if s * r <= MOST_ROWS})
+
+
+@dataclass
+class World:
+    """A target, a drafter and a batch that never ends."""
+
+    time: Time
+    alpha: float | Callable[[int], float]
+    price: float  # of one depth, in plain passes of one sequence
+    batch: int
+    claims: bool = False  # does the drafter say how sure it is?
+    dice: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self.seqs = [Sequence(i, [1], SamplingParams(max_tokens=10**6)) for i in range(self.batch)]
+        self.asked = self.kept = 0
+        self.slower = 1.0  # contexts grow
+
+    def chance(self, seq: Sequence) -> float:
+        return self.alpha(seq.id) if callable(self.alpha) else self.alpha
+
+    def step(self, controller: Adaptive) -> tuple[float, float]:
+        """One step; the tokens that such a draft brings on average, and the seconds it takes."""
+        turns = controller.budget([Turn(seq, 1, True) for seq in self.seqs])
+        drafted = controller.prune(turns, Draft.pack(map(self._tree, turns)))
+        rows = self.batch + sum(len(tree.tokens) for tree in drafted.trees)
+        depth = max(turn.budget for turn in turns)
+        clock = {
+            "draft": 1e-6 + depth * self.price * self.time(1, 1),
+            "verify": self.slower * self.time(self.batch, rows),
+            "judge": 0.0,
+        }
+        verdicts = [self._verdict(turn, tree) for turn, tree in zip(turns, drafted.trees, strict=True)]
+        step: Any = SimpleNamespace(
+            turns=turns,
+            draft=drafted,
+            rows=SimpleNamespace(count=rows),
+            verdicts=verdicts,
+            clock=clock,
+        )
+        controller.observe(step)
+        self.asked, self.kept = sum(turn.budget for turn in turns), rows - self.batch
+        pairs = zip(turns, drafted.trees, strict=True)
+        tokens = sum(expected_tokens(self.chance(turn.seq), len(tree.tokens)) for turn, tree in pairs)
+        return tokens, sum(clock.values())
+
+    def _tree(self, turn: Turn) -> Tree:
+        claims = [self.chance(turn.seq) ** i for i in range(1, turn.budget + 1)] if self.claims else None
+        return chain(range(turn.budget), survival=claims)
+
+    def _verdict(self, turn: Turn, tree: Tree) -> Verdict:
+        n = len(tree.tokens)
+        hits = next((i for i in range(n) if self.dice.random() >= self.chance(turn.seq)), n)
+        fates = "a" * hits + ("r" + "u" * (n - hits - 1) if hits < n else "")
+        return Verdict(list(range(hits)), [1] * (hits + 1), fates)
+
+    def speed(self, controller: Adaptive, steps: int) -> float:
+        """Tokens per second over so many steps."""
+        tokens, seconds = (sum(each) for each in zip(*(self.step(controller) for _ in range(steps)), strict=True))
+        return tokens / seconds
+
+    def fixed(self, k: int) -> float:
+        """Tokens per second with K drafted for everybody, always."""
+        assert not callable(self.alpha)
+        seconds = self.slower * self.time(self.batch, self.batch * (k + 1)) + k * self.price * self.time(1, 1)
+        return self.batch * expected_tokens(self.alpha, k) / seconds
+
+
+def warmed(world: World, costs: Costs | None = None) -> Adaptive:
+    controller = Adaptive(costs or measured(world.time), K_MAX)
+    world.speed(controller, 60 + 240 // world.batch)
+    return controller
+
+
+def long_enough(batch: int) -> int:
+    return 100 + 800 // batch
+
+
+# ---------------------------------------------------------------- never slower
+
+ALPHAS = (0.0, 0.2, 0.5, 0.8, 0.98)
+
+
+def compare(world: World) -> None:
+    speed = world.speed(warmed(world), long_enough(world.batch))
+    assert speed >= 0.97 * world.fixed(0), f"α {world.alpha}: {speed / world.fixed(0):.3f} × plain"
+    best = max(map(world.fixed, range(K_MAX + 1)))
+    assert speed >= 0.95 * best, f"α {world.alpha}: {speed / best:.3f} × the best fixed K"
+
+
+@pytest.mark.parametrize("price", [0.0, 0.05, 0.15])
+@pytest.mark.parametrize("batch", COUNTS)
+def test_it_is_never_slower_than_plain_and_near_the_best_fixed_k(batch: int, price: float) -> None:
+    for alpha in ALPHAS:
+        compare(World(slope, alpha, price, batch, claims=price == 0.05))
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("price", [0.0, 0.15])
+@pytest.mark.parametrize("batch", [2, 8, 24])  # 24 lies between two that are measured
+def test_also_where_rows_stay_cheap_for_longer(batch: int, price: float, claims: bool) -> None:
+    for alpha in ALPHAS:
+        compare(World(gentle, alpha, price, batch, claims))
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("price", [0.0, 0.15])
+@pytest.mark.parametrize("batch", [1, 4, 16, 32])
+def test_also_where_costs_are_stairs(batch: int, price: float, claims: bool) -> None:
+    for alpha in ALPHAS:
+        compare(World(stairs, alpha, price, batch, claims))
+
+
+@pytest.mark.parametrize("time", [slope, stairs])
+@pytest.mark.parametrize("batch", [3, 12, 24, 48, 63])
+def test_a_batch_between_those_that_were_measured_is_no_slower_either(batch: int, time: Time) -> None:
+    for alpha in ALPHAS:
+        world = World(time, alpha, 0.05, batch)
+        assert world.speed(warmed(world), long_enough(batch)) >= 0.97 * world.fixed(0)
+
+
+@pytest.mark.parametrize("price", [0.0, 0.1])
+def test_a_batch_drafts_less_the_larger_it_is(price: float) -> None:
+    kept = []
+    for batch in COUNTS:
+        world = World(slope, 0.9, price, batch)
+        controller, total = warmed(world), 0
+        for _ in range(40):
+            world.step(controller)
+            total += world.kept
+        kept.append(total / 40 / batch)
+    assert kept[0] > 4
+    assert kept[-1] < 0.1
+    assert kept == sorted(kept, reverse=True)
+
+
+# ---------------------------------------------------------------- when things change
+
+
+def test_growing_contexts_do_not_make_rows_look_free() -> None:
+    """Only plain passes are seen, and they get slower: that says nothing about what a draft would cost."""
+    world = World(slope, 0.8, 0.05, 32)
+    controller = warmed(world)
+    tokens = seconds = 0.0
+    for _ in range(400):
+        world.slower *= 1.003
+        now = world.step(controller)
+        tokens, seconds = tokens + now[0] * world.slower, seconds + now[1]
+    assert tokens / seconds >= 0.97 * World(slope, 0.8, 0.05, 32).fixed(0)
+
+
+@pytest.mark.parametrize("price", [0.0, 0.1])
+def test_a_batch_that_shrinks_drafts_again_and_one_that_grows_stops(price: float) -> None:
+    world, few = World(slope, 0.9, price, 64), World(slope, 0.9, price, 1)
+    controller = warmed(world)
+    assert world.kept == 0
+    few.speed(controller, 60)
+    assert few.speed(controller, 100) > 2 * few.fixed(0)
+    world.speed(controller, 20)
+    assert world.speed(controller, 100) >= 0.97 * world.fixed(0)
+
+
+@pytest.mark.parametrize("price", [0.0, 0.1])
+def test_only_those_sequences_draft_that_are_good_at_it(price: float) -> None:
+    world = World(gentle, lambda name: 0.95 if name % 4 == 0 else 0.0, price, 16)
+    controller = warmed(world)
+    turns = controller.budget([Turn(seq, 1, True) for seq in world.seqs])
+    kept = controller.prune(turns, Draft.pack(map(world._tree, turns)))
+    sizes = [len(tree.tokens) for tree in kept.trees]
+    assert min(sizes[::4]) >= 3
+    assert sum(map(bool, sizes)) <= 4 + Adaptive.PROBED
+    assert world.speed(controller, 150) > 1.2 * world.batch / gentle(16, 16)
+
+
+def test_newcomers_are_probed_together_and_seldom() -> None:
+    """Sequences come and go at different times; each would like to be probed, but a probe costs everybody."""
+    world = World(gentle, 0.0, 0.15, 32)
+    controller, asked = warmed(world), 0
+    for step in range(300):
+        world.seqs[step % 32] = Sequence(1000 + step, [1], SamplingParams(max_tokens=10**6))
+        world.step(controller)
+        asked += world.asked > 0
+    assert 1 <= asked <= 300 / Adaptive.PROBE + 1
+
+
+def test_a_drafter_whose_word_is_never_worth_verifying_is_not_asked_for_ever() -> None:
+    world = World(slope, 0.0, 0.1, 1, claims=True)
+    controller, asked = Adaptive(measured(slope)), 0
+    for _ in range(100):
+        world.step(controller)
+        asked += world.asked > 0
+    assert asked < 30
+
+
+def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
+    controller = Adaptive(measured(slope))
+    seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
+    for feed, seconds, price in ((8, 1.0, None), (1, 0.004, 0.001)):
+        turns = controller.budget([Turn(seq, feed, True)])
+        drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
+        rows = feed + len(drafted.trees[0].tokens)
+        step: Any = SimpleNamespace(
+            turns=turns, draft=drafted, rows=SimpleNamespace(count=rows),
+            verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
+        )  # fmt: skip
+        controller.observe(step)
+        assert controller.draft_node == (None if price is None else pytest.approx(price))
+
+
+def test_it_says_why_in_words() -> None:
+    world = World(slope, 0.9, 0.1, 64)
+    controller = warmed(world)
+    assert controller.why.startswith("64 sequences: the drafter is not asked: ")
+    assert "break-even here is 1" in controller.why  # more than 100 %
+    assert controller.why.endswith("plain decoding until that changes")
+    few = World(slope, 0.9, 0.1, 2)
+    assert "2 sequences: " in warmed(few).why
+    assert "tokens expected" in warmed(few).why
+
+
+# ---------------------------------------------------------------- costs of sequences and rows
+
+
+def test_costs_lie_on_straight_lines_in_rows_and_in_sequences() -> None:
+    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 4.0})
+    assert costs(3) == pytest.approx(1.5)
+    assert costs(9) == pytest.approx(3.0)
+    assert costs(6, 4) == pytest.approx(3.0)
+    assert costs(30, 4) == pytest.approx(4.0)
+    assert costs(4, 2) == pytest.approx(2 / 3 * 1.25 + 1 / 3 * 4.0)  # one with two rows, four with eight
+    assert costs(8, 64) == costs(8, 4)  # nothing is known of more
+    assert Costs({1: 1.0, 5: 2.0})(3, 8) == pytest.approx(1.5)  # measured for one: that must do for all
+
+
+def test_plans_expect_a_stair_behind_every_measured_edge() -> None:
+    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
+    assert costs.stairs(18, 4)[4:] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 5.125, 5.25]
+    assert costs.stairs(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
+    assert costs.stairs(9, 2)[2:6] == pytest.approx([costs(2, 2), costs(4, 2), costs(4, 2), costs(8, 2)])
+    alone = Costs({1: 1.0, 9: 2.0})
+    assert alone.stairs(5, 4) == [alone(rows) for rows in range(10)]  # as on a CPU
+
+
+def test_more_rows_never_cost_less() -> None:
+    costs = Costs({(2, 2): 3.0, (2, 4): 2.0, (2, 8): 5.0, (8, 8): 4.0, (8, 16): 3.9})
+    for sequences in (1, 2, 3, 5, 8, 9):
+        line = [costs(rows, sequences) for rows in range(sequences, 40)]
+        assert line == sorted(line)
+
+
+def test_costs_follow_what_happens_to_so_many_sequences() -> None:
+    costs = measured(slope)
+    for _ in range(300):
+        costs.refine(32, 0.03, sequences=32)  # three times as long as was measured
+    assert costs(32, 32) == pytest.approx(0.03, rel=0.02)
+    assert costs(64, 32) == pytest.approx(2 * costs(32, 32))  # the shape stays
+    for _ in range(300):
+        costs.refine(64, 0.1, sequences=32)
+    assert costs(64, 32) == pytest.approx(0.1, rel=0.02)
+    assert costs(64, 32) > 2.2 * costs(32, 32)  # drafts cost more than was thought, and plain passes less so
+    assert costs(1) < 0.008
+
+
+def test_beyond_what_was_measured_a_pass_is_believed_at_once() -> None:
+    costs = measured(slope)
+    guess = costs(600, 32)
+    costs.refine(600, 1.2 * guess, sequences=32)
+    assert costs(600, 32) == pytest.approx(1.2 * guess)
+    assert costs(512, 32) == pytest.approx(slope(32, 512))
+
+
+def test_asking_for_a_cost_takes_no_time() -> None:
+    costs = measured(gentle)
+    costs(1000, 37)
+    assert min(timeit.repeat(lambda: costs(500, 37), number=10_000, repeat=5)) < 10_000 * 1e-6
+
+
+def test_a_free_drafter_is_not_asked_where_even_a_sure_draft_would_lose() -> None:
+    """Rows that cost as much as a token brings: a batch that fills the machine."""
+    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}), frugal=True)
+    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+    turns = [Turn(Sequence(i, [1]), 1, whole=True) for i in range(8)]
+    assert not any(each.budget for each in controller.budget(turns))
+    assert "even a sure draft" in controller.why
+    controller.unasked = controller.MOST_IDLE  # prices may have been wrong: now and then it is looked at again
+    assert all(each.budget for each in controller.budget(turns))

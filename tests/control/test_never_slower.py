@@ -1,0 +1,186 @@
+"""Never slower on a device that hides the host's work: the real engine in an invented time.
+
+The device is a clock: a pass takes what it took on an H200 (7B, bfloat16), starts when the one before it has ended, and
+chooses the next token of a text that was fixed beforehand. What the host does takes invented, fixed times. Nothing here
+depends on the machine that runs it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.control.adaptive import Adaptive
+from outrider.control.costs import Costs
+from outrider.drafters import Drafter
+from outrider.drafters.auto import AGAIN, UNASKED, Auto
+from outrider.drafters.head.rollout import Features
+from outrider.types import Draft, Output, SamplingParams, Sequence, Turn, chain
+
+from support.invented_time import MILLISECONDS, Run, auto_with
+from support.kernels import GPU
+
+pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "auto"])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_nothing_is_lost_where_nothing_repeats(monkeypatch: pytest.MonkeyPatch, batch: int, drafter: str) -> None:
+    with monkeypatch.context() as patch:
+        plain = Run(patch, "off", batch, "fresh").speed()
+    run = Run(monkeypatch, drafter, batch, "fresh")
+    assert run.speed() > 0.97 * plain, run.engine.controller.why
+
+
+@pytest.mark.parametrize(("batch", "least"), [(1, 2.5), (4, 2.0), (16, 1.3), (64, 0.97)])
+def test_much_is_won_where_texts_repeat_themselves(monkeypatch: pytest.MonkeyPatch, batch: int, least: float) -> None:
+    with monkeypatch.context() as patch:
+        plain = Run(patch, "off", batch, "echo").speed()
+    assert Run(monkeypatch, "suffix", batch, "echo").speed() > least * plain
+
+
+GOOD = [
+    (1, 0.99, 3.5),
+    (4, 0.99, 3.0),
+    (16, 0.99, 2.0),
+    (32, 0.99, 1.4),
+    (64, 0.99, 1.05),
+    (1, 0.8, 1.7),
+    (16, 0.8, 1.2),
+]
+VAIN = [(batch, right, 0.97) for batch in (1, 4, 16, 64) for right in (0.0, 0.3)]
+UNSURE = [(16, 0.6, 0.95), (32, 0.7, 0.9), (64, 0.8, 0.97)]  # near break-even: what it takes to find out, in 256 tokens
+
+
+@pytest.mark.parametrize(("batch", "right", "least"), [*GOOD, *VAIN, *UNSURE])
+def test_a_draft_model_pays_or_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, batch: int, right: float, least: float
+) -> None:
+    with monkeypatch.context() as patch:
+        plain = Run(patch, "off", batch, "fresh").speed()
+    run = Run(monkeypatch, "model", batch, "fresh", right)
+    assert run.speed() > least * plain, run.engine.controller.why
+
+
+def test_plain_passes_follow_each_other_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, "off", 16, "fresh")
+    assert run.speed() > 0.93 * 16 / (MILLISECONDS[16] * 1e-3)  # prompts and the last sequences take the rest
+
+
+# ------------------------------------------------------------ what is done where nothing is drafted: counts, not times
+
+
+def crowded(batch: int) -> tuple[Adaptive, list[Turn]]:
+    """A controller whose batch fills the machine: a further row takes as long as a token brings."""
+    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}), frugal=True)
+    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+    return controller, [Turn(Sequence(i, [1]), 1, whole=True) for i in range(batch)]
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_a_step_that_drafts_nothing_makes_no_prices(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(Costs, "table", lambda self, rows, sequences=1: made.append(rows) or [])
+    controller, turns = crowded(batch)
+    for _ in range(100):
+        assert controller.budget(turns) is turns  # the very same turns: none is made anew
+        assert controller.prune(turns, Draft.empty(batch)).trees
+    assert not made
+    assert "even a sure draft would lose" in controller.why
+
+
+class Reads(Drafter):
+    """A drafter with a memory, which counts the tokens that it has to read for a draft."""
+
+    name = "head"
+
+    def __init__(self) -> None:
+        self.read: dict[int, int] = {}
+        self.calls = self.total = 0
+
+    def behind(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.read.get(seq.id, 0)
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.calls += 1
+        for seq in seqs:
+            self.total += self.behind(seq)
+            self.read[seq.id] = len(seq.tokens)
+        return Draft.pack(chain([1], survival=[0.3]) for _ in seqs)
+
+
+def live(auto: Auto, batch: int, steps: int, prompt: int = 100) -> None:
+    """Answers of 50 tokens, one after the other in each place. Reading takes 60 µs a token, a call a millisecond."""
+    drafter: Any = auto.costly[0]
+    seqs = [Sequence(i, [1] * prompt, SamplingParams(max_tokens=50)) for i in range(batch)]
+    for step in range(steps):
+        before = drafter.total
+        auto.draft(seqs, [4] * batch)
+        seconds = 1e-3 * bool(auto.asked) + 60e-6 * (drafter.total - before)
+        for i, seq in enumerate(seqs):
+            seq.tokens.append(1)
+            if seq.room == 0:
+                auto.end(seq)
+                seqs[i] = Sequence(seq.id + batch, [1] * prompt, SamplingParams(max_tokens=50))
+        turns = [Turn(seq, 1, True) for seq in seqs]
+        told: Any = SimpleNamespace(turns=turns, clock={"draft": seconds}, verdicts=[None] * batch, index=step)
+        told.draft = Draft.empty(batch)
+        auto.observe(told)
+
+
+@pytest.mark.parametrize("batch", [4, 8, 64])
+def test_a_head_that_cannot_pay_is_tried_at_a_bounded_price(batch: int) -> None:
+    """Where rows are dear, what is spent on finding out stays below a few hundredths of what is made."""
+    reads = Reads()
+    auto = auto_with(reads, row=0.8)
+    live(auto, batch, 2000)
+    assert reads.calls  # it has had its trial
+    spent = 700.0 * (1e-3 * reads.calls + 60e-6 * reads.total)  # tokens
+    assert spent < 0.03 * 2000 * batch
+
+
+def test_nothing_is_kept_for_a_head_that_nobody_asks_until_there_are_fewer() -> None:
+    reads = Reads()
+    auto = auto_with(reads, row=0.8)
+    live(auto, 8, UNASKED + 2)
+    assert auto.taps == ()  # the target shows nothing, and nothing is copied
+    live(auto, 4, 1)
+    assert auto.taps == (1, 2)  # fewer than those that kept it silent
+    live(auto, 8, 1)
+    assert auto.taps == ()  # that is remembered,
+    shown = 0
+    for _ in range(AGAIN + UNASKED):
+        live(auto, 8, 1)
+        shown += auto.taps == (1, 2)
+    assert 0 < shown <= 4 * UNASKED  # and found out anew after a long while
+    auto.space = auto_with(reads, row=0.0).space
+    live(auto, 8, 2)
+    assert auto.taps == (1, 2)  # rows cost nothing any more: it is asked again
+
+
+def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts, *rest: copies.append(len(parts)) or cat(parts, *rest))
+    features = Features((0, 1))
+    seqs = [Sequence(i, [1] * 9) for i in range(64)]
+    for at in range(100):
+        shown = torch.full((64, 3), float(at))
+        step: Any = SimpleNamespace(
+            turns=[Turn(seq, 1, True) for seq in seqs],
+            draft=Draft.empty(64),
+            verdicts=[None] * 64,
+            rows=SimpleNamespace(packing=SimpleNamespace(positions=[at] * 64)),
+            output=Output(torch.zeros(0), hidden={0: shown, 1: -shown}),
+        )
+        features.observe(step)
+    assert len(copies) == 100  # one for each step, whatever the batch
+    for name in (0, 63):
+        found = features.between(name, 0, 100, torch.empty(0, 6))  # [100, 6]
+        assert found[:, 0].tolist() == [float(at) for at in range(100)]
+        assert torch.equal(found[:, :3], -found[:, 3:])
+        held = {piece.untyped_storage().data_ptr() for _, piece in features.pieces[name]}
+        assert len(held) <= 33  # old rows are its own: it does not keep those of 63 others alive

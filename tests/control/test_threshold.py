@@ -1,0 +1,165 @@
+"""Where a drafter had better stop: the threshold follows acceptance, and costs nobody a word."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.backends.toy import toy
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.control.adaptive import Adaptive, Costs, Fixed
+from outrider.control.costs import Threshold
+from outrider.testing import SCENARIOS, decode, reference
+from outrider.types import Draft, Sequence, Tree, Turn, chain
+
+TARGET = toy()
+
+
+class Ear:
+    """Hears what was drafted."""
+
+    def __init__(self) -> None:
+        self.trees: list[Tree] = []
+
+    def observe(self, step: Any) -> None:
+        self.trees += step.draft.trees
+
+
+class Careful(Fixed):
+    """K tokens, unless the drafter doubts."""
+
+    def __init__(self, k: int, stop_below: float) -> None:
+        super().__init__(k)
+        self.stop_below = stop_below
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def test_it_begins_where_a_token_breaks_even() -> None:
+    rule = Threshold()
+    rule.learn(4, 0, 4)  # before anybody knows a price, there is nothing to learn
+    assert rule.value is None
+    assert rule.below(0.3) == 0.3
+    assert Threshold().below(7.0) == Threshold.HIGHEST
+    assert Threshold().below(-1.0) == 0.0
+
+
+@pytest.mark.parametrize("break_even", [0.1, 0.3, 0.6])
+def test_it_follows_acceptance(break_even: float) -> None:
+    rule = Threshold()
+    rule.below(break_even)
+    for _ in range(200):
+        rule.learn(4, 0, 8)
+    assert rule.value == Threshold.HIGHEST
+    for _ in range(200):
+        rule.learn(4, 4, 8)
+    assert rule.value == 0.0
+    for _ in range(50):
+        rule.learn(8, 8, 8)  # as long as they may be: nothing says that they should be longer
+    assert rule.value == 0.0
+    rule.learn(0, 0, 8)
+    assert rule.value == 0.0
+
+
+# ---------------------------------------------------------------- worth having: a simulation without models
+
+
+def speed(listens: bool, claim: Any, steps: int = 1500, price: float = 0.25, seed: int = 5) -> float:
+    """Tokens per plain pass of a drafter whose tokens are sure or doubtful; `claim(chance)` is what it says of them."""
+    dice, costs = random.Random(seed), {n: 1.0 + 0.03 * (n - 1) for n in range(1, 20)}
+    controller = Adaptive(Costs(costs))
+    seq = Sequence(1, [1], SamplingParams(max_tokens=10**6))
+    tokens = seconds = 0.0
+    for _ in range(steps):
+        (turn,) = controller.budget([Turn(seq, 1, True)])
+        chances: list[float] = []
+        survival: list[float] = []
+        while len(chances) < turn.budget and not (listens and survival and survival[-1] < controller.stop_below):
+            chances.append(0.95 if dice.random() < 0.7 else 0.15)
+            survival.append(claim(chances[-1]) * (survival[-1] if survival else 1.0))
+        taken = price * len(chances)
+        draft = controller.prune([turn], Draft.pack([chain([1] * len(chances), survival)]))
+        n = len(draft.trees[0].tokens)
+        path = 0
+        while path < n and dice.random() < chances[path]:
+            path += 1
+        clock = {"draft": taken + 1e-9, "verify": costs[n + 1], "judge": 0.0}
+        controller.observe(_step(turn, draft, path, clock))
+        tokens, seconds = tokens + path + 1, seconds + sum(clock.values())
+    return tokens / seconds
+
+
+def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
+    from types import SimpleNamespace
+
+    from outrider.types import ACCEPTED, REJECTED, UNREACHED, Verdict
+
+    n = len(draft.trees[0].tokens)
+    fates = ACCEPTED * path + (REJECTED + UNREACHED * n)[: n - path]
+    verdict = Verdict(list(range(path)), [1] * (path + 1), fates)
+    return SimpleNamespace(
+        turns=[turn], draft=draft, verdicts=[verdict], clock=clock, rows=SimpleNamespace(count=n + 1),
+        output=SimpleNamespace(seconds={}),
+    )  # fmt: skip
+
+
+CLAIMS = {"honest": lambda c: c, "bold": lambda c: c**0.3, "shy": lambda c: 0.8 * c}
+
+
+@pytest.mark.parametrize("manner", CLAIMS)
+def test_a_drafter_that_knows_its_doubts_gains_by_stopping(manner: str) -> None:
+    claim, seeds = CLAIMS[manner], range(4)
+    deaf, heard = (sum(speed(listens, claim, seed=seed) for seed in seeds) / 4 for listens in (False, True))
+    assert heard > 1.04 * deaf
+    assert heard > 1.3  # plain decoding is 1
+
+
+# ---------------------------------------------------------------- what drafters do with it
+
+
+@pytest.mark.parametrize("drafter", ["model", "layerskip", "exit", "head"])
+def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
+    from outrider.drafters import lookup
+
+    options = lookup(drafter).trial_options(TARGET) or {"skip_layers": [1]}
+    if drafter == "model":
+        options = {"draft_model": toy(blur=0.3)}
+    config, params = Config(drafter=drafter, k=5, options=options), SamplingParams(max_tokens=30)
+    lengths = {}
+    for stop_below in (0.0, 0.6, 1.1):
+        one = build_engine(TARGET, config)
+        one.controller = Careful(5, stop_below)
+        ear = Ear()
+        one.listeners = (ear,)
+        assert decode(one, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
+        for tree in ear.trees:
+            assert tree.survival is None or all(s >= stop_below for s in tree.survival[:-1])
+        lengths[stop_below] = max(len(tree.tokens) for tree in ear.trees)
+    assert lengths[0.0] == 5
+    assert lengths[1.1] == 1  # the first token is always drafted, nothing goes on from it
+
+
+def test_trees_do_not_grow_where_there_is_doubt() -> None:
+    options = {"draft_model": toy(blur=0.3), "tree": True, "tree_width": 2, "tree_depth": 4}
+    one = build_engine(TARGET, Config(drafter="model", k=8, options=options))
+    one.controller = Careful(8, 1.1)
+    ear = Ear()
+    one.listeners = (ear,)
+    params = SamplingParams(max_tokens=20)
+    assert decode(one, SCENARIOS[0], params) == reference(TARGET, SCENARIOS[0], params)
+    assert all(set(tree.parents) <= {-1} for tree in ear.trees)
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+def test_the_rules_that_draw_do_not_look(rule: str) -> None:
+    one = build_engine(TARGET, Config(drafter="model", k=5, options={"draft_model": toy(blur=0.3)}))
+    one.controller = Careful(5, 1.1)
+    seq = Sequence(1, [1, 2, 3], SamplingParams(temperature=1.0, max_tokens=30), seed=3, rule=rule)
+    one.add(seq)
+    one.step()
+    assert len(one.step().draft.trees[0].tokens) == 5

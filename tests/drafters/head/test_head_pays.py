@@ -1,0 +1,139 @@
+"""A head's drafts on a device that records them first: the real engine and the real runners in an invented time.
+
+The device is that of `test_never_slower`; in addition a trained head drafts there (0.1 ms and 0.08 ms for each token),
+and every recording keeps the host busy for 0.2 s, as on the machine beside the H200. Requests come one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.drafters.head import drafter as head_module
+from outrider.types import Draft, Sequence, chain
+
+from support.invented_head import MANY, RECORDING, Requests, Told
+from support.kernels import GPU
+
+pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
+
+
+def told(drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh", head: bool = True) -> Told:
+    with pytest.MonkeyPatch.context() as patch:
+        run = Requests(patch, drafter, right, k, kind, head)
+        found = [run.answer(seq) for seq in run.seqs]
+    return Told([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
+
+
+PROMPTS = 7  # recordings that plain decoding needs too, at most: prompts have all lengths
+
+
+@pytest.mark.parametrize(("right", "ks", "least"), [(0.9, (8, 12), 0.93), (0.68, (6, 8), 0.93), (0.3, (2,), 0.85)])
+def test_k_is_found_where_a_head_drafts(right: float, ks: tuple[int, ...], least: float) -> None:
+    """A recording that counted as the price of asking kept the head silent for the first half of such a row."""
+    best = max(told("head", [right] * MANY, k).speed() for k in ks)
+    auto = told("head", [right] * MANY)
+    assert auto.speed() > least * best
+    assert auto.speed(slice(0, 2)) > (least - 0.1) * best  # from the first answers on
+    assert auto.recordings <= PROMPTS + 6  # two ways to read, three lengths, and to verify the longest
+
+
+def test_a_head_that_is_always_wrong_costs_next_to_nothing() -> None:
+    plain, auto = told("off", [0.05] * MANY), told("head", [0.05] * MANY)
+    assert auto.speed() > 0.98 * plain.speed()
+    assert auto.recordings <= PROMPTS + 3
+
+
+@pytest.mark.parametrize("drafter", ["head", "auto"])
+def test_texts_that_change_between_requests(drafter: str) -> None:
+    """Every other one is of a kind that the head cannot guess: each is worth what it would be among its own."""
+    good, bad = slice(0, None, 2), slice(1, None, 2)
+    right = [0.68, 0.05] * (MANY // 2)
+    plain, fixed, auto = told("off", right), told("head", right, 6), told(drafter, right)
+    assert auto.speed(good) > 0.9 * fixed.speed(good)
+    assert auto.speed(bad) > 0.96 * plain.speed(bad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"), [("fresh", 0.9), ("fresh", 0.68), ("fresh", 0.05), ("half", 0.68), ("half", 0.3), ("half", 0.05)]
+)
+def test_auto_is_as_good_as_the_best_of_its_drafters(kind: str, right: float) -> None:
+    row = [right] * MANY
+    without, auto = (told("auto", row, kind=kind, head=head) for head in (False, True))
+    alone = told("head", row, kind=kind)
+    assert auto.speed() > 0.95 * max(without.speed(), alone.speed())
+    assert auto.recordings <= PROMPTS + 7
+
+
+def test_a_first_chain_is_recorded_as_asked_for_and_later_ones_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Requests(monkeypatch, "head", [0.68] * 3, k=6)
+    for seq in run.seqs:
+        run.answer(seq)
+    chains = [shape.length for shape in run.world.recordings if getattr(shape, "kind", "") == "chain"]
+    assert chains == [6]  # an answer's last drafts are shorter: the longer one stands in for them
+
+
+def test_what_a_recording_takes_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Requests(monkeypatch, "head", [0.68], k=6)
+    run.answer(run.seqs[0])
+    seconds = run.seqs[0].stats.seconds
+    assert seconds["record"] == pytest.approx(3 * RECORDING, rel=0.01)  # a prompt, how the head reads it, a chain
+    assert seconds["host"] < 0.03
+    assert seconds["draft"] < 0.05
+
+
+# ------------------------------------------------------------ drafts that are begun before anybody asks
+
+
+class Begins(Requests):
+    """Counts the chains that are started, and those that were under way when they were asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, right: list[float], k: int | str) -> None:
+        self.rolled = self.taken = 0
+        roll, cut = head_module.TrainedHead._roll, head_module.Begun.cut
+
+        def rolling(drafter: Any, seqs: list[Sequence], budget: list[int]) -> Any:
+            self.rolled += 1
+            return roll(drafter, seqs, budget)
+
+        def cutting(begun: Any, rooms: list[int]) -> Any:
+            self.taken += 1
+            return cut(begun, rooms)
+
+        patch.setattr(head_module.TrainedHead, "_roll", rolling)
+        patch.setattr(head_module.Begun, "cut", cutting)
+        super().__init__(patch, "head", right, k)
+
+
+@pytest.mark.parametrize("right", [0.9, 0.2])
+def test_a_draft_is_followed_by_one_that_nobody_waited_for(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
+    run = Begins(monkeypatch, [right] * 2, k=6)
+    steps = 0
+    for seq in run.seqs:
+        run.answer(seq)
+        steps += seq.stats.steps
+    assert run.taken > 0.9 * (steps - 6)  # all but the first ones, and those after a prompt
+    assert run.rolled <= steps + 2  # hardly any was started in vain
+
+
+def test_nothing_is_begun_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Begins(monkeypatch, [0.0], k="auto")
+    run.answer(run.seqs[0])
+    assert run.rolled <= run.taken + 8  # one at the beginning of each trial, and one in vain at its end
+
+
+def test_what_was_begun_is_taken_for_the_same_text_and_about_as_many_tokens() -> None:
+    seqs = [Sequence(i, [1, 2, 3]) for i in range(2)]
+    draft = Draft.pack([chain([-1, -2, -3]), chain([-4, -5, -6])], torch.zeros(6, dtype=torch.long))
+    begun = head_module.Begun.of(seqs, [3, 3], draft)
+    assert begun.suits(seqs, [3, 1])
+    assert begun.suits(seqs, [6, 6])
+    assert not begun.suits(seqs, [7, 3])
+    assert not begun.suits(seqs[::-1], [3, 3])
+    assert not begun.suits(seqs[:1], [3])
+    assert [tree.tokens for tree in begun.cut([2, 5]).trees] == [[-1, -2], [-4, -5, -6]]
+    assert begun.cut([2, 5]).unread is draft.unread
+    seqs[0].tokens.append(4)
+    assert not begun.suits(seqs, [3, 3])

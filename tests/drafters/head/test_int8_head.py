@@ -1,0 +1,171 @@
+"""Heads in eight bits: what native code says is what torch says, a row ignores its neighbours, and no text changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.backends import ops
+from outrider.backends.cpu import native, quantise as quant
+from outrider.backends.cpu.int8 import Int8Transformer
+from outrider.backends.toy import RandomWeights, random_head, toy, toy_config
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.drafters.head.features import HeadPacking
+from outrider.drafters.head.network import Head, write_head
+from outrider.engine.cache import Cache, Plane
+from outrider.errors import ConfigError
+from outrider.testing import SCENARIOS, check_drafter, decode, reference
+from outrider.types import SamplingParams, Sequence
+
+TARGET = toy()
+EMBEDDING = TARGET.embedding.to(torch.bfloat16)  # [V, H] as native code reads it
+KINDS = [("eagle3", 1), ("block", 1), ("block", 3)]
+needs_native = pytest.mark.skipif(native.load().kernels is None, reason="there is no compiler")
+
+
+def head_of(kind: str, layers: int, dtype: torch.dtype = torch.int8, **more: Any) -> Head:
+    return Head(*random_head(TARGET.config, kind, layers=layers, **more), EMBEDDING, dtype)
+
+
+class Desk:
+    """One sequence of a head, with everything in its place."""
+
+    def __init__(self, head: Head, tokens: list[int]) -> None:
+        self.head, self.cache, self.seq = head, Cache(128, 2, 96), Sequence(1, tokens)
+        self.plane: Plane = self.cache.add_plane(*head.plane_shape)
+        self.cache.open(self.seq)
+        assert self.cache.reserve(self.seq, len(tokens), 8)
+
+    def read(self, start: int, stop: int, shown: Tensor, masks: int = 0) -> tuple[Tensor, Tensor]:
+        """Rows start … stop-1, all wanted, and masks behind them. shown [T, taps * H]."""
+        packed = HeadPacking(self.cache)
+        packed.true(self.seq, start, stop, want=False)
+        packed.want = list(range(stop - start))
+        for i in range(masks):
+            packed.guessed(self.seq, 0, list(range(i + 1)), masked=True)
+        blank = shown.new_zeros(masks, shown.shape[1])
+        masked = torch.tensor(packed.masked) if masks else None
+        return self.head.read(packed.rows(), self.plane, torch.cat([shown[start:stop], blank]), masked)
+
+
+def shown_to(head: Head, rows: int) -> Tensor:
+    """[rows, taps * H], with an input that dwarfs the others, as targets have them."""
+    width = head.config.hidden_size * len(head.config.taps)
+    shown = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    shown[:, 3] *= 300
+    return shown
+
+
+TOKENS = [(7 * i + 3) % 48 for i in range(21)]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_native_code_says_what_torch_says(kind: tuple[str, int]) -> None:
+    head, shown = head_of(*kind), shown_to(head_of(*kind), 20)
+    masks = 5 if kind[0] == "block" else 0
+    native_scores, native_outputs = Desk(head, TOKENS).read(0, 20, shown, masks)
+    head.native = None
+    scores, outputs = Desk(head, TOKENS).read(0, 20, shown, masks)
+    assert (native_scores - scores).abs().max() < 0.02 * scores.abs().max()  # a byte may fall to the other side
+    assert (native_outputs - outputs).abs().max() < 0.02 * outputs.abs().max()
+    assert (native_scores - scores).abs().median() < 1e-4
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_ignores_its_neighbours(kind: tuple[str, int], compiled: bool) -> None:
+    head = head_of(*kind)
+    if not compiled:
+        head.native = None
+    shown, whole, pieces = shown_to(head, 20), Desk(head, TOKENS), Desk(head, TOKENS)
+    scores, outputs = whole.read(0, 20, shown)
+    steps = [pieces.read(a, b, shown) for a, b in ((0, 1), (1, 9), (9, 10), (10, 20))]
+    assert torch.equal(torch.cat([step[0] for step in steps]), scores)
+    assert torch.equal(torch.cat([step[1] for step in steps]), outputs)
+
+
+def test_it_agrees_with_floats() -> None:
+    """Where the best word leads by a tenth at least. Random scores are the hardest: nearly all of them are close."""
+    config = replace(toy_config(), hidden_size=192, heads=6, kv_heads=2, head_dim=32, vocab_size=4096)
+    shape, tensors = random_head(config, vocabulary=2048)
+    embedding = torch.randn(4096, 192, generator=torch.Generator().manual_seed(5))
+    eight, whole = (Head(shape, tensors, embedding, dtype) for dtype in (torch.int8, torch.float32))
+    tokens = [(97 * i) % 4096 for i in range(81)]
+    said, expected = (Desk(head, tokens).read(0, 80, shown_to(head, 80))[0] for head in (eight, whole))
+    best, second = torch.softmax(expected, -1).topk(2).values.unbind(1)  # [80] each
+    clear = best > 1.1 * second
+    agrees = said.argmax(1) == expected.argmax(1)
+    assert clear.sum() > 40
+    assert agrees[clear].float().mean() >= 0.97
+    assert (said - expected).norm() < 0.05 * expected.norm()
+
+
+def test_what_is_shown_keeps_its_small_numbers_beside_large_ones() -> None:
+    head = head_of("eagle3", 1)
+    whole, shown = head_of("eagle3", 1, torch.float32), shown_to(head, 20)
+    fused, expected = head.fuse([shown]), whole.fuse([shown])
+    assert (fused - expected).norm() < 0.02 * expected.norm()
+    assert bool(head.fuse([shown * torch.nan]).isnan().all())
+
+
+@needs_native
+def test_what_is_out_of_range_is_an_error() -> None:
+    for kind, token in (("eagle3", 48), ("eagle3", -1), ("block", 48), ("block", -2)):
+        desk = Desk(head_of(kind, 1), [*TOKENS[:5], token])
+        with pytest.raises(IndexError, match="out of range"):
+            desk.read(0, 5, shown_to(desk.head, 5))
+
+
+# ------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_head_in_eight_bits_changes_the_text(kind: tuple[str, int], tree: bool) -> None:
+    assert check_drafter("head", {"head": head_of(*kind), "tree": tree}, TARGET, tokens=16)
+
+
+@pytest.mark.parametrize("drafter", ["head", "auto"])
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_beside_a_target_in_eight_bits_a_head_is_too(kind: str, drafter: str, tmp_path: Path) -> None:
+    config = toy_config()
+    target: Any = Int8Transformer(config, quant.calibrated(config, RandomWeights(config, 1), list(range(40))))
+    write_head(tmp_path, *random_head(config, kind))
+    engine = build_engine(target, Config(drafter=drafter, k=4, options={"head": str(tmp_path)}))
+    inner: Any = engine.drafter if drafter == "head" else engine.drafter.drafters[-1]  # type: ignore[attr-defined]
+    assert inner.rollout.head.eight_bits
+    params = SamplingParams(max_tokens=30)
+    assert decode(engine, SCENARIOS[1], params) == reference(target, SCENARIOS[1], params)
+    assert not engine.last_failure
+
+
+def test_eight_bits_can_be_asked_for(tmp_path: Path) -> None:
+    write_head(tmp_path, *random_head(TARGET.config))
+    for wish, eight in (("int8", True), ("float32", False), ("auto", False)):
+        options = {"head": str(tmp_path), "draft_dtype": wish}
+        drafter: Any = build_engine(TARGET, Config(drafter="head", options=options)).drafter
+        assert drafter.rollout.head.eight_bits is eight
+    with pytest.raises(ConfigError, match="no draft_dtype 'int4'"):
+        build_engine(TARGET, Config(drafter="head", options={"head": str(tmp_path), "draft_dtype": "int4"}))
+
+
+# ------------------------------------------------------------ the largest, and how sure it is
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("width", [1, 15, 16, 100, 5000])
+def test_the_largest_ones_share_is_its_softmax(width: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(ops, "_loaded", lambda: native.Native(None, "a test wants torch"))
+    scores = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(width))  # [4, V]
+    place, share = ops.top_shares(scores)
+    expected = torch.softmax(scores.double(), -1).max(-1)
+    assert torch.equal(place, expected.indices)
+    assert torch.allclose(share.double(), expected.values, rtol=1e-5)

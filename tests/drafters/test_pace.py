@@ -1,0 +1,327 @@
+"""When to go on, and whom to ask: chains end where the next token would not pay, and `auto` asks a costly drafter where
+it is expected to bring more than it takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.backends.toy import random_head, toy
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.control.adaptive import Adaptive, Costs
+from outrider.control.costs import Experience
+from outrider.drafters import Drafter, Workspace
+from outrider.drafters._habit import PATIENCE, Habit
+from outrider.drafters.auto import Auto, Trust, settled, value
+from outrider.drafters.head.network import Head
+from outrider.drafters.head.pace import UNKNOWN, Pace
+from outrider.engine.cache import Cache
+from outrider.testing import SCENARIOS, decode, reference
+from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
+
+TARGET = toy()
+
+
+def head(kind: str = "eagle3") -> Head:
+    return Head(*random_head(TARGET.config, kind), TARGET.embedding, TARGET.compute)
+
+
+# ------------------------------------------------------------ early stops
+
+
+def drafts(temperature: float = 0.0, rule: str = "match", **options: Any) -> list[Tree]:
+    """What a head drafts at every step of one text."""
+    config = Config(drafter="head", k=6, rule=rule, options={"head": head()} | options)
+    engine, heard = build_engine(TARGET, config), []
+    engine.listeners = (SimpleNamespace(observe=lambda step: heard.extend(step.draft.trees)),)
+    engine.add(Sequence(1, [5, 6, 7, 8], SamplingParams(temperature=temperature, max_tokens=25), seed=3, rule=rule))
+    while engine.busy:
+        engine.step()
+    return [tree for tree in heard if tree.tokens]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("floor", [0.02, 0.1, 0.3])
+def test_an_early_stop_is_the_beginning_of_the_full_chain(floor: float, temperature: float) -> None:
+    full, short = drafts(temperature), drafts(temperature, stop_below=floor)
+    assert len(full) == len(short)  # its guesses are random: every step gives one token
+    for whole, part in zip(full, short, strict=True):
+        n = len(part.tokens)
+        assert part.tokens == whole.tokens[:n]
+        assert part.survival == pytest.approx(whole.survival[:n])  # type: ignore[index]
+        assert all(s >= floor for s in (part.survival or [])[:-1])
+        assert n == len(whole.tokens) or part.survival[-1] < floor  # type: ignore[index]
+    assert sum(len(tree.tokens) for tree in short) < sum(len(tree.tokens) for tree in full)
+
+
+def test_where_tokens_are_drawn_no_chain_is_cut_for_what_was_drawn() -> None:
+    assert {len(tree.tokens) for tree in drafts(0.7, "reject", stop_below=0.9)[:15]} == {6}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_the_text_stays_with_adaptive_k(kind: str) -> None:
+    for drafter in ("head", "auto"):
+        engine = build_engine(TARGET, Config(drafter=drafter, k="auto", options={"head": head(kind)}))
+        params = SamplingParams(max_tokens=40)
+        assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
+        assert not engine.last_failure
+
+
+def market(speed: float = 200.0, row: float = 0.05) -> Any:
+    return SimpleNamespace(speed=speed, price=lambda more: row * more)
+
+
+def test_the_floor_is_what_one_more_token_costs() -> None:
+    pace = Pace()
+    assert pace.floor(None) == 0.0  # K is fixed: nobody counts
+    assert pace.floor(market()) == UNKNOWN  # nothing is known yet
+    turns = [SimpleNamespace(feed=1)]
+    for _ in range(100):
+        pace.observe(SimpleNamespace(clock={"draft": 0.002}, turns=turns), passes=4)  # type: ignore[arg-type]
+        pace.heard(chain([1, 2, 3], survival=[0.5, 0.4, 0.32]))
+    assert pace.seconds == pytest.approx(0.0005)
+    assert pace.confidence == pytest.approx(0.8, abs=0.01)
+    assert pace.floor(market()) == pytest.approx((200 * 0.0005 + 0.05) / 0.8, rel=0.02)
+    assert pace.floor(market(speed=10**6)) == 1.0
+    pace.observe(SimpleNamespace(clock={"draft": 1.0}, turns=[SimpleNamespace(feed=9)]), 1)  # type: ignore[arg-type]
+    assert pace.seconds == pytest.approx(0.0005)  # a prompt was read: that is no price
+    assert Pace(0.25).floor(market()) == 0.25
+
+
+# ------------------------------------------------------------ whom auto asks
+
+
+class Says(Drafter):
+    """Says what it is told to."""
+
+    def __init__(self, name: str, survival: list[float]) -> None:
+        self.name = name  # type: ignore[misc]
+        self.survival, self.calls = survival, 0
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.calls += 1
+        return Draft.pack(chain(range(len(self.survival)), survival=list(self.survival)) for _ in seqs)
+
+
+def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Says]:
+    cache = Cache(64, 2, 64)
+    plane = cache.add_plane(*TARGET.plane_shape)
+    auto = Auto(Workspace(TARGET, cache, plane, market=lambda: prices))
+    slow = Says("head", costly)
+    auto.free, auto.costly = [Says("suffix", free)], [slow]
+    auto.drafters = [*auto.free, *auto.costly]
+    auto.habits["head"] = Habit(claims=list(costly), prices={1: 0.001})
+    return auto, slow
+
+
+SEQ = Sequence(1, [1, 2, 3])
+SURE, WEAK, GOOD, POOR = [0.95, 0.93, 0.9, 0.88], [0.3, 0.1], [0.8, 0.6, 0.45], [0.1]
+
+
+@pytest.mark.parametrize(
+    ("free", "trust", "costly", "speed", "asked"),
+    [
+        ([], 0.8, GOOD, 200, True),  # silence
+        ([], 0.8, POOR, 200, False),  # 0.08 tokens are not worth a fifth of one
+        ([], 0.8, POOR, 20, True),  # but a fiftieth, and their row is free below
+        (SURE, 1.0, GOOD, 200, False),  # a sure match leaves the head alone
+        (SURE, 0.1, GOOD, 200, True),  # one that has been wrong does not
+        (WEAK, 0.8, GOOD, 200, True),  # a weak one does not stand in its way
+        (WEAK, 0.8, GOOD, 2000, False),  # unless time is dear
+        (GOOD, 1.0, GOOD, 200, False),  # as good as each other: the free one
+    ],
+)
+def test_auto_asks_where_it_pays(
+    free: list[float], trust: float, costly: list[float], speed: float, asked: bool
+) -> None:
+    auto, slow = auto_of(free, costly, market(speed, row=0.0))
+    auto.trust[1, "suffix"] = Trust(1.0, trust)
+    (tree,) = auto.draft([SEQ], [8]).trees
+    assert bool(slow.calls) is asked
+    assert (tree.source == "head") is asked
+
+
+def test_the_better_offer_is_taken_whoever_was_asked() -> None:
+    auto, slow = auto_of(WEAK, GOOD, market())
+    slow.survival = POOR  # it usually has more to say
+    (tree,) = auto.draft([SEQ], [8]).trees
+    assert slow.calls == 1
+    assert tree.source == "suffix"
+
+
+def test_where_k_is_fixed_only_claims_count() -> None:
+    for free, asked in (([], True), (WEAK, True), (SURE, False)):
+        auto, slow = auto_of(free, GOOD)
+        auto.draft([SEQ], [8])
+        assert bool(slow.calls) is asked
+
+
+def test_a_batch_shares_what_a_call_takes() -> None:
+    claims = [0.15]  # 0.12 tokens each, against 0.2 for a call
+    one, slow = auto_of([], claims, market(row=0.0))
+    one.draft([SEQ], [8])
+    assert not slow.calls
+    two, slow = auto_of([], claims, market(row=0.0))
+    two.draft([SEQ, Sequence(2, [1])], [8, 8])
+    assert slow.calls == 1
+
+
+def test_one_that_was_wrong_is_tried_again_and_ever_more_rarely() -> None:
+    auto, slow = auto_of([], GOOD, market())
+    auto.trust[1, "head"] = Trust(50.0, 0.5)
+    calls = []
+    for step in range(200):
+        before = slow.calls
+        auto.draft([SEQ], [8])
+        calls += [step] * (slow.calls - before)
+    assert calls == [PATIENCE - 1, 3 * PATIENCE - 1, 7 * PATIENCE - 1]
+
+
+def test_a_free_offer_is_no_reason_to_try_again() -> None:
+    auto, slow = auto_of(SURE, GOOD, market())
+    auto.trust[1, "head"] = Trust(50.0, 0.5)
+    for _ in range(100):
+        auto.draft([SEQ], [8])
+    assert not slow.calls
+
+
+def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
+    auto, _ = auto_of([], GOOD, market())
+    auto.draft([SEQ], [8])
+    step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
+    step.draft = Draft.pack([chain([])])
+    auto.observe(step)
+    assert auto.habits["head"].price(1) == pytest.approx(0.0011)
+    auto.observe(step)  # nobody was asked since: that price is believed a little less
+    assert auto.habits["head"].price(1) == pytest.approx(0.99 * 0.0011)
+
+
+def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
+    auto, _ = auto_of([], GOOD, market())
+    auto.mute = {"head"}
+    unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
+    for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
+        auto._score(SEQ, "head", unread, verified, verdict)
+        assert bool(auto.habits["head"].told.added) is scored
+    auto._score(SEQ, "head", unread, chain([7, 9], source="head"), verdict)
+    assert auto.habits["head"].told.added == 1
+    hopes = auto.habits["head"].usual(2)
+    assert hopes[0] > 0.5 > hopes[1] / hopes[0]  # the first came true, the second did not
+
+
+def test_a_drafter_that_never_leaves_off_is_told_where() -> None:
+    """The more a token of it takes, the fewer; never more than twice what was tried."""
+    lengths = []
+    for seconds in (0.0, 0.0002, 0.002):
+        auto, _ = auto_of([], GOOD, market(500, row=0.0))
+        habit = auto.habits["head"] = Habit(prices={1: seconds}, longest=8)
+        for _ in range(50):
+            habit.told.add(chain([1, 2], source="head"), [0], "ar")
+            habit.told.add(chain([1, 2], source="head"), [0, 1], "aa")
+        lengths.append(auto._length("head", 32, 1))
+    assert lengths[0] == 16 > lengths[1] > lengths[2] == 1
+    auto.habits["head"] = Habit()
+    assert auto._length("head", 32, 1) == 4  # the first time
+
+
+def test_value_is_the_best_beginning() -> None:
+    assert value([0.9, 0.5, 0.1], 1.0, lambda rows: 0.3 * rows) == pytest.approx(0.8)
+    assert value([0.9, 0.5], 0.5, lambda rows: 0.0) == pytest.approx(0.7)
+    assert value([0.2], 1.0, lambda rows: 1.0 * rows) == 0.0
+
+
+def test_only_claims_whose_outcome_is_known_are_scored() -> None:
+    tree = chain([1, 2, 3, 4], survival=[0.9, 0.8, 0.7, 0.6])
+    assert settled(tree, [1, 2], 2) == [0.9, 0.8]  # it agrees so far, and nobody knows how it goes on
+    assert settled(tree, [1, 9], 1) == [0.9, 0.8, 0.7, 0.6]  # it has failed: all beyond has, too
+    branches = Tree([1, 5, 2], [-1, -1, 0], [0.5, 0.3, 0.2])
+    assert settled(branches, [1], 1) == [0.5, 0.3]
+
+
+def test_habits_forget_slowly_and_count_what_was_not_said() -> None:
+    habit = Habit(claims=[0.5, 0.5])
+    for _ in range(200):
+        habit.heard([0.8])
+    assert habit.claims == pytest.approx([0.8, 0.0], abs=0.01)
+
+
+# ------------------------------------------------------------ the controller
+
+COSTS = {1: 0.005, 2: 0.0051, 8: 0.007, 32: 0.02}
+
+
+def turn() -> Turn:
+    return Turn(Sequence(1, [1, 2], SamplingParams(max_tokens=50)), feed=1, whole=True)
+
+
+def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
+    paced, other = Adaptive(Costs(COSTS), paced=True), Adaptive(Costs(COSTS))
+    for controller in (paced, other):
+        controller.draft_node, controller.draft_call = 0.0005, 0.001
+    assert paced.budget([turn()])[0].budget == paced.k_max
+    assert 0 < other.budget([turn()])[0].budget < other.k_max
+    paced.draft_call = 0.02  # four passes for a draft
+    assert paced.budget([turn()])[0].budget == 0
+
+
+def test_a_frugal_drafter_is_asked_every_time() -> None:
+    controller = Adaptive(Costs(COSTS), frugal=True)
+    controller.draft_node = controller.draft_call = 0.02
+    assert controller.budget([turn()])[0].budget == controller.k_max
+    controller.asking.hides = True  # a device of its own: there, asking has a price that only the controller knows
+    assert controller.budget([turn()])[0].budget == 0
+
+
+def test_prices_are_those_of_the_step_at_hand() -> None:
+    controller = Adaptive(Costs(COSTS))
+    controller.budget([turn()])
+    assert controller.now.speed == pytest.approx(200)
+    assert controller.now.price(7) == pytest.approx(0.4)
+    controller.lead = 2.0
+    assert controller.now.speed == pytest.approx(200)  # the same step
+    controller.budget([turn()])
+    assert controller.now.speed == pytest.approx(400)
+
+
+def test_the_engine_tells_its_drafter_whichever_controller_is_at_work() -> None:
+    engine = build_engine(TARGET, Config(drafter="head", k=3, options={"head": head()}))
+    assert engine.drafter.space.market() is None
+    engine.controller = Adaptive(Costs(COSTS))
+    engine.controller.budget([turn()])
+    found = engine.drafter.space.market()
+    assert found is not None
+    assert found.speed == pytest.approx(200)
+
+
+def test_whose_claims_came_true_is_kept_apart() -> None:
+    known = Experience()
+    for _ in range(100):
+        known.add(chain([1], survival=[0.7], source="suffix"), [], "r")
+        known.add(chain([1], survival=[0.7], source="head"), [0], "a")
+    assert known.survival(0.7, "suffix") < 0.1
+    assert known.survival(0.7, "head") > 0.9
+    assert known.survival(0.7, "model") == 0.7
+
+
+def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
+    kept = []
+    for claims in ([0.9, 0.85, 0.8, 0.75], [0.9, 0.85, 0.02, 0.01], [0.02, 0.01, 0.01, 0.01]):
+        controller = Adaptive(Costs(COSTS), paced=True)
+        turns = controller.budget([turn()])
+        (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
+        kept.append(len(tree.tokens))
+    assert kept == [4, 2, 0]
+
+
+def test_heads_on_other_devices_and_trees_are_not_paced() -> None:
+    engine = build_engine(TARGET, Config(drafter="head", options={"head": head(), "tree": True}))
+    assert not engine.drafter.paced
+    assert build_engine(TARGET, Config(drafter="head", options={"head": head()})).drafter.paced
+    cascade = build_engine(TARGET, Config(drafter="cascade", options={"cascade": "suffix,head", "head": head()}))
+    assert cascade.drafter.paced
+    assert not cascade.drafter.frugal
+    assert build_engine(TARGET, Config(drafter="auto", options={"head": head()})).drafter.frugal
+    assert not build_engine(TARGET, Config(drafter="auto")).drafter.frugal

@@ -1,0 +1,301 @@
+"""Whatever drafts, the text is the target's: every registered drafter, every scenario, exact equality.
+
+Parametrised over the registry: a new drafter is tested by existing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from outrider import drafters
+from outrider.backends.toy import VOCABULARY, toy
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.drafters import Drafter, Workspace, lookup
+from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, reference
+from outrider.types import Draft, SamplingParams, Sequence, Step, Tree, chain
+
+TARGET = toy()
+NAMES = drafters.names()
+SHAPES = {"chain": {}, "tree": {"tree": True}}
+PARAMS = {
+    "greedy": {},
+    "warm": {"temperature": 0.8},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "filters": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    "bias": {"logit_bias": {5: 2.0, 7: -3.0}, "min_tokens": 20},
+    "greedy penalties": {"repetition_penalty": 1.5, "min_tokens": 5},
+}
+
+
+def options_of(name: str, shape: str) -> dict:
+    blurred = {"draft_model": toy(blur=0.08)} if name == "model" else {}
+    return lookup(name).trial_options(TARGET) | SHAPES[shape] | blurred
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario: Scenario) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40)
+    config = Config(drafter=name, k=6, options=options_of(name, shape), **scenario.config)
+    engine = build_engine(TARGET, config)
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+    assert not engine.last_failure
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_means_the_same(name: str, kind: str) -> None:
+    params = SamplingParams(max_tokens=40, **PARAMS[kind])
+    engine = build_engine(TARGET, Config(drafter=name, k=5, options=options_of(name, "chain")))
+    scenario = Scenario("staggered", stagger=2)
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adaptive_k_changes_nothing(name: str) -> None:
+    params = SamplingParams(temperature=0.8, max_tokens=40)
+    engine = build_engine(TARGET, Config(drafter=name, options=options_of(name, "chain")))
+    scenario = Scenario("together")
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conformance_kit(name: str) -> None:
+    assert check_drafter(name, tokens=20) > 0
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+@pytest.mark.parametrize("name", NAMES)
+def test_other_rules_are_greedy_identical_and_repeatable(name: str, rule: str) -> None:
+    scenario = Scenario("together")
+    config = Config(drafter=name, k=4, rule=rule, options=options_of(name, "chain"))
+    greedy = SamplingParams(max_tokens=30)
+    assert decode(build_engine(TARGET, config), scenario, greedy, rule) == reference(TARGET, scenario, greedy)
+    warm = SamplingParams(temperature=0.9, max_tokens=30)
+    first = decode(build_engine(TARGET, config), scenario, warm, rule)
+    assert first == decode(build_engine(TARGET, config), scenario, warm, rule)
+
+
+# ---------------------------------------------------------------- adversaries
+
+
+class Adversary(Drafter):
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
+        self.dice = random.Random(7)
+
+
+class Liar(Adversary):
+    """Always proposes something the target is not saying."""
+
+    name = "liar"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return Draft.pack(chain([(seq.tokens[-1] + 1) % VOCABULARY] * k) for seq, k in zip(seqs, budget, strict=True))
+
+
+class Ragged(Adversary):
+    """Random trees of random sizes, duplicate siblings included, often larger than the budget."""
+
+    name = "ragged"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return Draft.pack(self._tree() for _ in seqs)
+
+    def _tree(self) -> Tree:
+        n = self.dice.randrange(12)
+        tokens = [self.dice.choice((3, 4, 5, self.dice.randrange(VOCABULARY))) for _ in range(n)]
+        return Tree(tokens, [self.dice.randrange(-1, i) if i else -1 for i in range(n)])
+
+
+class EndSpam(Adversary):
+    """Proposes the end of the text at every opportunity."""
+
+    name = "endspam"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return Draft.pack(Tree([0] * k, [-1] * k) for k in budget)
+
+
+class Malformed(Adversary):
+    """Tokens outside the vocabulary, parents that do not exist, wrong lengths, wrong batch sizes."""
+
+    name = "malformed"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        kind = self.dice.randrange(5)
+        if kind == 0:
+            return Draft.pack([])
+        if kind == 1:
+            return Draft.pack(Tree([3, VOCABULARY + 5, -2], [-1, 0, 1]) for _ in seqs)
+        if kind == 2:
+            return Draft.pack(Tree([3, 4, 5], [-1, 2, 0]) for _ in seqs)
+        if kind == 3:
+            return None  # type: ignore[return-value]
+        return Draft.pack(Tree([3, 4], [-1]) for _ in seqs)
+
+
+class Crashes(Adversary):
+    """Raises in every verb."""
+
+    name = "crashes"
+
+    def begin(self, seq: Sequence) -> None:
+        raise RuntimeError("begin")
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        raise RuntimeError("draft")
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        raise RuntimeError("overlap")
+
+    def observe(self, step: Step) -> None:
+        raise RuntimeError("observe")
+
+    def end(self, seq: Sequence) -> None:
+        raise RuntimeError("end")
+
+
+class Slow(Adversary):
+    """Still busy when the target is done."""
+
+    name = "slow"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return Draft.pack(chain([3] * k) for k in budget)
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        time.sleep(0.002)
+
+
+class Oracle(Adversary):
+    """Knows what the target will say, and says it in a forest of nonsense."""
+
+    name = "oracle"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        return Draft.pack(self._tree(seq, k) for seq, k in zip(seqs, budget, strict=True))
+
+    def _tree(self, seq: Sequence, k: int) -> Tree:
+        known = self.space.options["texts"].get(tuple(seq.tokens[: seq.prompt_len]), [])
+        ahead = known[len(seq.generated) :][: k // 2]
+        tokens, parents, last = [], [], -1
+        for token in ahead:
+            tokens += [(token + 1) % VOCABULARY, token]
+            parents += [last, last]
+            last = len(tokens) - 1
+        return Tree(tokens, parents)
+
+
+class Corrupts(Adversary):
+    """Scribbles into places that are not its own business: the spare slots of the target's plane."""
+
+    name = "corrupts"
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        for seq in seqs:
+            spare = self.space.cache.spare(seq)
+            for layer in self.space.plane.k:
+                layer[spare] = float("nan")
+        return Draft.pack(chain([3, 4]) for _ in seqs)
+
+
+ADVERSARIES = [Liar, Ragged, EndSpam, Malformed, Crashes, Slow, Corrupts]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_adversaries_cannot_change_the_text(adversary: type[Drafter], temperature: float, scenario: Scenario) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=30)
+    engine = build_engine(TARGET, Config(drafter=adversary, k=6, **scenario.config))
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_oracle_is_fast_and_right(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40)
+    scenario = Scenario("together")
+    expected = reference(TARGET, scenario, params)
+    from outrider.testing import prompts
+
+    texts = {tuple(prompt): text for prompt, text in zip(prompts(4), expected, strict=True)}
+    engine = build_engine(TARGET, Config(drafter=Oracle, k=8, options={"texts": texts}))
+    assert decode(engine, scenario, params) == expected
+    assert engine.index < 16  # 40 tokens at up to five a step
+
+
+def test_the_kit_catches_a_drafter_that_changes_text() -> None:
+    class Cheats(Drafter):
+        """Rewrites the truth itself, which no drafter may."""
+
+        name = "cheats"
+
+        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            for seq in seqs:
+                if len(seq.generated) == 5:
+                    seq.tokens[-1] = (seq.tokens[-1] + 1) % VOCABULARY
+            return Draft.empty(len(seqs))
+
+    with pytest.raises(AssertionError, match="changed request"):
+        check_drafter(Cheats, tokens=12)
+
+
+def test_meddling_is_real() -> None:
+    """The kit's meddled drafter does skip, repeat and crash."""
+    calls: list[str] = []
+
+    class Counted(Drafter):
+        name = "counted"
+
+        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            return Draft.empty(len(seqs))
+
+        def observe(self, step: Step) -> None:
+            calls.append("observe")
+
+    engine = build_engine(TARGET, Config(drafter=meddled(Counted, 3), k=2))
+    decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=40))
+    assert len(calls) != engine.index
+    assert "may crash" in engine.last_failure
+
+
+def test_nan_logits_are_a_sentence() -> None:
+    from outrider.errors import ModelError
+
+    broken = toy()
+    broken.norm = broken.norm * float("nan")
+    engine = build_engine(broken, Config(drafter="off"))
+    engine.add(Sequence(1, [1, 2, 3]))
+    with pytest.raises(ModelError, match="NaN"):
+        engine.step()
+
+
+def test_float32_rows_do_not_depend_on_their_company() -> None:
+    """The real promise, on the real kernels: logits of one pass over many rows equal one-row passes, bit for bit."""
+    from outrider.engine.cache import Cache, Packing
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = toy(dtype=dtype)
+        cache = Cache(256, 4, 128)
+        plane = cache.add_plane(*model.plane_shape)
+        seq = Sequence(1, [(7 * i) % VOCABULARY for i in range(60)])
+        cache.open(seq)
+        cache.reserve(seq, 60, 0)
+        logits = {}
+        for chunk in (1, 2, 3, 7, 60):
+            got = []
+            for start in range(0, 60, chunk):
+                packed = Packing(cache)
+                packed.pending(seq, start, min(start + chunk, 60), want=False)
+                packed.want = list(range(len(packed.tokens)))
+                got.append(model.forward(packed.rows(), plane).logits)
+            logits[chunk] = torch.cat(got)
+        assert all(torch.equal(logits[1], other) for other in logits.values()), dtype

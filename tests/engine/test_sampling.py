@@ -1,0 +1,201 @@
+"""Choices are draws from the right law, and the same draws for everybody who knows the seed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from outrider.engine.sampling import CHOICE, COIN, Dice, candidates, choose, draw, gumbel, key, law, ranked, uniform
+from outrider.errors import ConfigError
+from outrider.types import SamplingParams, Sequence
+
+V = 16
+
+
+def sequence(tokens: tuple[int, ...] = (1, 2, 3), seed: int = 0, prompt: int = 3, **params: object) -> Sequence:
+    seq = Sequence(1, list(tokens), SamplingParams(**params), seed=seed, ends=frozenset({0}))
+    seq.prompt_len = prompt
+    return seq
+
+
+def logits(seed: int = 0) -> torch.Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_noise_is_a_pure_function_of_its_key() -> None:
+    place = key(7, 100, CHOICE)
+    every = gumbel(place, torch.arange(V))
+    assert torch.equal(gumbel(place, torch.tensor([5])), every[5:6])
+    assert torch.equal(gumbel(place, torch.tensor([9, 2])), every[[9, 2]])
+    assert not torch.equal(gumbel(key(7, 101, CHOICE), torch.arange(V)), every)
+    assert not torch.equal(gumbel(key(8, 100, CHOICE), torch.arange(V)), every)
+    assert not torch.equal(gumbel(key(7, 100, COIN), torch.arange(V)), every)
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel(key(1, 1, CHOICE), torch.arange(200_000))
+    assert abs(float(noise.mean()) - 0.5772) < 0.01
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    assert torch.isfinite(noise).all()
+
+
+def test_coins_are_uniform_and_independent_of_neighbours() -> None:
+    coins = torch.tensor([uniform(key(3, i, COIN)) for i in range(20_000)], dtype=torch.float64)
+    assert abs(float(coins.mean()) - 0.5) < 0.01
+    assert abs(float(torch.corrcoef(torch.stack([coins[1:], coins[:-1]]))[0, 1])) < 0.02
+    assert 0 < float(coins.min()) < float(coins.max()) < 1
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9}])
+def test_choices_follow_the_law(params: dict) -> None:
+    """A chi-square test with a fixed seed: deterministic, and far from its threshold when the law is right."""
+    z, n = logits(3), 8_000
+    p = law(z, sequence(temperature=0.9, **params), [])
+    counts = torch.zeros(V, dtype=torch.float64)
+    for seed in range(n):
+        counts[choose(z, sequence(seed=seed, temperature=0.9, **params), [])] += 1
+    assert counts[p == 0].sum() == 0
+    kept = p > 5 / n
+    chi = float((((counts - n * p) ** 2) / (n * p))[kept].sum())
+    df = int(kept.sum()) - 1
+    assert chi < df + 5 * math.sqrt(2 * max(df, 1))
+
+
+@given(seed=st.integers(0, 2**40), scale=st.floats(0.1, 20), temperature=st.floats(0.05, 5))
+@settings(max_examples=200, deadline=None)
+def test_hashing_only_the_hopeful_changes_nothing(seed: int, scale: float, temperature: float) -> None:
+    """`choose` leaves out tokens that cannot win; the full argmax must agree."""
+    z = torch.randn(300, generator=torch.Generator().manual_seed(seed % 2**31)) * scale
+    seq = sequence(seed=seed, temperature=temperature)
+    ids, scores = candidates(z, seq)
+    full = int(ids[(scores + gumbel(key(seed, 3, CHOICE), ids)).argmax()])
+    assert choose(z, seq, []) == full
+
+
+def test_ranked_leads_with_the_choice() -> None:
+    for seed in range(50):
+        for temperature in (0.0, 0.7, 1.5):
+            seq = sequence(seed=seed, temperature=temperature)
+            order = ranked(logits(seed), seq, [4], 5)
+            assert order[0][0] == choose(logits(seed), seq, [4])
+            assert len({token for token, _ in order}) == 5
+            assert [c for _, c in order] == sorted((c for _, c in order), reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_spare_choices_change_nothing_about_the_first(temperature: float) -> None:
+    for seed in range(20):
+        seq = sequence(seed=seed, temperature=temperature)
+        best, more = ranked(8 * logits(seed), seq, [4], 2), ranked(8 * logits(seed), seq, [4], 2, spare=3)
+        assert more[:2] == best
+        assert 2 <= len(more) <= 5
+        assert [share for _, share in more] == sorted((share for _, share in more), reverse=True)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    flat = torch.zeros(V)
+    assert choose(flat, sequence(), []) == 0
+    assert int(flat.max(-1).indices) == 0
+
+
+def test_top_p_keeps_the_smallest_sufficient_set() -> None:
+    z = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    ids, _ = candidates(z, sequence(temperature=1.0, top_p=0.8))
+    assert ids.tolist() == [0, 1]
+    ids, _ = candidates(z, sequence(temperature=1.0, top_p=0.81))
+    assert ids.tolist() == [0, 1, 2]
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    z = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    ids, _ = candidates(z, sequence(temperature=1.0, min_p=0.31))
+    assert ids.tolist() == [0, 1]
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    z = logits(5)
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[1, 2, 3, 9]]), z[None].clone())[0]
+    from outrider.engine.sampling import adjust
+
+    assert torch.allclose(adjust(z, sequence(repetition_penalty=1.4), [9]), expected)
+
+
+def test_presence_and_frequency_count_output_only() -> None:
+    from outrider.engine.sampling import adjust
+
+    z = torch.zeros(V)
+    seq = sequence((1, 2, 5, 5), prompt=2, presence_penalty=0.5, frequency_penalty=0.25)
+    changed = adjust(z, seq, [5, 6])
+    assert changed[5] == -(0.5 + 0.25 * 3)
+    assert changed[6] == -(0.5 + 0.25)
+    assert changed[1] == changed[2] == 0
+    assert z.abs().sum() == 0  # the target's own logits stay as they are
+
+
+def test_min_tokens_and_bad_words_ban() -> None:
+    from outrider.engine.sampling import adjust
+
+    seq = sequence(min_tokens=2)
+    assert adjust(logits(), seq, [4])[0] == -math.inf
+    assert adjust(logits(), seq, [4, 4])[0] > -math.inf
+    seq.bad_words = ((7,), (4, 8))
+    assert adjust(logits(), seq, [4])[7] == adjust(logits(), seq, [4])[8] == -math.inf
+    assert adjust(logits(), seq, [5])[8] > -math.inf
+
+
+def test_dice_never_repeat_a_number_between_steps() -> None:
+    seq = sequence()
+    first = [uniform_of(seq, place) for place in range(5)]
+    seq.tokens.append(4)
+    second = [uniform_of(seq, place) for place in range(5)]
+    assert not set(first) & set(second)
+
+
+def uniform_of(seq: Sequence, place: int) -> float:
+    """The coin's number, found by bisection through the public verb."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if Dice(seq).flip(place, middle) else (middle, high)
+    return round(low, 9)
+
+
+def test_draw_follows_its_weights() -> None:
+    p = torch.tensor([0.0, 1.0, 3.0, 0.0])
+    counts = [0] * 4
+    for i in range(4000):
+        counts[draw(p, key(1, i, COIN))] += 1
+    assert counts[0] == counts[3] == 0
+    assert abs(counts[2] / 4000 - 0.75) < 0.03
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1}, {"n": 0}),
+        *({"max_tokens": 0}, {"repetition_penalty": 0}, {"stop": [""]}, {"seed": -4}, {"logprobs": -1}),
+    ],
+)
+def test_wrong_parameters_are_a_sentence(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=r"must be|empty"):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 2.5}, {"temperature": None}, {"n": True}, {"logit_bias": {1: math.nan}}]
+)
+def test_wrong_types_are_a_sentence(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=r"must be|not a number"):
+        SamplingParams(**wrong)
+
+
+def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
+    from outrider.engine.sampling import adjust
+
+    seq = sequence(min_tokens=2)
+    seq.ends = frozenset({0, V + 5})
+    assert adjust(logits(), seq, [])[0] == -math.inf

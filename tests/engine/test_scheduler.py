@@ -1,0 +1,198 @@
+"""Who runs when: nobody is lost, nobody starves, long prompts do not stall others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outrider.backends.toy import toy
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.control.adaptive import Adaptive, Costs, Fixed
+from outrider.errors import ConfigError
+from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, chain
+
+TARGET = toy()
+
+
+def engine_with(**config: object):
+    return build_engine(TARGET, Config(drafter="ngram", k=3, **config))
+
+
+def sequences(n: int, prompt: int = 10, tokens: int = 30) -> list[Sequence]:
+    params = SamplingParams(max_tokens=tokens)
+    return [Sequence(i, [(i + j) % 40 + 1 for j in range(prompt)], params) for i in range(n)]
+
+
+def finish(engine, seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        engine.add(seq)
+    for _ in range(5000):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("somebody starves")
+
+
+def test_preemption_happens_and_loses_nothing() -> None:
+    seqs = sequences(4)
+    engine = engine_with(cache_tokens=110, max_length=45)
+    finish(engine, seqs)
+    assert sum(seq.stats.preempted for seq in seqs) > 0
+    assert all(len(seq.generated) == 30 for seq in seqs)
+    assert not engine.cache.rows
+
+
+def test_a_long_prompt_does_not_stall_a_running_text() -> None:
+    engine = engine_with(max_rows=16)
+    short, long = sequences(1)[0], Sequence(9, [3] * 200, SamplingParams(max_tokens=5))
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    said = len(short.generated)
+    for _ in range(5):
+        engine.step()
+        assert len(short.generated) > said  # every step moves it on
+        said = len(short.generated)
+    assert long.generated == []
+
+
+def test_more_requests_than_places_wait_their_turn() -> None:
+    seqs = sequences(7, tokens=8)
+    engine = engine_with(max_batch=2)
+    finish(engine, seqs)
+    assert all(seq.finish == "length" for seq in seqs)
+
+
+def test_a_cancelled_sequence_frees_its_slots_at_once() -> None:
+    engine = engine_with()
+    (seq,) = sequences(1)
+    engine.add(seq)
+    engine.step()
+    engine.cancel(seq)
+    assert seq.finish == "cancelled"
+    assert seq.id not in engine.cache.rows
+    assert not engine.busy
+    engine.cancel(seq)  # twice does no harm
+    engine.cache.check()
+
+
+def test_a_waiting_sequence_can_be_cancelled() -> None:
+    engine = engine_with(max_batch=1)
+    first, second = sequences(2)
+    finish_later = [first, second]
+    for seq in finish_later:
+        engine.add(seq)
+    engine.step()
+    engine.cancel(second)
+    finish(engine, [])
+    assert len(first.generated) == 30
+    assert second.generated == []
+
+
+def test_max_length_beyond_the_context_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="context has 512"):
+        engine_with(max_length=1000)
+
+
+# ---------------------------------------------------------------- how much is drafted
+
+
+def turn(room: int = 50, whole: bool = True) -> Turn:
+    return Turn(Sequence(1, [1, 2], SamplingParams(max_tokens=room)), feed=1, whole=whole)
+
+
+def test_fixed_leaves_room_for_the_bonus() -> None:
+    assert Fixed(5).budget([turn()])[0].budget == 5
+    assert Fixed(5).budget([turn(room=3)])[0].budget == 2
+    assert Fixed(5).budget([turn(whole=False)])[0].budget == 0
+    off = turn()
+    off.seq.speculate = False
+    assert Fixed(5).budget([off])[0].budget == 0
+
+
+def pruned(controller: Adaptive, claims: list[float], rule: str = "match") -> int:
+    """How many nodes of a chain with these claims are kept."""
+    (now,) = controller.budget([turn()])
+    now.seq.rule = rule
+    (tree,) = controller.prune([now], Draft.pack([chain(range(1, len(claims) + 1), survival=claims)])).trees
+    return len(tree.tokens)
+
+
+def taught(costs: Costs, claim: float, hits: float, name: str = "suffix") -> Adaptive:
+    """A controller that has seen many nodes with this claim, of which this share was accepted."""
+    controller = Adaptive(costs, name=name)
+    tree = chain([1], survival=[claim])
+    for i in range(300):
+        hit = (i * 7 % 100) < hits * 100
+        controller._learn(turn(), tree, [0] if hit else [], ACCEPTED if hit else REJECTED)
+    return controller
+
+
+FLAT = {1: 10.0, 2: 10.1, 16: 11.0, 32: 12.0}
+STEEP = {1: 10.0, 2: 16.0, 32: 196.0}
+
+
+def test_adaptive_keeps_much_where_rows_are_free() -> None:
+    assert pruned(Adaptive(Costs(FLAT)), [0.9**i for i in range(1, 17)]) == 16
+
+
+def test_adaptive_keeps_only_what_is_worth_its_row() -> None:
+    controller = Adaptive(Costs(STEEP))
+    assert pruned(controller, [0.9, 0.8, 0.5, 0.2]) == 2  # a row costs 60% of a pass
+    assert pruned(controller, [0.4, 0.3]) == 0
+    assert "break-even here is 60%" in controller.why
+
+
+def test_adaptive_believes_experience_more_than_claims() -> None:
+    assert pruned(taught(Costs(STEEP), claim=0.95, hits=0.1), [0.95]) == 0
+    assert pruned(taught(Costs(STEEP), claim=0.4, hits=0.9), [0.4]) == 1
+
+
+def test_adaptive_probes_now_and_then_and_ever_more_rarely() -> None:
+    controller = taught(Costs(STEEP), claim=0.95, hits=0.0)
+    kept = [pruned(controller, [0.95]) for _ in range(400)]
+    probes = [i for i, n in enumerate(kept) if n]
+    assert 3 <= len(probes) <= 6
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert gaps == sorted(gaps)
+
+
+def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
+    controller = taught(Costs(FLAT), claim=0.5, hits=0.0)
+    controller.draft_node = controller.draft_call = 5.0
+    budgets = [controller.budget([turn()])[0].budget for _ in range(200)]
+    assert budgets.count(0) > 0.95 * len(budgets)
+    assert any(budgets)
+
+
+def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:
+    controller = taught(Costs(FLAT), claim=0.9, hits=0.9)
+    controller.draft_node = controller.draft_call = 1.0
+    assert controller.budget([turn()])[0].budget > 2
+
+
+def test_a_drawn_token_is_never_discarded_for_its_own_value() -> None:
+    """Under `reject`, what is kept must not change with the last token's own chance."""
+    for last in (0.001, 0.3, 0.79):
+        assert pruned(Adaptive(Costs(STEEP)), [0.9, 0.8, last], rule="reject") == 3
+    assert pruned(Adaptive(Costs(STEEP)), [0.9, 0.8, 0.001], rule="match") == 2
+
+
+def test_costs_lie_on_straight_lines_and_follow_what_happens() -> None:
+    costs = Costs({1: 10.0, 4: 16.0})
+    assert costs(2) == pytest.approx(12.0)
+    assert costs(7) == pytest.approx(22.0)
+    for _ in range(300):
+        costs.refine(4, 20.0)
+    assert costs(4) == pytest.approx(20.0, rel=0.02)
+    assert costs(1) > 10.0  # what makes one pass slower makes others slower too
+
+
+def test_an_empty_prompt_is_refused_and_nothing_waits_for_it() -> None:
+    """Without a token there is no row whose logits could choose the first one: such a text would never end."""
+    engine = engine_with()
+    with pytest.raises(ConfigError, match="The prompt is empty"):
+        engine.add(Sequence(1, []))
+    assert not engine.busy

