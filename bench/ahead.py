@@ -37,7 +37,7 @@ import twin
 from ahead_watch import Watch
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
-from outrider.backends import Part, device_of
+from outrider.backends import Part
 from outrider.backends.load import load_model
 from outrider.backends.output import embedding_of
 from outrider.drafters.ahead.curve import Curve, Law
@@ -128,8 +128,8 @@ def head_for(base: LLM, given: argparse.Namespace) -> Head:
     if config.hidden_size < target.config.hidden_size:
         small = open_checkpoint(given.small).config
         config, tensors = twin.widen_head(config, tensors, small, target.config, given.device, 1)
-    dtype = getattr(target, "compute", target.dtype)
-    return Head(config, tensors, embedding_of(target), dtype, device_of(target), 1024)
+    dtype = target.compute
+    return Head(config, tensors, embedding_of(target), dtype, target.device, 1024)
 
 
 def head_engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from outrider import LLM, Draft, Drafter, SamplingParams, chain
 from outrider.backends.machine import cpu_name
+from outrider.drafters import DraftRequest
 from outrider.models.prompts import Prompt, bundled, from_file
 from outrider.types import Sequence
 
@@ -28,7 +29,8 @@ class Wrong(Drafter):
 
     name = "wrong"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         return Draft.pack(chain([self._other(s)] * k, survival=[0.99] * k) for s, k in zip(seqs, budget, strict=True))
 
     def _other(self, seq: Sequence) -> int:
@@ -41,9 +43,9 @@ class SlowAndWrong(Wrong):
 
     name = "slow and wrong"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         time.sleep(0.002)
-        return super().draft(seqs, budget)
+        return super().draft(request)
 
 
 def sample(prompts: list[Prompt], per_category: int) -> list[Prompt]:

@@ -22,7 +22,6 @@ from rich.table import Table
 
 import twin
 from outrider import LLM
-from outrider.backends import device_of
 from outrider.backends.output import embedding_of
 from outrider.backends.pass_costs import target_costs
 from outrider.drafters.head.network import Head, HeadConfig, read_head
@@ -138,7 +137,7 @@ class Lab:
                 table = self.small.weights.get(twin.EMBEDDING, torch.bfloat16)  # [V, H]
                 config, tensors = twin.narrow_head(config, tensors, table, large, self.device, self.options.seed)
         target: Any = self.llm.target
-        return Head(config, tensors, embedding_of(target), target.compute, device_of(target), self.length)
+        return Head(config, tensors, embedding_of(target), target.compute, target.device, self.length)
 
     # ------------------------------------------------------------ time
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_common import Lab
 from gpu_race import Contender, contender, device_seconds, figures, race
-from outrider.backends.toy import random_head
+from outrider.models.speculators import random_head
 from outrider.drafters.head.network import Head
 
 KS = (4, 8)

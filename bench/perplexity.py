@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from outrider.backends.load import load_model
-from outrider.engine.cache import Cache, Packing
+from outrider.backends.rows import rows_of
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
 from outrider.types import Sequence
 
@@ -31,10 +33,10 @@ def perplexity(model: object, windows: list[list[int]]) -> float:
         seq = Sequence(number, ids)
         cache.open(seq)
         cache.reserve(seq, len(ids), 0)
-        packed = Packing(cache)
+        packed = BatchBuilder(cache)
         packed.pending(seq, 0, len(ids), want=False)
         packed.want = list(range(len(ids)))
-        logp = torch.log_softmax(model.forward(packed.rows(), plane).logits.float(), -1)  # [T, V]
+        logp = torch.log_softmax(model.forward(rows_of(packed), plane).logits.float(), -1)  # [T, V]
         loss -= float(logp[:-1].gather(1, torch.tensor(ids[1:])[:, None]).sum())
         count += len(ids) - 1
         cache.free(seq)

@@ -47,7 +47,7 @@ ALLOWED = {
     "drafters._habit": "costs",
     "ahead": "",
     "ahead.*": f"{FLOW} cache machine models models.checkpoint models.feed models.head models.head_feed models.load "
-    "models.ops models.weigh runners.desk runners.graphs sampling ahead.*",
+    "models.ops models.weigh runners.state runners.graphs sampling ahead.*",
     "learn": "",
     "learn.*": f"{FLOW} collecting paths learn learn.*",
     "models": "types cache models.config",

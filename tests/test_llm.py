@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from outrider import LLM, ConfigError, Draft, Drafter, ModelError, OutriderError, SamplingParams, chain, register
+from outrider.backends.rows import rows_of
 from outrider.backends.toy import toy
-from outrider.engine.cache import Cache, Packing
+from outrider.drafters import DraftRequest
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.models.detokenizer import Reader
 from outrider.types import Sequence
 
@@ -26,7 +29,8 @@ class Prophet(Drafter):
 
     name = "prophet"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         future = self.space.options["future"]
         return Draft.pack(chain(future[len(s.generated) :][:k]) for s, k in zip(seqs, budget, strict=True))
 
@@ -243,10 +247,10 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
     seq = Sequence(1, tokens)
     cache.open(seq)
     cache.reserve(seq, len(tokens), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(tokens), want=False)
     packed.want = list(range(len(tokens)))
-    return llm.target.forward(packed.rows(), plane).logits
+    return llm.target.forward(rows_of(packed), plane).logits
 
 
 def test_bad_words_never_appear(llm: LLM) -> None:
@@ -281,7 +285,7 @@ def test_a_failing_drafter_costs_only_speed(llm: LLM) -> None:
     class Broken(Drafter):
         name = "broken"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
             raise ZeroDivisionError("oops")
 
     (result,) = llm.using(drafter=Broken, k=3).generate(PROMPTS[0], WARM)
@@ -314,7 +318,8 @@ def test_pieces_name_what_was_drafted_in_vain(llm: LLM) -> None:
     class Wrong(Drafter):
         name = "wrong"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs, budget = request.seqs, request.budgets
             return Draft.pack(chain([seq.tokens[-1]] * k) for seq, k in zip(seqs, budget, strict=True))
 
     pieces = list(llm.using(drafter=Wrong, k=2).stream(PROMPTS[0], SamplingParams(max_tokens=6)))
@@ -479,7 +484,8 @@ def test_plug_in_drafters(llm: LLM) -> None:
     class Parrot(Drafter):
         """Says the last two tokens again."""
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs, budget = request.seqs, request.budgets
             return Draft.pack(chain((s.tokens[-2:] * k)[:k]) for s, k in zip(seqs, budget, strict=True))
 
     try:
@@ -604,7 +610,8 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, way: str) -> None:
         name = "impatient"
         left = 3
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs = request.seqs
             Impatient.left -= 1
             if Impatient.left == 0:
                 raise KeyboardInterrupt

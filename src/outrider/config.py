@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .drafters import Drafter, check_options, lookup
@@ -46,9 +46,6 @@ class Config:
     def drafter_name(self) -> str:
         return lookup(self.drafter).name
 
-    def with_(self, **changes: Any) -> Config:
-        return replace(self, **changes)
-
     def length_for(self, context: int) -> int:
         """The longest sequence that will be served."""
         if self.max_length is not None and self.max_length > context:
@@ -87,7 +84,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     if "rejection_sample_method" in given:
         arguments["rule"] = {"standard": "reject", "block": "block"}.get(given.pop("rejection_sample_method"), "match")
     # The rest of vLLM's keys (parallelism, quantisation, …) say nothing about what is drafted here.
-    takes = lookup(arguments["drafter"]).takes or ()
+    takes = lookup(arguments["drafter"]).traits.options or ()
     return arguments | {name: value for name, value in given.items() if name in takes}
 
 

@@ -18,14 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backends import device_of, opening
+from .backends import Model
+from .backends.cpu.eager import Eager
+from .backends.cpu.first_layers import FirstLayers
 from .backends.machine import choose_device, device_name, prepare
-from .backends.pass_costs import CostFile
-from .build import build_engine, make_controller
+from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
+from .control import Controller
+from .control.adaptive import Adaptive, Fixed
+from .control.aligned import BlockAligned
+from .control.costs import Costs
 from .control.drift import Monitor
-from .drafters import about
+from .drafters import Drafter, Workspace, about, make
+from .engine.cache import Cache, Plane
 from .engine.prediction import Prediction
+from .engine.scheduler import Scheduler
+from .engine.step import Engine, Listener
 from .engine.trace import Recorder
 from .errors import ConfigError
 from .models.detokenizer import Piece, Reader
@@ -69,7 +77,7 @@ class Result:
 class LLM:
     """A target with a drafter. Hugging Face's and vLLM's argument names are understood too."""
 
-    reads_logits = False  # as a listener of its own engine
+    reads_logits = reads_guesses = False  # as a listener of its own engine
 
     def __init__(
         self,
@@ -97,18 +105,18 @@ class LLM:
         length = config.length_for(checkpoint.config.context_length)
         target = load_model(checkpoint, config.dtype, length, device=device)
         where = [] if device.type == "cpu" else [device_name(device)]
-        where += [] if getattr(target, "open", True) else ["transformers"]
+        where += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, str(target.dtype), *where)
         self.drift = Monitor(checkpoint.name)
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
-        self.name, self.target, self.tokenizer, self.config = name, target, tokenizer, config
+        self.name, self.tokenizer, self.config = name, tokenizer, config
+        self.target: Model = target
         self.recorder = recorder or Recorder()
         self._ids = itertools.count(1)
         self._rejected: dict[int, list[int]] = {}
         self._engine()
-        self.engine.drafter.load()
 
     def _engine(self) -> None:
         listeners = (self, self.recorder, self.drift)
@@ -144,18 +152,18 @@ class LLM:
     @property
     def device(self) -> str:
         """Where the target runs: cpu, cuda:0, …"""
-        return str(getattr(self.target, "place", device_of(self.target)))
+        return str(self.target.weights_device or self.target.device)
 
     @property
     def backend(self) -> str:
         """Who runs the target, in a sentence, where that is not the built-in decoder; else nothing."""
-        return str(getattr(self.target, "said", ""))
+        return self.target.description
 
     @property
     def drafters(self) -> dict[str, str]:
         """Who may draft for a sequence, each with a sentence: the drafter, those that work together in it, and off."""
         own = self.config.drafter_name
-        told = {own: about(self.config.drafter)} | {name: about(name) for name in self.engine.drafter.parts}
+        told = {own: about(self.config.drafter)} | {name: about(name) for name in self.engine.drafter.traits.members}
         return told | {"off": about("off")}
 
     def drafter_of(self, seq: Sequence) -> str:
@@ -171,20 +179,16 @@ class LLM:
 
     @property
     def learning(self) -> dict[str, Any] | None:
-        """How learning goes: state, reason, counts and times; None where nobody learns."""
-        found = self._learners()
-        return found[0].learning() if found else None
+        """How learning goes: state, reason, counts and times; None where the drafter does not learn."""
+        learning = self.engine.drafter.traits.learning
+        return None if learning is None else learning.report()
 
     def save_learnt(self, folder: str | Path) -> None:
-        """Keep what the drafter has learnt; `LLM(drafter="online", learn_from=folder)` goes on with it."""
-        found = self._learners()
-        if not found:
+        """Keep what the drafter has learnt; `LLM(drafter="online", learn_from=folder)` continues from it."""
+        learning = self.engine.drafter.traits.learning
+        if learning is None:
             raise ConfigError(f"The drafter '{self.config.drafter_name}' learns nothing: use drafter 'online'.")
-        found[0].save(folder, model=self.name)
-
-    def _learners(self) -> list[Any]:
-        drafters = [self.engine.drafter, *getattr(self.engine.drafter, "drafters", ())]
-        return [drafter for drafter in drafters if hasattr(drafter, "learning")]
+        learning.save(folder, model=self.name)
 
     # ------------------------------------------------------------ the public verbs
 
@@ -287,7 +291,7 @@ class LLM:
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one word.")
-        if len(opening(self.target, ids).tokens) >= room:
+        if len(self.target.opening(ids).tokens) >= room:
             raise ConfigError(
                 f"The prompt has {len(ids)} tokens, but only {room} fit, the answer included. Shorten the prompt"
                 + (", or raise max_length." if room < self.target.config.context_length else ".")
@@ -299,7 +303,7 @@ class LLM:
     def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
         """One sequence for each of the n answers; the j-th has seed + j."""
         seed = params.seed if params.seed is not None else secrets.randbits(31)
-        tokens, source = opening(self.target, ids)
+        tokens, source = self.target.opening(ids)
         fits = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(tokens)))
         seqs = [self._sequence(tokens, fits, seed + j) for j in range(params.n)]
         for seq in seqs:
@@ -374,3 +378,74 @@ class LLM:
 def _reader(seq: Sequence) -> Reader:
     assert isinstance(seq.watch, Reader)
     return seq.watch
+
+
+# ------------------------------------------------------------ an engine from its parts
+
+_WARM_ROWS = 16  # rows of passes that are captured beforehand: what one sequence and its draft need
+_KEPT_PREFIXES = 32  # finished sequences whose K/V stays readable until slots run short
+
+
+def build_engine(
+    model: Model,
+    config: Config,
+    tokenizer: Any = None,
+    listeners: tuple[Listener, ...] = (),
+    costs: CostFile | None = None,
+) -> Engine:
+    """Cache, runner, drafter, controller and scheduler around a target. What `costs` knows is not measured again."""
+    length = config.length_for(model.config.context_length)
+    cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, model.device)
+    plane = cache.add_plane(*model.plane_shape)
+    passes = CapturedPasses(cache, config.max_batch, home=model.device)
+    captured = passes(model, plane)  # these always run whole
+    first_layers = FirstLayers(model, cache, plane) if captured is None and model.has_layers else None
+    runner = captured or Eager(model, plane, first_layers)
+    guesses = any(listener.reads_guesses for listener in listeners)
+    drafter = make(
+        config.drafter, Workspace(model, cache, plane, config.options, tokenizer, passes, first_layers, guesses)
+    )
+    controller = make_controller(model, runner, cache, drafter, config, costs)
+    if captured is not None:
+        captured.warm(max(_WARM_ROWS, config.max_batch))  # the first answers should not wait for it
+    scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
+    return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+
+
+def make_controller(
+    model: Model, runner: Any, cache: Cache, drafter: Drafter, config: Config, costs: CostFile | None
+) -> Controller:
+    """A controller that has seen nothing yet."""
+    controller: Controller
+    if drafter.name == "off" or config.k != "auto":
+        controller = Fixed(0 if drafter.name == "off" else int(config.k))
+    else:
+        counts = tuple(2**i for i in range(config.max_batch.bit_length()))  # batch sizes whose passes are measured
+        known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
+        controller = Adaptive(Costs(known, padded=model.device.type == "cuda"), name=drafter.name)
+    return controller if model.block == 1 else BlockAligned(controller, model.block)
+
+
+class CapturedPasses:
+    """Captured passes for every model that lives on a GPU, one device state for each device and cache; None for the
+    others."""
+
+    def __init__(self, cache: Cache, batch: int, home: torch.device) -> None:
+        self.cache, self.batch, self.home = cache, batch, home
+        self.states: dict[tuple[torch.device, int], Any] = {}
+
+    def __call__(self, model: Model, plane: Plane, cache: Cache | None = None) -> Any:
+        """A plane lies in the engine's own cache unless its owner says otherwise."""
+        device, cache = model.device, cache or self.cache
+        if device.type != "cuda":
+            return None
+        from .backends.cuda.capture import Driver
+        from .backends.cuda.graphs import Graphs  # needs triton, which is not installed everywhere
+        from .backends.cuda.state import DeviceState
+
+        own, at = cache is self.cache, (device, id(cache))
+        if at not in self.states:
+            clock = None if own else self.states.get((device, id(self.cache)))
+            home = own and device == self.home
+            self.states[at] = DeviceState(cache, Driver(device), self.batch, home, clock)
+        return Graphs(model, plane, self.states[at])

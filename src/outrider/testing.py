@@ -16,10 +16,10 @@ from typing import Any
 
 from .backends.toy import VOCABULARY, toy
 from .backends.transformer import Transformer
-from .build import build_engine
 from .config import Config
-from .drafters import Drafter, Workspace, lookup
+from .drafters import Drafter, DraftRequest, Workspace, lookup
 from .engine.step import Engine
+from .llm import build_engine
 from .types import Draft, SamplingParams, Sequence, Step
 
 TEMPERATURES = (0.0, 0.8)
@@ -112,11 +112,11 @@ def meddled(drafter: str | type[Drafter], seed: int) -> type[Drafter]:
         def end(self, seq: Sequence) -> None:
             self._perhaps(lambda: base.end(self, seq))
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
             if self.dice.random() < 0.1:
-                base.draft(self, seqs, budget)  # the work was done, and then everything is lost
+                base.draft(self, request)  # the work was done, and then everything is lost
                 raise RuntimeError("a drafter may crash")
-            return base.draft(self, seqs, budget)
+            return base.draft(self, request)
 
     return Meddled
 
@@ -134,7 +134,7 @@ def check_drafter(
     """
     target = target or toy()
     base = lookup(drafter)
-    options = base.trial_options(target) if options is None else options
+    options = base.traits.trial(target) if options is None else options
     compared = 0
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, max_tokens=tokens)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch import Tensor
 from .params import SamplingParams as SamplingParams
 
 ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
-BROUGHT = ("prediction", "forced")  # sources of drafts that a request brings along: nobody need be asked for them
+FORCED = "forced"  # the source of a draft that a request's grammar forces
+REQUEST_DRAFTS = ("prediction", FORCED)  # sources of drafts that come with the request: no drafter is asked for them
 BONUS = "b"  # a token the target added itself; `ACCEPTED` and `BONUS` are also the origins of emitted tokens
 
 
@@ -67,10 +68,11 @@ class Draft:
 
     trees: tuple[Tree, ...]  # [B]
     unread: Tensor | None = None  # [M] on the device
+    failures: tuple[str, ...] = ()  # of drafters that raised while others drafted: "name: error"
 
     @staticmethod
-    def pack(trees: Iterable[Tree], unread: Tensor | None = None) -> Draft:
-        return Draft(tuple(trees), unread)
+    def pack(trees: Iterable[Tree], unread: Tensor | None = None, failures: Iterable[str] = ()) -> Draft:
+        return Draft(tuple(trees), unread, tuple(failures))
 
     @staticmethod
     def empty(batch: int) -> Draft:
@@ -102,39 +104,41 @@ class Turn:
     feed: int  # pending tokens of this step; the rest of a long prompt waits for the next one
     whole: bool  # True when nothing stays pending: the sequence gets logits, a draft and a verdict
     budget: int = 0
-    own: bool = False  # only what the request itself brings along is drafted: the drafter is not worth asking
+    request_only: bool = False  # only request drafts are verified: the drafter is not worth asking
 
-    def allow(self, budget: int, own: bool = False) -> Turn:
-        if budget == self.budget and own == self.own:  # nearly always where nothing is drafted
+    def allow(self, budget: int, request_only: bool = False) -> Turn:
+        if budget == self.budget and request_only == self.request_only:  # nearly always where nothing is drafted
             return self
-        return Turn(self.seq, self.feed, self.whole, budget, own)
+        return Turn(self.seq, self.feed, self.whole, budget, request_only)
 
     @property
-    def asks(self) -> bool:
-        """Whether the drafter is asked for it."""
-        return self.budget > 0 and not self.own
+    def asks_drafter(self) -> bool:
+        return self.budget > 0 and not self.request_only
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a model runs: pending tokens and drafted nodes of all sequences, packed."""
+@dataclass
+class Batch:
+    """The rows of one pass: pending tokens and drafted nodes of all sequences, packed (`engine.batch`)."""
 
-    tokens: Tensor  # [T]
-    positions: Tensor  # [T] root position + depth for nodes
-    slots: Tensor  # [T] where each row's K/V goes
-    lines: Tensor  # [T] the sequence's line in the table
-    context: Tensor  # [T] how many table entries of its line a row reads: itself included for pending rows
     table: Tensor  # [lines, length] int32, slot of each committed position
-    ancestors: Tensor | None  # [T, D] int32 slots of drafted ancestors, self last, then -1; None: no drafts
-    want: Tensor  # [R] rows whose logits are needed
-    speakers: Listing[Sequence] = ()  # [R] the sequence that each of those belongs to
-    blocks: Any = None  # how the rows are grouped for kernels that want to know; made by whoever runs them
-    packing: Any = None  # the same as lists, where there are any
+    tokens: list[int] = field(default_factory=list)  # [T] a negative one is unread: see `Draft`
+    positions: list[int] = field(default_factory=list)  # [T] root position + depth for nodes
+    slots: list[int] = field(default_factory=list)  # [T] where each row's K/V goes
+    lines: list[int] = field(default_factory=list)  # [T] the sequence's line in the table
+    context: list[int] = field(default_factory=list)  # [T] table entries that a row reads: itself too, if pending
+    tails: list[list[int]] = field(default_factory=list)  # [T] slots of drafted ancestors, self last; empty if pending
+    owners: list[Sequence] = field(default_factory=list)  # [T]
+    want: list[int] = field(default_factory=list)  # [R] rows whose logits are needed
 
     @property
     def count(self) -> int:
         """T"""
-        return self.tokens.shape[0]
+        return len(self.tokens)
+
+    @property
+    def choosers(self) -> list[Sequence]:
+        """[R] the sequence whose sampling law chooses at each wanted row."""
+        return [self.owners[i] for i in self.want]
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class Output:
     logits: Tensor  # [R, V] float32
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the taps that were asked for
     highest: list[float] = field(default_factory=list)  # [R] each row's largest logit; NaN if there is a NaN in it
-    choices: list[int] = field(default_factory=list)  # [R] what its speaker chooses there; -1 where that is open
+    choices: list[int] = field(default_factory=list)  # [R] what its sequence chooses there; -1 where that is open
     tokens: list[int] | None = None  # [T] the ids that ran, where the host did not know all of them
     seconds: dict[str, float] = field(default_factory=dict)  # what phases took on a device that has its own clock
 
@@ -310,7 +314,7 @@ class Sequence:
         return self.tokens[self.prompt_len :]
 
     @property
-    def brings(self) -> bool:
+    def has_request_drafts(self) -> bool:
         """Whether the request itself may have something to draft."""
         return self.matcher is not None or (self.prediction is not None and self.prediction.place is not None)
 
@@ -361,7 +365,7 @@ class Step:
     index: int
     turns: Listing[Turn]  # [B]
     draft: Draft
-    rows: Rows
+    batch: Batch
     output: Output
     verdicts: Listing[Verdict | None]  # [B] None where a prompt is not yet wholly fed
     clock: dict[str, float]  # seconds: draft, verify, overlap, judge
@@ -374,3 +378,17 @@ class Step:
     @property
     def seqs(self) -> list[Sequence]:
         return [turn.seq for turn in self.turns]
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:  # nearly always: one is how the other began
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

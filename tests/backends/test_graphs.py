@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from outrider.backends import WHOLE, ops
+from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.chains import BATCHES
 from outrider.backends.cuda.graphs import Graphs, rung
-from outrider.backends.cuda.state import DEPTHS, Desk
+from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Workspace, make
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.engine.prediction import Prediction
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
@@ -47,17 +49,17 @@ def engine(target: Transformer, drafter: str, k: int, batch: int = 4, **options:
     plane = cache.add_plane(*target.plane_shape)
     if not GPU:
         cache.slots -= 1
-    desk = Desk(cache, DEVICE, batch)
+    state = DeviceState(cache, Driver(DEVICE), batch)
 
     def passes(model: Transformer, plane: object) -> Graphs:
-        return Graphs(model, plane, desk)  # type: ignore[arg-type]
+        return Graphs(model, plane, state)  # type: ignore[arg-type]
 
     cache.slots += not GPU
     space = Workspace(target, cache, plane, options, None, passes)  # type: ignore[arg-type]
     made = make(drafter, space)
     cache.slots -= not GPU
     scheduler = Scheduler(cache, plane, batch, 16)
-    return Engine(Graphs(target, plane, desk), cache, made, Fixed(k), scheduler, target.config.vocab_size)
+    return Engine(Graphs(target, plane, state), cache, made, Fixed(k), scheduler, target.config.vocab_size)
 
 
 def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -68,7 +70,7 @@ def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] =
         step = engine.step()
         assert not step.failure, step.failure
         engine.cache.check()
-    assert not engine.last_failure
+    assert not engine.failures
     return [seq.generated for seq in seqs]
 
 
@@ -186,8 +188,8 @@ def test_the_same_bits_as_without_a_gpu(target: Transformer) -> None:
     config = toy_config(2 if GPU else 1, context=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "on_gpu", lambda tensor: False)
-        from outrider.build import build_engine
         from outrider.config import Config
+        from outrider.llm import build_engine
 
         cpu = Transformer(config, RandomWeights(config, 1), torch.float32)
         plain = say(build_engine(cpu, Config(drafter="off", max_length=96)), [GREEDY] * 3)
@@ -231,11 +233,11 @@ def test_nothing_is_started_over_logits_that_somebody_will_look_at(target: Trans
 def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> None:
     """A shape may be recorded between a pass and the one that goes on from it."""
     crowd = engine(target, "off", 0)
-    desk: Desk = crowd.target.desk  # type: ignore[attr-defined]
-    desk.unread.copy_(torch.arange(len(desk.unread)))
-    desk.record(lambda: desk.unread.fill_(7))
+    state: DeviceState = crowd.target.state  # type: ignore[attr-defined]
+    state.unread.copy_(torch.arange(len(state.unread)))
+    state.record(lambda: state.unread.fill_(7))
     if GPU:  # without one nothing is tried out
-        assert torch.equal(desk.unread.cpu(), torch.arange(len(desk.unread)))
+        assert torch.equal(state.unread.cpu(), torch.arange(len(state.unread)))
 
 
 def test_weights_in_eight_bits_keep_the_promise() -> None:
@@ -251,7 +253,7 @@ def test_weights_in_eight_bits_keep_the_promise() -> None:
 def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transformer) -> None:
     """64 sequences with long drafts while a prompt is read: more wanted rows than any usual pass has."""
     runner = engine(target, "off", 0).target
-    packing = Packing(runner.desk.cache)  # type: ignore[attr-defined]
+    packing = BatchBuilder(runner.state.cache)  # type: ignore[attr-defined]
     packing.tokens, packing.want = [0] * 1500, list(range(1200))
     shape = runner._shape(packing, (), (), WHOLE, ())  # type: ignore[attr-defined]
     assert shape.rows > shape.wanted >= 1200
@@ -259,5 +261,5 @@ def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transform
 
 def test_unread_drafts_of_a_padded_batch_have_their_own_place() -> None:
     for batch in (1, 3, 5, 33, 65, 100, 129):
-        desk = Desk(Cache(8, 2, 8), DEVICE, batch)
-        assert max(rung(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= desk.choices_at
+        state = DeviceState(Cache(8, 2, 8), Driver(DEVICE), batch)
+        assert max(rung(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= state.choices_at

@@ -19,11 +19,11 @@ from torch import Tensor
 from outrider.backends import WHOLE, Part, ops
 from outrider.backends.cpu import native, quantise as quant, quantised_file as quant_file
 from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, _Product
+from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
 from outrider.engine.cache import Plane
 from outrider.models.config import ModelConfig
-from outrider.types import Rows
 
 LENGTH = 64
 BUILDS = {"tuned": "", "narrow": "-mno-avx512f", "narrowest": "-mno-avx512f -mno-avx2 -mno-fma"}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.cpu import native
-from outrider.types import Rows
+from outrider.backends.rows import Rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 SHAPES = [(9, 3, 64), (12, 2, 128), (32, 8, 64), (4, 4, 32), (3, 1, 80), (6, 2, 36), (50, 1, 64), (2, 2, 256)]

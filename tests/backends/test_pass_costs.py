@@ -10,9 +10,9 @@ from outrider.backends import load
 from outrider.backends.cpu.eager import Eager
 from outrider.backends.pass_costs import EACH, ROWS, CostFile, by_rows, target_costs
 from outrider.backends.toy import toy, toy_config
-from outrider.build import _sequences, build_engine
 from outrider.config import Config
 from outrider.engine.cache import Cache
+from outrider.llm import _sequences, build_engine
 from outrider.types import Sequence
 
 
@@ -44,7 +44,7 @@ def test_costs_of_several_sequences_leave_no_trace_either() -> None:
         line = [seconds for (s, _), seconds in costs.items() if s == many]
         assert line == sorted(line)
     assert set(engine.cache.rows) == {5}
-    assert not engine.target.plane.held
+    assert not engine.target.plane._held
     engine.cache.check()
 
 

@@ -13,14 +13,16 @@ import transformers
 from torch import Tensor
 
 from outrider.backends import WHOLE, Part
+from outrider.backends.rows import Rows, rows_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.engine.cache import Cache, Packing, Plane
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache, Plane
 from outrider.errors import ModelError
 from outrider.models import config as configs
 from outrider.models.tokenizer import read_json
 from outrider.models.weights import Safetensors, check, find_safetensors
-from outrider.types import Rows, Sequence
+from outrider.types import Sequence
 
 V, LAYERS, LENGTH = 96, 3, 44
 SIZES = {
@@ -141,10 +143,10 @@ class Bench:
         assert self.cache.reserve(self.seq, len(tokens), spare)
 
     def rows(self, start: int, stop: int) -> Rows:
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         packed.pending(self.seq, start, stop, want=False)
         packed.want = list(range(stop - start))
-        return packed.rows()
+        return rows_of(packed)
 
     def logits(self, chunk: int = 10**9, part: Part = WHOLE) -> Tensor:
         n = len(self.seq.tokens)
@@ -256,10 +258,10 @@ def test_drafted_rows_are_the_rows_of_plain_decoding(case: str, dtype: torch.dty
     tokens, parents = [5, 6, 5, 7, 8, 9], [-1, -1, 0, 1, 2, 3]
     paths = {0: [5], 1: [6], 2: [5, 5], 3: [6, 7], 4: [5, 5, 8], 5: [6, 7, 9]}
     bench = Bench(model, root, spare=len(tokens))
-    packed = Packing(bench.cache)
+    packed = BatchBuilder(bench.cache)
     packed.pending(bench.seq, 0, len(root), want=True)
     packed.nodes(bench.seq, tokens, parents, range(6), range(6))
-    drafted = model.forward(packed.rows(), bench.plane).logits
+    drafted = model.forward(rows_of(packed), bench.plane).logits
     for node, path in paths.items():
         assert torch.equal(drafted[1 + node], Bench(model, root + path).logits(chunk=1)[-1])
 
@@ -267,9 +269,9 @@ def test_drafted_rows_are_the_rows_of_plain_decoding(case: str, dtype: torch.dty
 def test_only_wanted_rows_get_logits() -> None:
     bench = Bench(ours("llama", torch.float32), text())
     every = bench.logits()
-    packed = Packing(bench.cache)
+    packed = BatchBuilder(bench.cache)
     packed.pending(bench.seq, 0, LENGTH, want=True)
-    (last,) = bench.model.forward(packed.rows(), bench.plane).logits
+    (last,) = bench.model.forward(rows_of(packed), bench.plane).logits
     assert torch.equal(last, every[-1])
 
 

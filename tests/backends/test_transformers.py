@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
-from outrider.backends import opening
 from outrider.backends.transformers.load import Foreign, shape
 from outrider.backends.transformers.model import PROMPT, HFModel
 from outrider.backends.transformers.states import States
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.control.aligned import Aligned
-from outrider.drafters import Drafter, Workspace, lookup
+from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
+from outrider.llm import build_engine
 from outrider.models.checkpoint import open_checkpoint
 from outrider.types import Draft, Sequence, Tree, Turn, chain
 
@@ -45,7 +44,7 @@ def decode(model: HFModel, drafter: Any, temperature: float, k: int = 5, tokens:
     engine = build_engine(model, Config(drafter=drafter, k=k, options=options, **given))
     seqs = []
     for i, prompt in enumerate(PROMPTS):
-        begun = opening(model, prompt)
+        begun = model.opening(prompt)
         params = SamplingParams(temperature=temperature, max_tokens=tokens)
         seqs.append(Sequence(i, begun.tokens, params, 100 + i, frozenset({1}), source=begun.source))
         engine.add(seqs[-1])
@@ -65,7 +64,8 @@ class Adversary(Drafter):
         super().__init__(space)
         self.dice = random.Random(3)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         return Draft.pack(self._tree(room, seq) for seq, room in zip(seqs, budget, strict=True))
 
     def _tree(self, room: int, seq: Sequence) -> Tree:
@@ -111,7 +111,7 @@ def test_greedy_text_is_that_of_every_k_batch_and_chunk(kind: str) -> None:
 def test_what_is_said_is_what_transformers_says(kind: str) -> None:
     """Greedy, in double precision, where nearness of two tokens is no excuse."""
     model = hosted(kind, torch.float64)
-    prompt, begun = PROMPTS[0], opening(model, PROMPTS[0])
+    prompt, begun = PROMPTS[0], model.opening(PROMPTS[0])
     seq = Sequence(1, begun.tokens, SamplingParams(max_tokens=20), source=begun.source, ends=frozenset({1}))
     engine = build_engine(model, Config(drafter="ngram", k=3))
     engine.add(seq)
@@ -155,7 +155,7 @@ def test_a_model_whose_rows_see_the_future_gets_a_pass_for_each_token(monkeypatc
     monkeypatch.setattr(module, "forward", seeing)
     model = Foreign(Path(), "It.", module).load(shape(module.config), "auto", torch.device("cpu"))
     assert model.block == 1
-    assert "drafts save nothing" in model.said
+    assert "drafts save nothing" in model.description
     assert decode(model, "ngram", 0.0, 4, 16)[0] == decode(model, "off", 0.0, 0, 16)[0]
 
 
@@ -214,7 +214,7 @@ def test_budgets_end_with_the_block() -> None:
 
 def test_taps_are_what_layers_say() -> None:
     model = hosted("gpt2")
-    said, _ = decode(model, "head", 0.9, 4, options=lookup("head").trial_options(model))
+    said, _ = decode(model, "head", 0.9, 4, options=lookup("head").traits.trial(model))
     assert said == decode(model, "off", 0.9, 0)[0]
 
 
@@ -254,8 +254,8 @@ def test_lookup_finds_what_stands_in_the_source() -> None:
     space: Any = Workspace(None, None, None)  # type: ignore[arg-type]
     seq = Sequence(1, [0, 50, 51], source=[9, 8, 50, 51, 52, 53])
     for kind in (NGram, Suffix):
-        assert kind(space).draft([seq], [4]).trees[0].tokens == [52, 53]
-        assert kind(space).draft([Sequence(1, [0, 50, 51])], [4]).trees[0].tokens == []
+        assert kind(space).draft(DraftRequest([seq], [4])).trees[0].tokens == [52, 53]
+        assert kind(space).draft(DraftRequest([Sequence(1, [0, 50, 51])], [4])).trees[0].tokens == []
 
 
 def test_without_transformers_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli.app import app
 from outrider.cli.show import summary
+from outrider.drafters import DraftRequest
 from outrider.engine.trace import read, recorded, replay
-from outrider.types import Sequence, Stats
+from outrider.types import Stats
 
 from support import tiny
 
@@ -198,7 +199,8 @@ def cheat() -> Iterator[str]:
     class Cheat(Drafter):
         """Rewrites what was said, as only a broken engine would."""
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs = request.seqs
             for seq in seqs:
                 if len(seq.generated) == 3:
                     seq.tokens[-1] = 68 if seq.tokens[-1] != 68 else 69

@@ -17,6 +17,7 @@ import pytest
 
 from outrider.backends.pass_costs import EACH, EDGE, MOST_ROWS, ROWS
 from outrider.control.adaptive import Adaptive, Costs
+from outrider.drafters import Traits
 from outrider.measure.statistics import expected_tokens
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
@@ -69,7 +70,7 @@ class World:
 
     def step(self, controller: Adaptive) -> tuple[float, float]:
         """One step; the tokens that such a draft brings on average, and the seconds it takes."""
-        turns = controller.budget([Turn(seq, 1, True) for seq in self.seqs])
+        turns = controller.budget([Turn(seq, 1, True) for seq in self.seqs], Traits())
         drafted = controller.prune(turns, Draft.pack(map(self._tree, turns)))
         rows = self.batch + sum(len(tree.tokens) for tree in drafted.trees)
         depth = max(turn.budget for turn in turns)
@@ -82,7 +83,7 @@ class World:
         step: Any = SimpleNamespace(
             turns=turns,
             draft=drafted,
-            rows=SimpleNamespace(count=rows),
+            batch=SimpleNamespace(count=rows),
             verdicts=verdicts,
             clock=clock,
         )
@@ -212,7 +213,7 @@ def test_a_batch_that_shrinks_drafts_again_and_one_that_grows_stops(price: float
 def test_only_those_sequences_draft_that_are_good_at_it(price: float) -> None:
     world = World(gentle, lambda name: 0.95 if name % 4 == 0 else 0.0, price, 16)
     controller = warmed(world)
-    turns = controller.budget([Turn(seq, 1, True) for seq in world.seqs])
+    turns = controller.budget([Turn(seq, 1, True) for seq in world.seqs], Traits())
     kept = controller.prune(turns, Draft.pack(map(world._tree, turns)))
     sizes = [len(tree.tokens) for tree in kept.trees]
     assert min(sizes[::4]) >= 3
@@ -244,11 +245,11 @@ def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
     controller = Adaptive(measured(slope))
     seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
     for feed, seconds, price in ((8, 1.0, None), (1, 0.004, 0.001)):
-        turns = controller.budget([Turn(seq, feed, True)])
+        turns = controller.budget([Turn(seq, feed, True)], Traits())
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
-            turns=turns, draft=drafted, rows=SimpleNamespace(count=rows),
+            turns=turns, draft=drafted, batch=SimpleNamespace(count=rows),
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
@@ -325,10 +326,10 @@ def test_asking_for_a_cost_takes_no_time() -> None:
 
 def test_a_free_drafter_is_not_asked_where_even_a_sure_draft_would_lose() -> None:
     """Rows that cost as much as a token brings: a batch that fills the machine."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}), frugal=True)
+    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}))
     controller.draft_node, controller.draft_call = 1e-6, 1e-6
     turns = [Turn(Sequence(i, [1]), 1, whole=True) for i in range(8)]
-    assert not any(each.budget for each in controller.budget(turns))
+    assert not any(each.budget for each in controller.budget(turns, Traits()))
     assert "even a sure draft" in controller.why
     controller.unasked = controller.MOST_IDLE  # prices may have been wrong: now and then it is looked at again
-    assert all(each.budget for each in controller.budget(turns))
+    assert all(each.budget for each in controller.budget(turns, Traits()))

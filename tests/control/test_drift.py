@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.drift import WARM, Monitor, Watch, read
+from outrider.llm import build_engine
 from outrider.types import SamplingParams, Sequence
 
 TARGET = toy()

@@ -15,7 +15,7 @@ import torch
 
 from outrider.control.adaptive import Adaptive
 from outrider.control.costs import Costs
-from outrider.drafters import Drafter
+from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.drafters.auto import AGAIN, UNASKED, Auto
 from outrider.drafters.head.rollout import Features
 from outrider.types import Draft, Output, SamplingParams, Sequence, Turn, chain
@@ -28,18 +28,16 @@ pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 
 @pytest.mark.parametrize("drafter", ["suffix", "auto"])
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
-def test_nothing_is_lost_where_nothing_repeats(monkeypatch: pytest.MonkeyPatch, batch: int, drafter: str) -> None:
-    with monkeypatch.context() as patch:
-        plain = Run(patch, "off", batch, "fresh").speed()
-    run = Run(monkeypatch, drafter, batch, "fresh")
+def test_nothing_is_lost_where_nothing_repeats(batch: int, drafter: str) -> None:
+    plain = Run("off", batch, "fresh").speed()
+    run = Run(drafter, batch, "fresh")
     assert run.speed() > 0.97 * plain, run.engine.controller.why
 
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 2.5), (4, 2.0), (16, 1.3), (64, 0.97)])
-def test_much_is_won_where_texts_repeat_themselves(monkeypatch: pytest.MonkeyPatch, batch: int, least: float) -> None:
-    with monkeypatch.context() as patch:
-        plain = Run(patch, "off", batch, "echo").speed()
-    assert Run(monkeypatch, "suffix", batch, "echo").speed() > least * plain
+def test_much_is_won_where_texts_repeat_themselves(batch: int, least: float) -> None:
+    plain = Run("off", batch, "echo").speed()
+    assert Run("suffix", batch, "echo").speed() > least * plain
 
 
 GOOD = [
@@ -56,17 +54,14 @@ UNSURE = [(16, 0.6, 0.95), (32, 0.7, 0.9), (64, 0.8, 0.97)]  # near break-even: 
 
 
 @pytest.mark.parametrize(("batch", "right", "least"), [*GOOD, *VAIN, *UNSURE])
-def test_a_draft_model_pays_or_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, batch: int, right: float, least: float
-) -> None:
-    with monkeypatch.context() as patch:
-        plain = Run(patch, "off", batch, "fresh").speed()
-    run = Run(monkeypatch, "model", batch, "fresh", right)
+def test_a_draft_model_pays_or_is_left_alone(batch: int, right: float, least: float) -> None:
+    plain = Run("off", batch, "fresh").speed()
+    run = Run("model", batch, "fresh", right)
     assert run.speed() > least * plain, run.engine.controller.why
 
 
-def test_plain_passes_follow_each_other_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, "off", 16, "fresh")
+def test_plain_passes_follow_each_other_without_a_gap() -> None:
+    run = Run("off", 16, "fresh")
     assert run.speed() > 0.93 * 16 / (MILLISECONDS[16] * 1e-3)  # prompts and the last sequences take the rest
 
 
@@ -75,7 +70,7 @@ def test_plain_passes_follow_each_other_without_a_gap(monkeypatch: pytest.Monkey
 
 def crowded(batch: int) -> tuple[Adaptive, list[Turn]]:
     """A controller whose batch fills the machine: a further row takes as long as a token brings."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}), frugal=True)
+    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}))
     controller.draft_node, controller.draft_call = 1e-6, 1e-6
     return controller, [Turn(Sequence(i, [1]), 1, whole=True) for i in range(batch)]
 
@@ -86,7 +81,7 @@ def test_a_step_that_drafts_nothing_makes_no_prices(batch: int, monkeypatch: pyt
     monkeypatch.setattr(Costs, "table", lambda self, rows, sequences=1: made.append(rows) or [])
     controller, turns = crowded(batch)
     for _ in range(100):
-        assert controller.budget(turns) is turns  # the very same turns: none is made anew
+        assert controller.budget(turns, Traits(weighs_cost=True)) is turns  # the very same turns: none is made anew
         assert controller.prune(turns, Draft.empty(batch)).trees
     assert not made
     assert "even a sure draft would lose" in controller.why
@@ -98,27 +93,30 @@ class Reads(Drafter):
     name = "head"
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.read: dict[int, int] = {}
         self.calls = self.total = 0
 
-    def behind(self, seq: Sequence) -> int:
+    def backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.read.get(seq.id, 0)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         self.calls += 1
         for seq in seqs:
-            self.total += self.behind(seq)
+            self.total += self.backlog(seq)
             self.read[seq.id] = len(seq.tokens)
         return Draft.pack(chain([1], survival=[0.3]) for _ in seqs)
 
 
-def live(auto: Auto, batch: int, steps: int, prompt: int = 100) -> None:
+def live(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8) -> None:
     """Answers of 50 tokens, one after the other in each place. Reading takes 60 µs a token, a call a millisecond."""
     drafter: Any = auto.costly[0]
+    prices: Any = SimpleNamespace(speed=700.0, price=lambda rows: row * rows)  # a row costs so many tokens
     seqs = [Sequence(i, [1] * prompt, SamplingParams(max_tokens=50)) for i in range(batch)]
     for step in range(steps):
         before = drafter.total
-        auto.draft(seqs, [4] * batch)
+        auto.draft(DraftRequest(seqs, [4] * batch, prices))
         seconds = 1e-3 * bool(auto.asked) + 60e-6 * (drafter.total - before)
         for i, seq in enumerate(seqs):
             seq.tokens.append(1)
@@ -135,7 +133,7 @@ def live(auto: Auto, batch: int, steps: int, prompt: int = 100) -> None:
 def test_a_head_that_cannot_pay_is_tried_at_a_bounded_price(batch: int) -> None:
     """Where rows are dear, what is spent on finding out stays below a few hundredths of what is made."""
     reads = Reads()
-    auto = auto_with(reads, row=0.8)
+    auto = auto_with(reads)
     live(auto, batch, 2000)
     assert reads.calls  # it has had its trial
     spent = 700.0 * (1e-3 * reads.calls + 60e-6 * reads.total)  # tokens
@@ -144,21 +142,20 @@ def test_a_head_that_cannot_pay_is_tried_at_a_bounded_price(batch: int) -> None:
 
 def test_nothing_is_kept_for_a_head_that_nobody_asks_until_there_are_fewer() -> None:
     reads = Reads()
-    auto = auto_with(reads, row=0.8)
+    auto = auto_with(reads)
     live(auto, 8, UNASKED + 2)
-    assert auto.taps == ()  # the target shows nothing, and nothing is copied
+    assert auto.traits.taps == ()  # the target shows nothing, and nothing is copied
     live(auto, 4, 1)
-    assert auto.taps == (1, 2)  # fewer than those that kept it silent
+    assert auto.traits.taps == (1, 2)  # fewer than those that kept it silent
     live(auto, 8, 1)
-    assert auto.taps == ()  # that is remembered,
+    assert auto.traits.taps == ()  # that is remembered,
     shown = 0
     for _ in range(AGAIN + UNASKED):
         live(auto, 8, 1)
-        shown += auto.taps == (1, 2)
+        shown += auto.traits.taps == (1, 2)
     assert 0 < shown <= 4 * UNASKED  # and found out anew after a long while
-    auto.space = auto_with(reads, row=0.0).space
-    live(auto, 8, 2)
-    assert auto.taps == (1, 2)  # rows cost nothing any more: it is asked again
+    live(auto, 8, 2, row=0.0)
+    assert auto.traits.taps == (1, 2)  # rows cost nothing any more: it is asked again
 
 
 def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +170,7 @@ def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch)
             turns=[Turn(seq, 1, True) for seq in seqs],
             draft=Draft.empty(64),
             verdicts=[None] * 64,
-            rows=SimpleNamespace(packing=SimpleNamespace(positions=[at] * 64)),
+            batch=SimpleNamespace(positions=[at] * 64),
             output=Output(torch.zeros(0), hidden={0: shown, 1: -shown}),
         )
         features.observe(step)

@@ -9,10 +9,11 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs, Fixed
 from outrider.control.costs import Threshold
+from outrider.drafters import Traits
+from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, decode, reference
 from outrider.types import Draft, Sequence, Tree, Turn, chain
 
@@ -76,7 +77,7 @@ def speed(listens: bool, claim: Any, steps: int = 1500, price: float = 0.25, see
     seq = Sequence(1, [1], SamplingParams(max_tokens=10**6))
     tokens = seconds = 0.0
     for _ in range(steps):
-        (turn,) = controller.budget([Turn(seq, 1, True)])
+        (turn,) = controller.budget([Turn(seq, 1, True)], Traits())
         chances: list[float] = []
         survival: list[float] = []
         while len(chances) < turn.budget and not (listens and survival and survival[-1] < controller.stop_below):
@@ -103,7 +104,7 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
     fates = ACCEPTED * path + (REJECTED + UNREACHED * n)[: n - path]
     verdict = Verdict(list(range(path)), [1] * (path + 1), fates)
     return SimpleNamespace(
-        turns=[turn], draft=draft, verdicts=[verdict], clock=clock, rows=SimpleNamespace(count=n + 1),
+        turns=[turn], draft=draft, verdicts=[verdict], clock=clock, batch=SimpleNamespace(count=n + 1),
         output=SimpleNamespace(seconds={}),
     )  # fmt: skip
 
@@ -126,7 +127,7 @@ def test_a_drafter_that_knows_its_doubts_gains_by_stopping(manner: str) -> None:
 def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
     from outrider.drafters import lookup
 
-    options = lookup(drafter).trial_options(TARGET) or {"skip_layers": [1]}
+    options = lookup(drafter).traits.trial(TARGET) or {"skip_layers": [1]}
     if drafter == "model":
         options = {"draft_model": toy(blur=0.3)}
     config, params = Config(drafter=drafter, k=5, options=options), SamplingParams(max_tokens=30)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters.auto import Trust, agreement, claims
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
 from outrider.types import SamplingParams, Tree, chain
 

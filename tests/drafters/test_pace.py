@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from outrider.backends.toy import random_head, toy
-from outrider.build import build_engine
+from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs
 from outrider.control.costs import Experience
-from outrider.drafters import Drafter, Workspace
+from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
 from outrider.drafters._habit import PATIENCE, Habit
 from outrider.drafters.auto import Auto, Trust, settled, value
 from outrider.drafters.head.network import Head
 from outrider.drafters.head.pace import UNKNOWN, Pace
 from outrider.engine.cache import Cache
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, decode, reference
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
@@ -67,28 +68,28 @@ def test_the_text_stays_with_adaptive_k(kind: str) -> None:
         engine = build_engine(TARGET, Config(drafter=drafter, k="auto", options={"head": head(kind)}))
         params = SamplingParams(max_tokens=40)
         assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
-        assert not engine.last_failure
+        assert not engine.failures
 
 
-def market(speed: float = 200.0, row: float = 0.05) -> Any:
+def priced(speed: float = 200.0, row: float = 0.05) -> Any:
     return SimpleNamespace(speed=speed, price=lambda more: row * more)
 
 
 def test_the_floor_is_what_one_more_token_costs() -> None:
     pace = Pace()
     assert pace.floor(None) == 0.0  # K is fixed: nobody counts
-    assert pace.floor(market()) == UNKNOWN  # nothing is known yet
+    assert pace.floor(priced()) == UNKNOWN  # nothing is known yet
     turns = [SimpleNamespace(feed=1)]
     for _ in range(100):
         pace.observe(SimpleNamespace(clock={"draft": 0.002}, turns=turns), passes=4)  # type: ignore[arg-type]
         pace.heard(chain([1, 2, 3], survival=[0.5, 0.4, 0.32]))
     assert pace.seconds == pytest.approx(0.0005)
     assert pace.confidence == pytest.approx(0.8, abs=0.01)
-    assert pace.floor(market()) == pytest.approx((200 * 0.0005 + 0.05) / 0.8, rel=0.02)
-    assert pace.floor(market(speed=10**6)) == 1.0
+    assert pace.floor(priced()) == pytest.approx((200 * 0.0005 + 0.05) / 0.8, rel=0.02)
+    assert pace.floor(priced(speed=10**6)) == 1.0
     pace.observe(SimpleNamespace(clock={"draft": 1.0}, turns=[SimpleNamespace(feed=9)]), 1)  # type: ignore[arg-type]
     assert pace.seconds == pytest.approx(0.0005)  # a prompt was read: that is no price
-    assert Pace(0.25).floor(market()) == 0.25
+    assert Pace(0.25).floor(priced()) == 0.25
 
 
 # ------------------------------------------------------------ whom auto asks
@@ -101,7 +102,8 @@ class Says(Drafter):
         self.name = name  # type: ignore[misc]
         self.survival, self.calls = survival, 0
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         self.calls += 1
         return Draft.pack(chain(range(len(self.survival)), survival=list(self.survival)) for _ in seqs)
 
@@ -109,7 +111,8 @@ class Says(Drafter):
 def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Says]:
     cache = Cache(64, 2, 64)
     plane = cache.add_plane(*TARGET.plane_shape)
-    auto = Auto(Workspace(TARGET, cache, plane, market=lambda: prices))
+    auto = Auto(Workspace(TARGET, cache, plane))
+    auto.prices = prices
     slow = Says("head", costly)
     auto.free, auto.costly = [Says("suffix", free)], [slow]
     auto.drafters = [*auto.free, *auto.costly]
@@ -137,17 +140,17 @@ SURE, WEAK, GOOD, POOR = [0.95, 0.93, 0.9, 0.88], [0.3, 0.1], [0.8, 0.6, 0.45], 
 def test_auto_asks_where_it_pays(
     free: list[float], trust: float, costly: list[float], speed: float, asked: bool
 ) -> None:
-    auto, slow = auto_of(free, costly, market(speed, row=0.0))
+    auto, slow = auto_of(free, costly, priced(speed, row=0.0))
     auto.trust[1, "suffix"] = Trust(1.0, trust)
-    (tree,) = auto.draft([SEQ], [8]).trees
+    (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
     assert bool(slow.calls) is asked
     assert (tree.source == "head") is asked
 
 
 def test_the_better_offer_is_taken_whoever_was_asked() -> None:
-    auto, slow = auto_of(WEAK, GOOD, market())
+    auto, slow = auto_of(WEAK, GOOD, priced())
     slow.survival = POOR  # it usually has more to say
-    (tree,) = auto.draft([SEQ], [8]).trees
+    (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
     assert slow.calls == 1
     assert tree.source == "suffix"
 
@@ -155,42 +158,42 @@ def test_the_better_offer_is_taken_whoever_was_asked() -> None:
 def test_where_k_is_fixed_only_claims_count() -> None:
     for free, asked in (([], True), (WEAK, True), (SURE, False)):
         auto, slow = auto_of(free, GOOD)
-        auto.draft([SEQ], [8])
+        auto.draft(DraftRequest([SEQ], [8], auto.prices))
         assert bool(slow.calls) is asked
 
 
 def test_a_batch_shares_what_a_call_takes() -> None:
     claims = [0.15]  # 0.12 tokens each, against 0.2 for a call
-    one, slow = auto_of([], claims, market(row=0.0))
-    one.draft([SEQ], [8])
+    one, slow = auto_of([], claims, priced(row=0.0))
+    one.draft(DraftRequest([SEQ], [8], one.prices))
     assert not slow.calls
-    two, slow = auto_of([], claims, market(row=0.0))
-    two.draft([SEQ, Sequence(2, [1])], [8, 8])
+    two, slow = auto_of([], claims, priced(row=0.0))
+    two.draft(DraftRequest([SEQ, Sequence(2, [1])], [8, 8], two.prices))
     assert slow.calls == 1
 
 
 def test_one_that_was_wrong_is_tried_again_and_ever_more_rarely() -> None:
-    auto, slow = auto_of([], GOOD, market())
+    auto, slow = auto_of([], GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     calls = []
     for step in range(200):
         before = slow.calls
-        auto.draft([SEQ], [8])
+        auto.draft(DraftRequest([SEQ], [8], auto.prices))
         calls += [step] * (slow.calls - before)
     assert calls == [PATIENCE - 1, 3 * PATIENCE - 1, 7 * PATIENCE - 1]
 
 
 def test_a_free_offer_is_no_reason_to_try_again() -> None:
-    auto, slow = auto_of(SURE, GOOD, market())
+    auto, slow = auto_of(SURE, GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     for _ in range(100):
-        auto.draft([SEQ], [8])
+        auto.draft(DraftRequest([SEQ], [8], auto.prices))
     assert not slow.calls
 
 
 def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
-    auto, _ = auto_of([], GOOD, market())
-    auto.draft([SEQ], [8])
+    auto, _ = auto_of([], GOOD, priced())
+    auto.draft(DraftRequest([SEQ], [8], auto.prices))
     step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
@@ -200,7 +203,7 @@ def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
 
 
 def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
-    auto, _ = auto_of([], GOOD, market())
+    auto, _ = auto_of([], GOOD, priced())
     auto.mute = {"head"}
     unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
     for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
@@ -216,7 +219,7 @@ def test_a_drafter_that_never_leaves_off_is_told_where() -> None:
     """The more a token of it takes, the fewer; never more than twice what was tried."""
     lengths = []
     for seconds in (0.0, 0.0002, 0.002):
-        auto, _ = auto_of([], GOOD, market(500, row=0.0))
+        auto, _ = auto_of([], GOOD, priced(500, row=0.0))
         habit = auto.habits["head"] = Habit(prices={1: seconds}, longest=8)
         for _ in range(50):
             habit.told.add(chain([1, 2], source="head"), [0], "ar")
@@ -258,42 +261,47 @@ def turn() -> Turn:
 
 
 def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
-    paced, other = Adaptive(Costs(COSTS), paced=True), Adaptive(Costs(COSTS))
+    paced, other = Adaptive(Costs(COSTS)), Adaptive(Costs(COSTS))
     for controller in (paced, other):
         controller.draft_node, controller.draft_call = 0.0005, 0.001
-    assert paced.budget([turn()])[0].budget == paced.k_max
-    assert 0 < other.budget([turn()])[0].budget < other.k_max
+    assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == paced.k_max
+    assert 0 < other.budget([turn()], Traits())[0].budget < other.k_max
     paced.draft_call = 0.02  # four passes for a draft
-    assert paced.budget([turn()])[0].budget == 0
+    assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == 0
 
 
 def test_a_frugal_drafter_is_asked_every_time() -> None:
-    controller = Adaptive(Costs(COSTS), frugal=True)
+    controller = Adaptive(Costs(COSTS))
     controller.draft_node = controller.draft_call = 0.02
-    assert controller.budget([turn()])[0].budget == controller.k_max
+    assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == controller.k_max
     controller.asking.hides = True  # a device of its own: there, asking has a price that only the controller knows
-    assert controller.budget([turn()])[0].budget == 0
+    assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == 0
 
 
 def test_prices_are_those_of_the_step_at_hand() -> None:
     controller = Adaptive(Costs(COSTS))
-    controller.budget([turn()])
-    assert controller.now.speed == pytest.approx(200)
-    assert controller.now.price(7) == pytest.approx(0.4)
+    controller.budget([turn()], Traits())
+    assert controller.prices.speed == pytest.approx(200)
+    assert controller.prices.price(7) == pytest.approx(0.4)
     controller.lead = 2.0
-    assert controller.now.speed == pytest.approx(200)  # the same step
-    controller.budget([turn()])
-    assert controller.now.speed == pytest.approx(400)
+    assert controller.prices.speed == pytest.approx(200)  # the same step
+    controller.budget([turn()], Traits())
+    assert controller.prices.speed == pytest.approx(400)
 
 
-def test_the_engine_tells_its_drafter_whichever_controller_is_at_work() -> None:
+def test_the_request_carries_the_prices_of_whichever_controller_is_at_work() -> None:
     engine = build_engine(TARGET, Config(drafter="head", k=3, options={"head": head()}))
-    assert engine.drafter.space.market() is None
-    engine.controller = Adaptive(Costs(COSTS))
-    engine.controller.budget([turn()])
-    found = engine.drafter.space.market()
-    assert found is not None
-    assert found.speed == pytest.approx(200)
+    requests: list[DraftRequest] = []
+    draft = engine.drafter.draft
+    engine.drafter.draft = lambda request: requests.append(request) or draft(request)  # type: ignore[method-assign]
+    for controller in (engine.controller, Adaptive(Costs(COSTS))):
+        engine.controller = controller
+        engine.add(Sequence(len(requests), [5, 6, 7, 8], SamplingParams(max_tokens=4)))
+        while engine.busy:
+            engine.step()
+    assert requests[0].prices is None
+    assert requests[-1].prices is not None
+    assert requests[-1].prices.speed > 0
 
 
 def test_whose_claims_came_true_is_kept_apart() -> None:
@@ -309,8 +317,8 @@ def test_whose_claims_came_true_is_kept_apart() -> None:
 def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
     kept = []
     for claims in ([0.9, 0.85, 0.8, 0.75], [0.9, 0.85, 0.02, 0.01], [0.02, 0.01, 0.01, 0.01]):
-        controller = Adaptive(Costs(COSTS), paced=True)
-        turns = controller.budget([turn()])
+        controller = Adaptive(Costs(COSTS))
+        turns = controller.budget([turn()], Traits(self_limiting=True))
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))
     assert kept == [4, 2, 0]
@@ -318,10 +326,10 @@ def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
 
 def test_heads_on_other_devices_and_trees_are_not_paced() -> None:
     engine = build_engine(TARGET, Config(drafter="head", options={"head": head(), "tree": True}))
-    assert not engine.drafter.paced
-    assert build_engine(TARGET, Config(drafter="head", options={"head": head()})).drafter.paced
+    assert not engine.drafter.traits.self_limiting
+    assert build_engine(TARGET, Config(drafter="head", options={"head": head()})).drafter.traits.self_limiting
     cascade = build_engine(TARGET, Config(drafter="cascade", options={"cascade": "suffix,head", "head": head()}))
-    assert cascade.drafter.paced
-    assert not cascade.drafter.frugal
-    assert build_engine(TARGET, Config(drafter="auto", options={"head": head()})).drafter.frugal
-    assert not build_engine(TARGET, Config(drafter="auto")).drafter.frugal
+    assert cascade.drafter.traits.self_limiting
+    assert not cascade.drafter.traits.weighs_cost
+    assert build_engine(TARGET, Config(drafter="auto", options={"head": head()})).drafter.traits.weighs_cost
+    assert not build_engine(TARGET, Config(drafter="auto")).drafter.traits.weighs_cost

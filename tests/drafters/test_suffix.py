@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from outrider.drafters import Workspace, lookup, suffix
+from outrider.drafters import DraftRequest, Workspace, lookup, suffix
 from outrider.drafters.suffix import BORDER, GRAMS, LONGEST, PLACES, Shared, Suffix, Text
 from outrider.errors import ConfigError
 from outrider.types import SamplingParams, Sequence, Tree
@@ -20,7 +20,7 @@ def drafter(**options: object) -> Suffix:
 
 
 def ask(it: Suffix, seq: Sequence, room: int) -> Tree:
-    return it.draft([seq], [room]).tree(0)
+    return it.draft(DraftRequest([seq], [room])).tree(0)
 
 
 def finish(it: Suffix, number: int, response: list[int], prompt: tuple[int, ...] = (90, 91)) -> None:
@@ -181,7 +181,8 @@ def test_nothing_follows_an_end() -> None:
 
 
 def test_nothing_found_or_nothing_allowed_is_an_empty_tree() -> None:
-    draft = drafter().draft([Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])], [5, 0, 5])
+    seqs = [Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])]
+    draft = drafter().draft(DraftRequest(seqs, [5, 0, 5]))
     assert [tree.tokens for tree in draft.trees] == [[], [], []]
 
 

@@ -7,12 +7,14 @@ import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.cache import Cache, Packing
+from outrider.backends.rows import rows_of
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.types import Sequence
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences come, grow, fork, draft, commit and go; a second plane lags behind like a draft model's."""
+    """Sequences come, grow, draft, commit and go; a second plane lags behind like a draft model's."""
 
     @initialize(slots=st.integers(20, 60), lines=st.integers(2, 6))
     def begin(self, slots: int, lines: int) -> None:
@@ -37,15 +39,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.rows[seq.id].tokens == tokens[:reused]
         self.live.append(seq)
 
-    @precondition(lambda self: self.live and len(self.live) < self.cache.table.shape[0])
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        parent = data.draw(st.sampled_from(self.live))
-        child = self._new([*parent.tokens, 1])
-        shared = self.cache.fork(parent, child)
-        assert self.cache.rows[child.id].slots == self.cache.rows[parent.id].slots[:shared]
-        self.live.append(child)
-
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -64,11 +57,11 @@ class CacheMachine(RuleBasedStateMachine):
         if len(expected) == more + spare:  # nobody had to give a slot up
             assert (row.slots, row.spare) == (held + expected[:more], drafts + expected[more:])
         fed = len(seq.tokens)
-        self.target.held[seq.id] = fed
-        self.target.nodes[seq.id] = frozenset(range(nodes))
+        self.target.advance(seq.id, fed)
+        self.target.wrote(seq.id, range(nodes))
         if data.draw(st.booleans()):  # the draft model keeps up, but has not fed the last node
-            self.lagging.held[seq.id] = fed
-            self.lagging.nodes[seq.id] = frozenset(range(nodes - 1))
+            self.lagging.advance(seq.id, fed)
+            self.lagging.wrote(seq.id, range(nodes - 1))
         path = sorted(data.draw(st.sets(st.integers(0, nodes - 1)))) if nodes else []
         slots = [self.cache.spare(seq)[node] for node in path]
         seq.tokens += [data.draw(st.integers(0, 2)) for _ in range(len(path) + 1)]
@@ -116,7 +109,7 @@ def filled(cache: Cache, tokens: list[int], name: int) -> Sequence:
     cache.open(seq)
     assert cache.reserve(seq, len(tokens), 0)
     for plane in cache.planes:
-        plane.held[name] = len(tokens)
+        plane.advance(name, len(tokens))
     return seq
 
 
@@ -161,13 +154,13 @@ def test_rows_of_a_tree_name_their_ancestors() -> None:
     cache = Cache(16, 2, 16)
     plane = cache.add_plane(1, 1, 2, torch.float32)
     seq = filled(cache, [5, 6, 7], 1)
-    plane.held[1] = 2
+    plane.advance(1, 2)
     cache.reserve(seq, 3, 4)
     spare = cache.spare(seq)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 2, 3, want=True)
     packed.nodes(seq, [1, 2, 3, 4], [-1, 0, 0, 2], range(4), range(4))
-    rows = packed.rows()
+    rows = rows_of(packed)
     assert rows.tokens.tolist() == [7, 1, 2, 3, 4]
     assert rows.positions.tolist() == [2, 3, 4, 4, 5]
     assert rows.context.tolist() == [3, 3, 3, 3, 3]
@@ -202,15 +195,15 @@ def test_rows_are_tensors_only_when_asked() -> None:
     cache.add_plane(1, 1, 2, torch.float32)
     one, two = filled(cache, [5, 6, 7], 1), filled(cache, [8, 9], 2)
     assert cache.reserve(one, 3, 3)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(two, 0, 2, want=True)
     packed.pending(one, 2, 3, want=True)
     packed.nodes(one, [11, 12, 13], [-1, 0, -1], range(3), range(3))
-    rows = packed.rows()
+    rows = rows_of(packed)
     a, b = cache.rows[1], cache.rows[2]
     assert rows.count == 6
-    assert rows.speakers == [two, one, one, one, one]
-    assert rows.packing is packed
+    assert packed.choosers == [two, one, one, one, one]
+    assert rows.batch is packed
     assert rows.blocks is None
     assert not any(isinstance(value, torch.Tensor) for value in vars(rows).values())
     assert rows.tokens.tolist() == [8, 9, 7, 11, 12, 13]
@@ -227,7 +220,7 @@ def test_rows_are_tensors_only_when_asked() -> None:
     assert {getattr(rows, name).dtype for name in ("lines", "context", "ancestors")} == {torch.int32}
     with pytest.raises(AttributeError):
         _ = rows.nonsense
-    alone = Packing(cache)
+    alone = BatchBuilder(cache)
     alone.pending(one, 0, 3, want=False)
     plain = alone.rows()
     assert plain.ancestors is None

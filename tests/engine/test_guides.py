@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, drafters
-from outrider.drafters import lookup
+from outrider.drafters import DraftRequest, lookup
 from outrider.engine.guides.formats import format_of
 from outrider.engine.guides.matcher import State, guide_for
 from outrider.engine.sampling import ranked
@@ -55,7 +55,7 @@ def alone(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 
 def with_drafter(llm: LLM, name: str, **changes: Any) -> LLM:
-    options = lookup(name).trial_options(llm.target)
+    options = lookup(name).traits.trial(llm.target)
     return llm.using(drafter=name, **({"k": 5} | options | changes))
 
 
@@ -72,7 +72,7 @@ def test_guided_text_is_the_targets(llm: LLM, name: str, form: str, heat: str) -
     together = ours.generate(PROMPTS, params)
     assert [result.token_ids for result in together] == expected
     assert [ours.generate(prompt, params)[0].token_ids for prompt in PROMPTS] == expected
-    assert not ours.engine.last_failure
+    assert not ours.engine.failures
     assert all(result.stats.failures == 0 for result in together)
     ours.engine.cache.check()
 
@@ -104,7 +104,8 @@ class Nonsense(Drafter):
 
     name = "nonsense"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         dice = random.Random(len(seqs[0].tokens))
         shapes = [
             Tree([dice.randrange(250) for _ in range(k)], [dice.randrange(-1, i) if i else -1 for i in range(k)])

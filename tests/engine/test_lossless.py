@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from outrider import drafters
+from outrider.backends.rows import rows_of
 from outrider.backends.toy import VOCABULARY, toy
-from outrider.build import build_engine
 from outrider.config import Config
-from outrider.drafters import Drafter, Workspace, lookup
+from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
+from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, reference
 from outrider.types import Draft, SamplingParams, Sequence, Step, Tree, chain
 
@@ -34,7 +35,7 @@ PARAMS = {
 
 def options_of(name: str, shape: str) -> dict:
     blurred = {"draft_model": toy(blur=0.08)} if name == "model" else {}
-    return lookup(name).trial_options(TARGET) | SHAPES[shape] | blurred
+    return lookup(name).traits.trial(TARGET) | SHAPES[shape] | blurred
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
@@ -46,7 +47,7 @@ def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario
     config = Config(drafter=name, k=6, options=options_of(name, shape), **scenario.config)
     engine = build_engine(TARGET, config)
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
-    assert not engine.last_failure
+    assert not engine.failures
 
 
 @pytest.mark.parametrize("kind", PARAMS)
@@ -97,7 +98,8 @@ class Liar(Adversary):
 
     name = "liar"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         return Draft.pack(chain([(seq.tokens[-1] + 1) % VOCABULARY] * k) for seq, k in zip(seqs, budget, strict=True))
 
 
@@ -106,7 +108,8 @@ class Ragged(Adversary):
 
     name = "ragged"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         return Draft.pack(self._tree() for _ in seqs)
 
     def _tree(self) -> Tree:
@@ -120,7 +123,8 @@ class EndSpam(Adversary):
 
     name = "endspam"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        budget = request.budgets
         return Draft.pack(Tree([0] * k, [-1] * k) for k in budget)
 
 
@@ -129,7 +133,8 @@ class Malformed(Adversary):
 
     name = "malformed"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         kind = self.dice.randrange(5)
         if kind == 0:
             return Draft.pack([])
@@ -150,7 +155,7 @@ class Crashes(Adversary):
     def begin(self, seq: Sequence) -> None:
         raise RuntimeError("begin")
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         raise RuntimeError("draft")
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
@@ -168,7 +173,8 @@ class Slow(Adversary):
 
     name = "slow"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        budget = request.budgets
         return Draft.pack(chain([3] * k) for k in budget)
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
@@ -180,7 +186,8 @@ class Oracle(Adversary):
 
     name = "oracle"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         return Draft.pack(self._tree(seq, k) for seq, k in zip(seqs, budget, strict=True))
 
     def _tree(self, seq: Sequence, k: int) -> Tree:
@@ -199,7 +206,8 @@ class Corrupts(Adversary):
 
     name = "corrupts"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         for seq in seqs:
             spare = self.space.cache.spare(seq)
             for layer in self.space.plane.k:
@@ -238,7 +246,8 @@ def test_the_kit_catches_a_drafter_that_changes_text() -> None:
 
         name = "cheats"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs = request.seqs
             for seq in seqs:
                 if len(seq.generated) == 5:
                     seq.tokens[-1] = (seq.tokens[-1] + 1) % VOCABULARY
@@ -255,7 +264,8 @@ def test_meddling_is_real() -> None:
     class Counted(Drafter):
         name = "counted"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs = request.seqs
             return Draft.empty(len(seqs))
 
         def observe(self, step: Step) -> None:
@@ -264,7 +274,7 @@ def test_meddling_is_real() -> None:
     engine = build_engine(TARGET, Config(drafter=meddled(Counted, 3), k=2))
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=40))
     assert len(calls) != engine.index
-    assert "may crash" in engine.last_failure
+    assert "may crash" in engine.failures
 
 
 def test_nan_logits_are_a_sentence() -> None:
@@ -280,7 +290,8 @@ def test_nan_logits_are_a_sentence() -> None:
 
 def test_float32_rows_do_not_depend_on_their_company() -> None:
     """The real promise, on the real kernels: logits of one pass over many rows equal one-row passes, bit for bit."""
-    from outrider.engine.cache import Cache, Packing
+    from outrider.engine.batch import BatchBuilder
+    from outrider.engine.cache import Cache
 
     for dtype in (torch.float32, torch.bfloat16):
         model = toy(dtype=dtype)
@@ -293,9 +304,9 @@ def test_float32_rows_do_not_depend_on_their_company() -> None:
         for chunk in (1, 2, 3, 7, 60):
             got = []
             for start in range(0, 60, chunk):
-                packed = Packing(cache)
+                packed = BatchBuilder(cache)
                 packed.pending(seq, start, min(start + chunk, 60), want=False)
                 packed.want = list(range(len(packed.tokens)))
-                got.append(model.forward(packed.rows(), plane).logits)
+                got.append(model.forward(rows_of(packed), plane).logits)
             logits[chunk] = torch.cat(got)
         assert all(torch.equal(logits[1], other) for other in logits.values()), dtype

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, chain, drafters
-from outrider.drafters import lookup
+from outrider.drafters import DraftRequest, lookup
 from outrider.engine.prediction import Prediction
-from outrider.types import Sequence
 
 from support import tiny
 
@@ -32,7 +31,7 @@ def said(llm: LLM, params: SamplingParams, prompt: str = PROMPTS[0]) -> list[int
 
 
 def drafting(llm: LLM, name: str) -> LLM:
-    return llm.using(drafter=name, **({"k": 7} | lookup(name).trial_options(llm.target)))
+    return llm.using(drafter=name, **({"k": 7} | lookup(name).traits.trial(llm.target)))
 
 
 # ---------------------------------------------------------------- with every drafter
@@ -91,7 +90,8 @@ class Dear(Drafter):
     name = "dear"
     calls = 0
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        budget = request.budgets
         Dear.calls += 1
         time.sleep(0.02)
         return Draft.pack(chain([3] * k, [0.9] * k, source=self.name) for k in budget)

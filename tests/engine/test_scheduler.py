@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs, Fixed
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
 from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, chain
 
 TARGET = toy()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from outrider import drafters
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters import lookup
 from outrider.engine.trace import Recorder, Trace, read, recorded, replay
 from outrider.errors import OutriderError
+from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
 from outrider.types import SamplingParams, Step
 
@@ -30,7 +30,7 @@ TARGET = toy()
 def run(name: str, rule: str = "match", level: str = "full", tree: bool = False, temperature: float = 0.8) -> Recorder:
     recorder = Recorder(level)
     recorder.header(rule=rule, drafter=name)
-    options = lookup(name).trial_options(TARGET) | {"tree": tree}
+    options = lookup(name).traits.trial(TARGET) | {"tree": tree}
     engine = build_engine(TARGET, Config(drafter=name, k=5, rule=rule, options=options), listeners=(recorder,))
     decode(engine, Scenario("staggered", stagger=2), SamplingParams(temperature=temperature, max_tokens=40), rule)
     recorder.footer()

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
-from outrider.drafters import Drafter, Workspace, register
+from outrider.drafters import Drafter, DraftRequest, Workspace, register
 from outrider.engine.step import Engine
+from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
-from outrider.types import Draft, Output, Rows, SamplingParams, Sequence, Step, Tree, chain
+from outrider.types import Batch, Draft, Output, SamplingParams, Sequence, Step, Tree, chain
 
 PLACES = 64
 TARGET = toy()
@@ -34,34 +34,34 @@ class Shut(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.desk: torch.Tensor = space.options["desk"]
+        self.state: torch.Tensor = space.options["state"]
         self.calls = 0
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         self.calls += 1
         trees, at = [], 0
         for seq, k in zip(seqs, budget, strict=True):
             tokens = self.space.options["future"][seq.id][len(seq.generated) :][:k]
             if self.wrong_every and self.calls % self.wrong_every == 0:
                 tokens = [(token + 1) % TARGET.config.vocab_size for token in tokens]
-            self.desk[at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+            self.state[at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
             trees.append(chain([-1 - at - j for j in range(len(tokens))]))
             at += len(tokens)
-        return Draft.pack(trees, self.desk)
+        return Draft.pack(trees, self.state)
 
 
 class Telling:
     """A runner that reads unread tokens where they are, and tells them afterwards."""
 
-    def __init__(self, inner: Any, desk: torch.Tensor) -> None:
-        self.inner, self.desk, self.plane = inner, desk, inner.plane
+    def __init__(self, inner: Any, state: torch.Tensor) -> None:
+        self.inner, self.state, self.plane = inner, state, inner.plane
         self.told = 0
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Any:
-        packing = rows.packing
+    def launch(self, packing: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Any:
         unread = min(packing.tokens) < 0
-        packing.tokens = [token if token >= 0 else int(self.desk[-1 - token]) for token in packing.tokens]
-        pending = self.inner.launch(packing.rows(), taps, overlapped, steady)
+        packing.tokens = [token if token >= 0 else int(self.state[-1 - token]) for token in packing.tokens]
+        pending = self.inner.launch(packing, taps, overlapped, steady)
         self.told += unread
 
         class Told:
@@ -95,10 +95,10 @@ def shut() -> Iterator[None]:
 
 
 def engine_with(drafter: str, texts: list[list[int]], listener: Listening, k: int | str = 4, **options: Any) -> Engine:
-    desk = torch.zeros(PLACES, dtype=torch.long)
-    options |= {"desk": desk, "future": dict(enumerate(texts))}
+    state = torch.zeros(PLACES, dtype=torch.long)
+    options |= {"state": state, "future": dict(enumerate(texts))}
     engine = build_engine(TARGET, Config(drafter=drafter, k=k, options=options), listeners=(listener,))
-    engine.target = Telling(engine.target, desk)
+    engine.target = Telling(engine.target, state)
     return engine
 
 
@@ -122,7 +122,7 @@ def test_the_text_is_the_same_and_listeners_see_tokens(
     engine = engine_with(drafter, expected, listener, **options)
     assert decode(engine, SCENARIO, params) == expected
     assert engine.target.told > 0
-    assert not engine.last_failure
+    assert not engine.failures
     assert all(token >= 0 for tree in listener.trees for token in tree.tokens)
     if drafter == "shut" and not wrong_every:
         assert engine.index < 0.4 * len(expected[0])  # everything was accepted without being read
@@ -151,14 +151,15 @@ def test_a_place_that_does_not_exist_is_not_believed(beyond: bool) -> None:
     class Lying(Shut):
         name = "lying"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            budget = request.budgets
             tokens = [5, -1 - (PLACES if beyond else 0), 6]
-            return Draft.pack([chain(tokens[:k]) for k in budget], self.desk if beyond else None)
+            return Draft.pack([chain(tokens[:k]) for k in budget], self.state if beyond else None)
 
     params = SamplingParams(max_tokens=20)
     expected = reference(TARGET, SCENARIO, params)
     listener = Listening()
-    options = {"desk": torch.zeros(PLACES, dtype=torch.long)}
+    options = {"state": torch.zeros(PLACES, dtype=torch.long)}
     engine = build_engine(TARGET, Config(drafter=Lying, k=3, options=options), listeners=(listener,))
     assert decode(engine, SCENARIO, params) == expected
     assert {tuple(tree.tokens) for tree in listener.trees} <= {(), (5,)}

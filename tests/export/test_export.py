@@ -18,11 +18,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from outrider.backends import WHOLE, Part
-from outrider.backends.toy import RandomWeights, random_head
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
 from outrider.cli.app import app
 from outrider.control.costs import Costs
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.errors import ConfigError, ModelError
 from outrider.export.engines import Places, llamacpp, sglang, vllm, vllm_configuration
 from outrider.export.plan import Handover, read
@@ -31,7 +33,7 @@ from outrider.export.table import best_k, from_profile, k_by_batch
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.folder import kept_layers, write_folder
 from outrider.models.gguf_file import in_pairs, their_name
-from outrider.models.speculators import read_head, target_hash, write_head
+from outrider.models.speculators import random_head, read_head, target_hash, write_head
 from outrider.models.tuning_profile import save_profile
 from outrider.models.weights import Weights, expected
 from outrider.types import Sequence
@@ -86,10 +88,10 @@ def logits(model: Checkpoint, part: Part = WHOLE, tokens: list[int] = TEXT) -> T
     seq = Sequence(0, tokens)
     cache.open(seq)
     cache.reserve(seq, len(tokens), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(tokens), want=True)
     packed.want = list(range(len(tokens)))
-    return net.forward(packed.rows(), plane, part).logits
+    return net.forward(rows_of(packed), plane, part).logits
 
 
 def theirs(folder: Path, tokens: list[int] = TEXT) -> Tensor:

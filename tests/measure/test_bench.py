@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Draft, Drafter, register
+from outrider.drafters import DraftRequest
 from outrider.measure.bench import PLAIN, Bench, Plan, Question, measure, questions, result
 from outrider.measure.plots import ticks
 from outrider.measure.report import html
 from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, as_json, knee, row, speedup
 from outrider.measure.statistics import break_even, expected_tokens, interval, quantile
 from outrider.models.prompts import bundled
-from outrider.types import Sequence, Stats
+from outrider.types import Stats
 
 from support import tiny
 
@@ -180,7 +181,7 @@ def test_a_failing_drafter_costs_only_speed(llm: LLM, asked: list[Question]) -> 
     class Broken(Drafter):
         """Raises."""
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
             raise RuntimeError("no")
 
     bench = measure(llm, asked, [Setup("bench-broken", 2)], Plan(tokens=6, rounds=1))

@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.backends.toy import RandomWeights, random_head, toy_config
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters.head.network import Head
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
+from outrider.llm import build_engine
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.config import ModelConfig
+from outrider.models.speculators import random_head
 from outrider.models.weights import check
 from outrider.types import SamplingParams, Sequence
 
@@ -67,10 +70,10 @@ def logits(given: Transformer, tokens: list[int]) -> Tensor:
     seq = Sequence(1, tokens)
     cache.open(seq)
     assert cache.reserve(seq, len(tokens), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(tokens), want=False)
     packed.want = list(range(len(tokens)))
-    return given.forward(packed.rows(), plane).logits  # [T, V]
+    return given.forward(rows_of(packed), plane).logits  # [T, V]
 
 
 def greedy(given: Transformer, tokens: list[int], **settings: Any) -> Sequence:

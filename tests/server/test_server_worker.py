@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Draft, Drafter, ModelError, SamplingParams
+from outrider.drafters import DraftRequest
 from outrider.server.job import Job, Mailbox, Words
 from outrider.server.problems import Problem
 from outrider.server.queue import FairQueue
@@ -30,7 +31,7 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7, seed=1)
 class Raising(Drafter):
     name = "raising"
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         raise RuntimeError("a drafter of ill will")
 
 
@@ -40,7 +41,8 @@ class Hanging(Drafter):
     name = "hanging"
     gate = threading.Event()
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         Hanging.gate.wait(20)
         return Draft.empty(len(seqs))
 
@@ -255,7 +257,8 @@ class Stuck(Drafter):
     def begin(self, seq: Sequence) -> None:
         self._hang("begin")
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
         self._hang("draft")
         return Draft.empty(len(seqs))
 

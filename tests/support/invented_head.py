@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,19 +11,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from outrider.backends.cuda import capture as device, graphs
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.state import Desk
-from outrider.build import adaptive
-from outrider.control.adaptive import Controller, Fixed
-from outrider.drafters import Workspace, make
-from outrider.drafters.head import drafter as head_module, passes as head_passes
+from outrider.backends.cuda.state import DeviceState
+from outrider.control import Controller
+from outrider.control.adaptive import Adaptive, Fixed
+from outrider.drafters import DraftRequest, Workspace, make
+from outrider.drafters.head import drafter as head_module
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
-from outrider.types import SamplingParams, Sequence, Turn
+from outrider.types import Draft, SamplingParams, Sequence
 
-from support.invented_time import CPU, Run, World, fake_model, recording, text
+from support.invented_time import CPU, InventedDriver, Run, World, fake_model, text
 
 RECORDING = 0.2  # seconds of the host
 
@@ -33,20 +33,27 @@ PINNING = 2e-3
 ANSWER = 128  # tokens
 
 
-def recording_takes_time(world: World) -> Any:
-    class Recorded(recording(world)):  # type: ignore[misc]
-        def __init__(self, work: Any, device: torch.device, pool: Any) -> None:
-            shape = getattr(getattr(work, "__self__", None), "shape", None)
-            if shape is not None:
-                world.work(RECORDING)
-                world.recordings.append(shape)
-            kind = getattr(shape, "kind", None)
-            if kind is None:
-                super().__init__(work, device, pool)
-            else:
-                self.seconds = 0.1e-3 + (0.08e-3 * shape.length if kind == "chain" else 2e-6 * shape.rows)
+class SlowToRecord(InventedDriver):
+    """Recording a pass takes the host a while, and so does the memory that a device can copy from."""
 
-    return Recorded
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.recordings: list[Any] = []  # shapes
+
+    def record(self, work: Any) -> Any:
+        self.world.work(RECORDING)
+        self.recordings.append(work.__self__.shape)
+        return super().record(work)
+
+    def allocated(self) -> None:
+        self.world.work(PINNING)
+
+    def seconds(self, recorded: Any) -> float:
+        shape = recorded.shape
+        kind = getattr(shape, "kind", None)
+        if kind is None:
+            return super().seconds(recorded)
+        return 0.1e-3 + (0.08e-3 * shape.length if kind == "chain" else 2e-6 * shape.rows)
 
 
 def fake_head() -> Any:
@@ -70,20 +77,9 @@ def said(kind: str, rnd: random.Random) -> list[int]:
     return tokens
 
 
-class Pinned(device.Form):
-    """Memory that a device can copy from takes the host a while to get, outside what is timed as a recording."""
-
-    world: World
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.world.work(PINNING)
-
-
 class Requests(Run):
     """Requests one after the other; right[i] is how often a drafted token of the i-th one is right."""
 
-    recordings = staticmethod(recording_takes_time)
     options: ClassVar[dict[str, Any]] = {}  # of the drafter, beside the head
 
     def __init__(
@@ -92,12 +88,9 @@ class Requests(Run):
     ) -> None:  # fmt: skip
         self.k, self.chances, self.head = k, right, head
         patch.setattr(head_module, "load_head", lambda space: fake_head())
-        patch.setattr(Engine, "_draft", self._drafting(Engine._draft))
-        for module in (graphs, head_passes):
-            patch.setattr(module, "Form", Pinned)
-        super().__init__(patch, drafter, 1, kind)
+        super().__init__(drafter, 1, kind)
         self.passed = self.world.now
-        self.recorded = len(self.world.recordings)
+        self.recorded = len(self.recordings)
         rnd = random.Random(5)
         self.texts = {i: said(kind, rnd) for i in range(len(right))}
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
@@ -105,35 +98,32 @@ class Requests(Run):
         self.seqs = [Sequence(i, self.texts[i][: sizes[i]], params) for i in self.texts]
 
     def _engine(self, drafter: str, batch: int) -> Engine:
-        self.world.recordings, Pinned.world = [], self.world
+        driver = SlowToRecord(self.world)
+        self.recordings = driver.recordings
         cache = Cache(2000, batch + 33, 2048)
         cache.slots += 1  # a CPU's planes have no slot for padding
         target = fake_model()
         plane = cache.add_plane(*target.plane_shape)
-        shared = Desk(cache, CPU, batch)
+        shared = DeviceState(cache, driver, batch)
         runner = Graphs(target, plane, shared)
         options: dict[str, Any] = {"suffix_shared_tokens": 0, "head": "given" if self.head else "none"}
         options |= self.options
-        engine: Any = None
-        space = Workspace(
-            target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared),
-            lambda: getattr(engine.controller, "now", None),
-        )  # fmt: skip
+        space = Workspace(target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared))
         made = make(drafter, space)
+        made.draft = self._timed(made.draft)  # type: ignore[method-assign]
         cache.slots -= 1
         controller: Controller = Fixed(0 if drafter == "off" or self.k == "auto" else int(self.k))
         if drafter != "off" and self.k == "auto":
-            controller = adaptive(self._costs(), made)
+            controller = Adaptive(self._costs(), name=made.name)
         runner.warm(16)
-        engine = Engine(runner, cache, made, controller, Scheduler(cache, plane, batch, 512), 49152)
-        return engine
+        return self._assemble(runner, cache, made, controller, Scheduler(cache, plane, batch, 512))
 
-    def _drafting(self, draft: Any) -> Any:
+    def _timed(self, draft: Callable[[DraftRequest], Draft]) -> Callable[[DraftRequest], Draft]:
         """Looking through the text and filling in forms takes the host a little, however the device is asked."""
 
-        def drafting(engine: Engine, turns: list[Turn]) -> Any:
-            self.world.work(20e-6 * any(turn.budget for turn in turns))
-            return draft(engine, turns)
+        def drafting(request: DraftRequest) -> Draft:
+            self.world.work(0.0 if request.dry else 20e-6)
+            return draft(request)
 
         return drafting
 
@@ -143,13 +133,13 @@ class Requests(Run):
 
     def answer(self, seq: Sequence) -> tuple[float, int]:
         """Seconds of a request, and what it had to record on the way."""
-        begin, known = self.world.now, len(self.world.recordings)
+        begin, known = self.world.now, len(self.recordings)
         self.engine.cache.drop_retired()
         self.engine.add(seq)
         while self.engine.busy:
             self.engine.step()
         assert seq.generated == self.texts[seq.id][seq.prompt_len : seq.prompt_len + ANSWER]
-        return self.world.now - begin, len(self.world.recordings) - known
+        return self.world.now - begin, len(self.recordings) - known
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from outrider.backends.cuda import capture as device, graphs, state as desk
+from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.state import Desk
+from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import toy
-from outrider.build import adaptive
-from outrider.control.adaptive import Controller, Fixed
+from outrider.control import Controller
+from outrider.control.adaptive import Adaptive, Fixed
 from outrider.control.costs import Costs
 from outrider.drafters import Drafter, Workspace, make
 from outrider.drafters.auto import Auto
-from outrider.engine import step as engine_module
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
@@ -55,8 +53,8 @@ class World:
         self.passes += 1
 
 
-class Moment:
-    """A mark in the device's stream of work."""
+class InventedEvent:
+    """A moment in the device's stream of work."""
 
     def __init__(self, world: World) -> None:
         self.world, self.at = world, 0.0
@@ -67,36 +65,83 @@ class Moment:
     def synchronize(self) -> None:
         self.world.now = max(self.world.now, self.at)
 
-    def elapsed_time(self, later: Moment) -> float:
-        return (later.at - self.at) * 1e3
+    def elapsed_time(self, end_event: Any) -> float:
+        return (end_event.at - self.at) * 1e3
 
 
-def recording(world: World) -> Any:
-    class Recorded:
-        def __init__(self, work: Any, device: torch.device, pool: Any) -> None:
-            if not hasattr(work, "__self__"):  # what only keeps the desk's memory alive
-                self.seconds = 0.0
-                return
-            shape = work.__self__.shape
-            small = getattr(getattr(work.__self__, "graphs", None), "model", None)
-            if hasattr(shape, "rows"):
-                self.seconds = MILLISECONDS[shape.rows] * 1e-3 * (0.2 if getattr(small, "small", False) else 1.0)
-            else:
-                self.seconds = shape.length * DRAFT * (1 + shape.batch / 100)
+class InventedRecording:
+    """Takes the device an invented time, and leaves no result."""
 
-        def replay(self) -> Output:
-            world.start(self.seconds)
-            return Output(torch.zeros(1, 4).expand(2048, 4))
+    def __init__(self, world: World, seconds: float) -> None:
+        self.world, self.seconds = world, seconds
 
-    return Recorded
+    def replay(self) -> Output:
+        self.world.start(self.seconds)
+        return Output(torch.zeros(1, 4).expand(2048, 4))
+
+
+class InventedDriver(Driver):
+    """A device that is a clock. What a recording takes is told by its shape."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(CPU)
+        self.world = world
+
+    def event(self) -> Any:
+        return InventedEvent(self.world)
+
+    def record(self, work: Any) -> Any:
+        return InventedRecording(self.world, self.seconds(work.__self__))
+
+    def seconds(self, recorded: Any) -> float:
+        shape = recorded.shape
+        if not hasattr(shape, "rows"):  # a chain of a draft model's passes
+            return shape.length * DRAFT * (1 + shape.batch / 100)
+        small = getattr(recorded.graphs.model, "small", False)
+        return MILLISECONDS[shape.rows] * 1e-3 * (0.2 if small else 1.0)
+
+
+class InventedRunner:
+    """Captured passes whose choices are the next tokens of texts that were fixed beforehand."""
+
+    def __init__(self, run: Run, inner: Graphs) -> None:
+        self.run, self.inner, self.plane = run, inner, inner.plane
+
+    def launch(self, *arguments: Any) -> Any:
+        pending = self.inner.launch(*arguments)
+        return SimpleNamespace(wait=lambda: self._chosen(pending))
+
+    def _chosen(self, pending: Any) -> Output:
+        output, batch, texts = pending.wait(), pending.batch, self.run.texts
+        choices = [texts[batch.owners[i].id][batch.positions[i] + 1] for i in batch.want]
+        tokens = None
+        if min(batch.tokens) < 0:
+            pairs = zip(batch.owners, batch.positions, strict=True)
+            tokens = [texts[s.id][at] if self.run.is_right(s.id, at) else 0 for s, at in pairs]
+        return replace(output, choices=choices, highest=[1.0] * len(choices), tokens=tokens)
+
+
+class HostWork:
+    """A listener: what steps took on the machine beside the H200, roughly, by their rows and where drafts are asked."""
+
+    reads_logits = reads_guesses = False
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def observe(self, step: Step) -> None:
+        asked = sum(turn.budget > 0 for turn in step.turns)
+        self.world.work(60e-6 + 12e-6 * len(step.turns) + 2e-6 * step.batch.count)
+        self.world.work(asked * 30e-6 + (50e-6 if asked else 0.0))
 
 
 def fake_model(small: bool = False) -> Any:
     config = SimpleNamespace(heads=36, kv_heads=12, head_dim=64, vocab_size=49152, layers=1, context_length=2048)
     shape = (1, 1, 1, torch.float32)
     return SimpleNamespace(
-        config=config, device=CPU, dtype=torch.bfloat16, plane_shape=shape, forward=None, small=small
-    )
+        config=config, device=CPU, dtype=torch.bfloat16, compute=torch.bfloat16, plane_shape=shape, forward=None,
+        small=small, has_layers=True, identity=lambda: None,
+    )  # fmt: skip
 
 
 def text(kind: str, rnd: random.Random) -> list[int]:
@@ -113,64 +158,41 @@ def text(kind: str, rnd: random.Random) -> list[int]:
 class Run:
     """A batch of texts through an engine, in invented time."""
 
-    recordings = staticmethod(recording)
+    driver: type[InventedDriver] = InventedDriver
 
-    def __init__(self, patch: pytest.MonkeyPatch, drafter: str, batch: int, kind: str, right: float = 0.99) -> None:
+    def __init__(self, drafter: str, batch: int, kind: str, right: float = 0.99) -> None:
         self.world, self.right, self.rnd = World(), right, random.Random(7)
-        for module in (desk, graphs, device):
-            patch.setattr(module, "mark", lambda _: Moment(self.world))
-        patch.setattr(desk, "Recording", self.recordings(self.world))
-        patch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: self.world.now))
-        patch.setattr(graphs.Pending, "wait", self._told(graphs.Pending.wait))
-        patch.setattr(Engine, "_publish", self._busy(Engine._publish))
         self.engine = self._engine(drafter, batch)
         rnd = random.Random(batch)
         self.texts = {i + 1: text(kind, rnd) for i in range(batch)}
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        self.seqs = [Sequence(i, said[: rnd.randrange(40, 120)], params) for i, said in self.texts.items()]
+        self.seqs = [Sequence(i, tokens[: rnd.randrange(40, 120)], params) for i, tokens in self.texts.items()]
 
     def _engine(self, drafter: str, batch: int) -> Engine:
         cache = Cache(batch * 700 + 600, batch + 33, 2048)
         cache.slots += 1  # a CPU's planes have no slot for padding
         target = fake_model()
         plane = cache.add_plane(*target.plane_shape)
-        shared = Desk(cache, CPU, batch)
+        shared = DeviceState(cache, self.driver(self.world), batch)
         runner = Graphs(target, plane, shared)
         runner.warm(max(16, batch))
-        options = {"suffix_shared_tokens": 0, "draft_model": fake_model(small=True)}
+        options: dict[str, Any] = {"suffix_shared_tokens": 0}
+        options |= {"draft_model": fake_model(small=True)} if drafter == "model" else {}
         space = Workspace(target, cache, plane, options, None, lambda model, plane: Graphs(model, plane, shared))
         made = make(drafter, space)
         cache.slots -= 1
-        controller: Controller = Fixed(0) if drafter == "off" else adaptive(self._costs(), made)
+        controller: Controller = Fixed(0) if drafter == "off" else Adaptive(self._costs(), name=made.name)
         scheduler = Scheduler(cache, plane, batch, 512)
-        return Engine(runner, cache, made, controller, scheduler, 49152)
+        return self._assemble(runner, cache, made, controller, scheduler)
+
+    def _assemble(self, runner: Graphs, cache: Cache, *parts: Any) -> Engine:
+        """An engine whose clock, target and host work are invented."""
+        target, listeners = InventedRunner(self, runner), (HostWork(self.world),)
+        return Engine(target, cache, *parts, 49152, listeners, now=lambda: self.world.now)
 
     def _costs(self) -> Costs:
         known = {(s, n): t * 1e-3 for s in (1, 2, 4, 8, 16, 32, 64) for n, t in MILLISECONDS.items() if s <= n <= 1024}
         return Costs(known)
-
-    def _busy(self, publish: Any) -> Any:
-        """What steps took on the machine beside the H200, roughly: by their rows, and when drafts are asked for."""
-
-        def busy(engine: Engine, step: Step) -> None:
-            asked = sum(turn.budget > 0 for turn in step.turns)
-            self.world.work(60e-6 + 12e-6 * len(step.turns) + 2e-6 * step.rows.count)
-            self.world.work(asked * 30e-6 + (50e-6 if asked else 0.0))
-            publish(engine, step)
-
-        return busy
-
-    def _told(self, wait: Any) -> Any:
-        def told(pending: Any) -> Output:
-            said, p = wait(pending), pending.packing
-            choices = [self.texts[p.owners[i].id][p.positions[i] + 1] for i in p.want]
-            tokens = None
-            if min(p.tokens) < 0:
-                pairs = zip(p.owners, p.positions, strict=True)
-                tokens = [self.texts[s.id][at] if self.is_right(s.id, at) else 0 for s, at in pairs]
-            return replace(said, choices=choices, highest=[1.0] * len(choices), tokens=tokens)
-
-        return told
 
     def is_right(self, seq: int, position: int) -> bool:
         """Whether the draft model guesses this token."""
@@ -187,12 +209,12 @@ class Run:
         return TOKENS * len(self.seqs) / self.world.now
 
 
-def auto_with(drafter: Drafter, row: float) -> Auto:
-    """`auto` with one costly drafter, where every further row of a pass costs so many tokens."""
-    market: Any = SimpleNamespace(speed=700.0, price=lambda rows: row * rows)
+def auto_with(drafter: Drafter) -> Auto:
+    """`auto` with one costly drafter, which wants to see two layers of the target."""
     target = toy()
     cache = Cache(64, 2, 64)
-    auto = Auto(Workspace(target, cache, cache.add_plane(*target.plane_shape), market=lambda: market))
+    auto = Auto(Workspace(target, cache, cache.add_plane(*target.plane_shape)))
+    drafter.traits = replace(drafter.traits, taps=(1, 2))
     auto.free, auto.costly, auto.drafters = [], [drafter], [drafter]
-    auto.needs = auto.taps = (1, 2)
+    auto._merge_traits()
     return auto

@@ -58,6 +58,6 @@ def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
     llm = LLM(home / "tiny", dtype="float32", **drafter)
     held = [q.text for q in read_questions([home / "prompts.jsonl"]) if q.held]
     results = llm.chat([[{"role": "user", "content": t}] for t in held], SamplingParams(max_tokens=32))
-    assert not llm.engine.last_failure
+    assert not llm.engine.failures
     stats = [r.stats for r in results]
     return sum(s.emitted for s in stats) / sum(s.steps for s in stats), [r.token_ids for r in results]

@@ -17,17 +17,19 @@ from typer.testing import CliRunner
 
 import outrider.train.teacher as teacher_module
 from outrider import LLM, OutriderError
-from outrider.backends.toy import RandomWeights, random_head, toy, toy_config
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.cli import train as cli_train
 from outrider.cli.app import app
 from outrider.drafters.head.network import Head, read_head
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import from_hf
 from outrider.models.folder import cut_config, hf_config
 from outrider.models.rope import RopeScaling
-from outrider.models.speculators import target_ids
+from outrider.models.speculators import random_head, target_ids
 from outrider.train.answers import Answer, Order, Store, generate, missing, spoken
 from outrider.train.asking import Answering
 from outrider.train.batches import Batches, collate
@@ -82,10 +84,10 @@ def test_the_module_computes_what_the_target_computes(variant: str) -> None:
 def _packed(cache: Cache, seq: Sequence) -> Any:
     cache.open(seq)
     cache.reserve(seq, len(seq.tokens), 0)
-    packing = Packing(cache)
+    packing = BatchBuilder(cache)
     for p in range(len(seq.tokens)):
         packing.pending(seq, p, p + 1, want=True)
-    return packing.rows()
+    return rows_of(packing)
 
 
 # ---------------------------------------------------------------- the head as a module

@@ -54,6 +54,12 @@ def linear(weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False)
     return Product(weight, bias, eight_bits)
 
 
+def summed(parts: Any) -> Tensor:
+    """A product's result [T, out]; on a GPU it comes as unsummed parts."""
+    total: Tensor = parts if isinstance(parts, Tensor) else parts.total()
+    return total
+
+
 def packs(weight: Tensor) -> bool:
     """Whether oneDNN can hold this weight packed on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

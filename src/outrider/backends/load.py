@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..engine.cache import Cache, Packing
+from ..engine.batch import BatchBuilder
+from ..engine.cache import Cache
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
@@ -30,6 +31,7 @@ from . import Model
 from .cpu import quantise as quant
 from .cpu.int8 import Int8Transformer
 from .machine import fingerprint
+from .rows import rows_of
 from .toy import RandomWeights
 from .transformer import Transformer
 
@@ -124,9 +126,9 @@ def _layer_seconds(config: ModelConfig, dtype: str) -> float:
     cache.reserve(seq, 20, 0)
 
     def run(rows: int) -> None:
-        packed = Packing(cache)
+        packed = BatchBuilder(cache)
         packed.pending(seq, 0, rows, want=True)
-        model.forward(packed.rows(), plane)
+        model.forward(rows_of(packed), plane)
 
     return sum(_median(run, rows) for rows in ROWS)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..types import Rows
 from .cpu import native
+from .rows import Rows
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _PIECE = 16384  # torch splits longer calls between threads, and then their number would show in the bits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformer import _summed
+from .linear import summed
 
 _BASIS = 256  # unit vectors of one product
 
@@ -35,7 +35,7 @@ def product_rows(product: Any, hidden: int, dtype: torch.dtype, device: torch.de
     columns = []
     for start in range(0, hidden, _BASIS):
         unit = torch.eye(hidden, dtype=dtype, device=device)[start : start + _BASIS]  # [n, H]
-        found = _summed(product(unit))  # [n, V]
+        found = summed(product(unit))  # [n, V]
         columns.append(found if ids is None else found[:, ids.to(device)])
     return torch.cat(columns).T.contiguous()
 

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from ..control.costs import Seconds
-from ..engine.cache import Cache, Packing, Plane
+from ..engine.batch import BatchBuilder
+from ..engine.cache import Cache, Plane
 from ..models.paths import cache_folder, write_quietly
-from ..types import Output, Rows, Sequence
+from ..types import Batch, Output, Sequence
 from .machine import fingerprint
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # of one sequence
@@ -34,7 +35,7 @@ class Runner(Protocol):
     @property
     def plane(self) -> Plane: ...
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool) -> Pending: ...
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> Pending: ...
 
 
 class Pending(Protocol):
@@ -108,15 +109,15 @@ def _sweep(
 
 def _pass(runner: Runner, cache: Cache, seqs: list[Sequence], before: int, each: int) -> float:
     """Seconds of one pass over so many rows of each of these sequences."""
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     for seq in seqs:
         packed.pending(seq, before, before + each, want=True)
     packed.want = list(range(len(seqs) * each))  # verification needs every row's logits
-    rows, device = packed.rows(), runner.plane.k[0].device.type
+    device = runner.plane.k[0].device.type
     # A pass in this thread alone has a clock that stands still while the machine does something else.
     clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
-    runner.launch(rows, (), False).wait()
+    runner.launch(packed, (), False).wait()
     if device == "cuda":
         torch.cuda.synchronize()  # the host may be told before the device is done
     return clock() - begin

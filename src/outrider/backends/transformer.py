@@ -17,9 +17,10 @@ from torch import Tensor
 from ..engine.cache import Plane
 from ..errors import ModelError
 from ..models.config import ModelConfig
-from ..types import Output, Rows
-from . import WHOLE, Part, PlaneShape, numbered, ops
-from .linear import linear
+from ..types import Output
+from . import WHOLE, Model, Part, PlaneShape, numbered, ops
+from .linear import linear, summed
+from .rows import Rows
 
 Delta = Any  # what a block adds to the stream: [T, H], on a GPU as unsummed parts; or None
 
@@ -45,7 +46,7 @@ class Layer:
     window: int  # 0 reads the whole context
 
 
-class Transformer:
+class Transformer(Model):
     """A causal decoder; all state between passes lives in the plane it is given."""
 
     def __init__(
@@ -81,6 +82,7 @@ class Transformer:
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
+        plane.count_pass()
         # x [T, H] is the residual stream; `delta` [T, H] is what the last block adds, folded in by the next norm.
         x = self.embedding[rows.tokens].to(self.stream) if x is None else x.clone()
         cos, sin = self.cos[rows.positions], self.sin[rows.positions]  # [T, rotary/2]
@@ -95,7 +97,7 @@ class Transformer:
                 ops.keep_stream(x, delta, plane.streams[i], rows.slots)
                 delta = None
             if i in taps:
-                x, delta = x if delta is None else x + _summed(delta), None
+                x, delta = x if delta is None else x + summed(delta), None
                 hidden[i] = x.clone()
         return Output(self._logits(x, delta, rows.want)[:, : part.vocab] if part.head else x.new_zeros(0), hidden)
 
@@ -122,7 +124,7 @@ class Transformer:
         if want.shape[0] < x.shape[0]:
             x, delta = x[want], None if delta is None else delta[want]
         h = ops.add_norm(x, delta, self.norm, self.config.norm_eps, self.compute)
-        return _summed(self.head(h)).to(self.stream)  # [R, V]
+        return summed(self.head(h)).to(self.stream)  # [R, V]
 
 
 class _Loader:
@@ -170,11 +172,6 @@ class _Loader:
             rope=i not in c.no_rope_layers,
             window=c.window(i),
         )
-
-
-def _summed(delta: Delta) -> Tensor:
-    total: Tensor = delta if isinstance(delta, Tensor) else delta.total()
-    return total
 
 
 def _rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -251,7 +251,7 @@ def _names(llm: LLM, drafters: list[str] | None, worth_trying: bool = False) -> 
     if drafters and drafters != ["all"]:
         return [lookup(name).name for name in dict.fromkeys(drafters)]
     if worth_trying:
-        return [name for name in every if not lookup(name).trial_options(llm.target)]
+        return [name for name in every if not lookup(name).traits.trial(llm.target)]
     return every if drafters else [llm.config.drafter_name]
 
 

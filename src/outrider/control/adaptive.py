@@ -9,36 +9,14 @@ that draw from q, `prune` judges a node by its parent's survival: a drawn token 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import accumulate
 from operator import add
-from typing import Protocol
 
-from ..types import BROUGHT, Draft, Sequence, Step, Tree, Turn, Verdict
+from ..engine.drafter import Traits
+from ..types import REQUEST_DRAFTS, Draft, Sequence, Step, Tree, Turn, Verdict
 from .costs import Costs as Costs, Experience
 from .modes import Ways
 from .prices import Pass
-
-
-class Controller(Protocol):
-    why: str  # the reason for the last step's draft, in words
-    steady: bool  # nothing will be drafted in the next step either, as far as can be told
-    stop_below: float  # a drafter that knows its chances may stop where they are below this
-
-    def budget(self, turns: list[Turn]) -> list[Turn]: ...
-
-    def prune(self, turns: list[Turn], draft: Draft) -> Draft: ...
-
-    def glance(self, turns: list[Turn]) -> list[Turn]:
-        """Those to look for a draft for that nobody will verify, because this step's pass has been started already."""
-
-    def glanced(self, turns: list[Turn], draft: Draft) -> None:
-        """What was seen."""
-
-    def observe(self, step: Step) -> None: ...
-
-    def end(self, seq: Sequence) -> None:
-        """The sequence is finished or cancelled: nothing about it need be remembered."""
 
 
 class Fixed:
@@ -47,19 +25,19 @@ class Fixed:
     def __init__(self, k: int) -> None:
         self.k = k
         self.steady = k == 0
-        self.stop_below = 0.0  # K is K
+        self.stop_below, self.prices = 0.0, None
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
-    def budget(self, turns: list[Turn]) -> list[Turn]:
+    def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         return [turn.allow(room_for(turn, self.k)) for turn in turns]
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         return draft
 
-    def glance(self, turns: list[Turn]) -> list[Turn]:
+    def dry_turns(self, turns: list[Turn]) -> list[Turn]:
         return []
 
-    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+    def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
         pass
 
     def observe(self, step: Step) -> None:
@@ -95,14 +73,9 @@ class Adaptive(Ways):
     SETTLED = 12  # steps without a draft after which the next one is expected to have none either
     FORGET = 0.995  # how much of a drafter's dearest price is believed a step later
 
-    def __init__(
-        self, costs: Costs, k_max: int = 16, name: str = "the drafter", paced: bool = False, frugal: bool = False,
-        glances: bool = False, way: Callable[[], str] = lambda: "",
-    ) -> None:  # fmt: skip
-        """paced: the drafter leaves off by itself; frugal: it knows when to leave its costly parts alone; glances: it
-        can look for a draft while the device is busy; way: how it would draft now, if it has several ways."""
+    def __init__(self, costs: Costs, k_max: int = 16, name: str = "the drafter") -> None:
         self.costs, self.k_max, self.name = costs, k_max, name
-        self.paced, self.frugal, self.glances = paced, frugal, glances
+        self.traits = Traits()  # of the drafter, in the step at hand
         self.turns: list[Turn] = []  # of the step at hand
         self._now: Pass | None = None
         self.why = "nothing is known yet"
@@ -112,7 +85,7 @@ class Adaptive(Ways):
         self.largest = self.tried = 0  # nodes of this step's largest tree, before pruning, and of any tree before
         self.paid = False  # is the drafter's price worth thinking about in this step?
         self.stop_below = 0.0
-        super().__init__(way)
+        super().__init__()
         self.unasked = 0  # steps since anybody was asked for a draft
         self.steady = self.ahead = False
         self.quiet = 0  # steps since anybody was probed
@@ -123,22 +96,22 @@ class Adaptive(Ways):
     # ------------------------------------------------------------ before drafting
 
     @property
-    def now(self) -> Pass:
-        """Prices of the step at hand, for whoever asks."""
+    def prices(self) -> Pass:
+        """Prices of the step at hand."""
         if self._now is None:
             self._now = Pass(self.turns, self.costs, self.lead, max(len(self.turns), 1) * self.k_max)
         return self._now
 
-    def budget(self, turns: list[Turn]) -> list[Turn]:
-        self.turns, self._now = turns, None
-        self._look_which_way()
+    def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
+        self.turns, self._now, self.traits = turns, None, traits
+        self._switch_mode(traits.mode)
         self.quiet += 1
         self.probed, self.paid, self.why, self.stop_below = set(), False, self._nothing, 0.0
         able = [turn.seq.id for turn in turns if room_for(turn, 1)]
         self.ahead = self.steady  # if so, this step's pass has been started already
         asked = self._ask_for(turns, able) if able else {}
         free = max(2, min(self.k_max, self.FREELY // max(len(turns), 1)))
-        own = {turn.seq.id: free for turn in turns if turn.seq.brings and turn.seq.id not in asked}
+        own = {turn.seq.id: free for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in asked}
         self.unasked = 0 if asked or own else self.unasked + 1
         # A pass that was started in vain costs as much as dozens that were not: sure of it, or not at all.
         self.steady = not own and (self.asking.rest > 0 if self.asking.resting else self.unasked >= self.SETTLED)
@@ -164,23 +137,23 @@ class Adaptive(Ways):
             return dict.fromkeys(few, self.FIRST)
         call = self.draft_node * self.k_max if self.clocked else self.draft_call
         call = call if self.draft_most is None else self.draft_most
-        thrifty = self.frugal and not self.asking.hides
+        thrifty = self.traits.weighs_cost and not self.asking.hides
         if thrifty or call <= self.CHEAP * self.costs(len(turns), len(turns)):
-            if self.unasked < self.MOST_IDLE and self.now.hopeless:  # even free drafts take time, for each sequence
-                self.why = f"{_batch(self.now)}{self.name} is not asked: even a sure draft would lose its rows"
+            if self.unasked < self.MOST_IDLE and self.prices.hopeless:  # even free drafts take time, for each sequence
+                self.why = f"{_batch(self.prices)}{self.name} is not asked: even a sure draft would lose its rows"
                 return {}
             return dict.fromkeys(able, max(2, min(self.k_max, self.FREELY // len(turns))))
         self.paid = True
         hopes = {name: self._of(name).hopes(self.k_max) for name in able}
         able = sorted(able, key=lambda name: -sum(hopes[name]))
         now = Pass(turns, self.costs, self.lead, len(able) * self.k_max)
-        deeper = 0.0 if self.paced else now.speed * self.draft_node
+        deeper = 0.0 if self.traits.self_limiting else now.speed * self.draft_node
         needed = now.margin + self.asking.needed(len(turns), now.speed)
-        needed += now.speed * self.draft_call if self.paced else 0.0  # what a call takes, however far it goes
+        needed += now.speed * self.draft_call if self.traits.self_limiting else 0.0  # the call itself
         many, k = self._best_shape(now, [hopes[name] for name in able], deeper, needed)
-        if not self.paced:  # else it finds its own end
+        if not self.traits.self_limiting:  # else it finds its own end
             self.stop_below = self.threshold.below(now.break_even(max(many, 1), deeper))
-        k = self.k_max if self.paced else min(k, 2 * max(self.tried, self.FIRST))
+        k = self.k_max if self.traits.self_limiting else min(k, 2 * max(self.tried, self.FIRST))
         self.probed = self._look_again(now, able[many:])
         if not (many or self.probed):
             refusal = _refusal(hopes[able[0]][0], now.break_even(len(able), now.speed * self.draft_node))
@@ -231,16 +204,16 @@ class Adaptive(Ways):
 
     def _nod(self, turns: list[Turn]) -> None:
         """There is nothing to propose. Where one can look again at no cost, the next pass need not wait for it."""
-        few = self.glances and len(turns) <= self.GLANCES
-        if few and self.asking.hides and all(turn.feed == 1 and not turn.own for turn in turns):
-            self.steady = self.asking.nod(self.frugal)
+        few = self.traits.dry and len(turns) <= self.GLANCES
+        if few and self.asking.hides and all(turn.feed == 1 and not turn.request_only for turn in turns):
+            self.steady = self.asking.nod(self.traits.weighs_cost)
 
-    def glance(self, turns: list[Turn]) -> list[Turn]:
-        if not (self.glances and self.ahead and self.steady and len(turns) <= self.GLANCES):
+    def dry_turns(self, turns: list[Turn]) -> list[Turn]:
+        if not (self.traits.dry and self.ahead and self.steady and len(turns) <= self.GLANCES):
             return []
         return [turn.allow(room_for(turn, self.k_max)) for turn in turns if room_for(turn, 1)]
 
-    def glanced(self, turns: list[Turn], draft: Draft) -> None:
+    def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
         """The next pass waits for a draft where one like these would pay, at the speed of plain decoding."""
         pairs = zip(turns, draft.trees, strict=True)
         hopes = sorted((hope for pair in pairs for hope in self._hopes(*pair)), reverse=True)
@@ -269,7 +242,7 @@ class Adaptive(Ways):
                 kept[i] = len(tree.tokens)
             elif tree.tokens and not kept[i]:
                 refused[name] = i
-                if self.paid and turn.asks and tree.survival is not None:
+                if self.paid and turn.asks_drafter and tree.survival is not None:
                     self._of(name).refuse()  # its word is worth less than was hoped before asking
                     self.overall.refuse()
         for name in self._look_again(now, list(refused)):
@@ -309,8 +282,8 @@ class Adaptive(Ways):
 
     def observe(self, step: Step) -> None:
         self._learn_host(step)
-        rows, decoded = step.rows.count, [v for v in step.verdicts if v is not None]
-        if any(turn.asks for turn in step.turns):
+        rows, decoded = step.batch.count, [v for v in step.verdicts if v is not None]
+        if any(turn.asks_drafter for turn in step.turns):
             self._learn_price(step)
             self.tried = max(self.tried, self.largest)
         elif self.draft_most is not None and not self.clocked:
@@ -334,14 +307,14 @@ class Adaptive(Ways):
 
     def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
         hides, several = self.asking.hides, self.asking.crowded
-        if not (hides or several) or not any(turn.asks for turn in step.turns):
+        if not (hides or several) or not any(turn.asks_drafter for turn in step.turns):
             return
         if hides and "read" in step.output.seconds:
             return  # the drafter was reading a prompt
         batch = len(decoded)
         # What a drafter reads once, it reads for many steps: that is its own business.
         drafting = step.output.seconds.get("draft", 0.0) if hides else min(step.clock["draft"], 3 * self.draft_call)
-        seconds = self.costs(step.rows.count, batch) - self.costs(batch, batch) + drafting
+        seconds = self.costs(step.batch.count, batch) - self.costs(batch, batch) + drafting
         speed = self.lead * batch / self.costs(batch, batch)  # tokens per second of late
         gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - speed * seconds
         self.asking.brought(batch, gain, speed)
@@ -355,10 +328,10 @@ class Adaptive(Ways):
     def _learn_price(self, step: Step) -> None:
         seconds, batch = step.clock["draft"], len(step.turns)
         free = seconds <= self.CHEAP * self.costs(batch, batch)
-        if (not free or not self.largest) and any(turn.asks and turn.feed > 1 for turn in step.turns):
+        if (not free or not self.largest) and any(turn.asks_drafter and turn.feed > 1 for turn in step.turns):
             return  # the drafter has read a prompt as well, or waits for it: that is not what a draft costs
         self.clocked = self.asking.hides and "draft" in step.output.seconds
-        most = max(turn.budget for turn in step.turns if turn.asks)
+        most = max(turn.budget for turn in step.turns if turn.asks_drafter)
         self._took(seconds, self.largest, most == self.k_max)
 
     def _learn(self, turn: Turn, tree: Tree, path: list[int], fates: str) -> None:
@@ -366,7 +339,7 @@ class Adaptive(Ways):
         if tree.tokens:
             for record in (self._of(name), self.overall):
                 record.add(tree, path, fates)
-            if tree.is_chain and tree.survival is not None and tree.source not in BROUGHT:
+            if tree.is_chain and tree.survival is not None and tree.source not in REQUEST_DRAFTS:
                 self.threshold.learn(len(tree.tokens), len(path), turn.budget)
         if path:
             self.patience.pop(name, None)

@@ -1,26 +1,22 @@
 """Budgets for a target that runs passes over whole blocks of positions: no draft reaches into the next block.
 
 A node beyond the block would take a second pass in the same step. The next step takes that pass anyway, with one more
-token and a fresh draft. Like every budget this decides how far a pass reaches, never what is said.
+token and a new draft. Like every budget this decides how far a pass reaches, never what is emitted.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..engine.drafter import Prices, Traits
 from ..types import Draft, Sequence, Step, Turn
-from .adaptive import Controller
+from . import Controller
 
 
-class Aligned:
+class BlockAligned:
     """Another controller, whose budgets end where the target's block does."""
 
     def __init__(self, inner: Controller, block: int) -> None:
         self.inner, self.block = inner, block
-
-    @property
-    def why(self) -> str:
-        return self.inner.why
+        self.why = inner.why
 
     @property
     def steady(self) -> bool:
@@ -30,20 +26,23 @@ class Aligned:
     def stop_below(self) -> float:
         return self.inner.stop_below
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # `now` and the like: whatever else it tells is as true here
+    @property
+    def prices(self) -> Prices | None:
+        return self.inner.prices
 
-    def budget(self, turns: list[Turn]) -> list[Turn]:
-        return [self._fitted(turn) for turn in self.inner.budget(turns)]
+    def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
+        return [self._fitted(turn) for turn in self.inner.budget(turns, traits)]
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
-        return self.inner.prune(turns, draft)
+        pruned = self.inner.prune(turns, draft)
+        self.why = self.inner.why
+        return pruned
 
-    def glance(self, turns: list[Turn]) -> list[Turn]:
-        return self.inner.glance(turns)
+    def dry_turns(self, turns: list[Turn]) -> list[Turn]:
+        return self.inner.dry_turns(turns)
 
-    def glanced(self, turns: list[Turn], draft: Draft) -> None:
-        self.inner.glanced(turns, draft)
+    def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
+        self.inner.observe_dry(turns, draft)
 
     def observe(self, step: Step) -> None:
         self.inner.observe(step)
@@ -54,4 +53,4 @@ class Aligned:
     def _fitted(self, turn: Turn) -> Turn:
         root = len(turn.seq.tokens) - 1
         left = self.block - 1 - root % self.block
-        return turn if turn.budget <= left else turn.allow(left, turn.own)
+        return turn if turn.budget <= left else turn.allow(left, turn.request_only)

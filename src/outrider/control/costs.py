@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from statistics import median_low
 
-from ..types import ACCEPTED, BROUGHT, REJECTED, Tree
+from ..types import ACCEPTED, REJECTED, REQUEST_DRAFTS, Tree
 
 Seconds = Mapping[int, float] | Mapping[tuple[int, int], float]  # by rows (of one sequence), or by (sequences, rows)
 
@@ -204,7 +204,7 @@ class Experience:
 
     def add(self, tree: Tree, path: list[int], fates: str) -> None:
         self.added += 1
-        if tree.source not in BROUGHT:  # by depth it is the drafter who is known
+        if tree.source not in REQUEST_DRAFTS:  # by depth it is the drafter who is known
             self._walk(len(path) + (REJECTED in fates), len(path))
         for claim, fate in zip(tree.survival or (), fates, strict=False):
             self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)

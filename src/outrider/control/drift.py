@@ -104,7 +104,7 @@ class Watch:
 class Monitor:
     """A listener that keeps a watch for each drafter and kind, and a note of them on disk if it has a name."""
 
-    reads_logits = False
+    reads_logits = reads_guesses = False
 
     def __init__(self, *names: str) -> None:
         place = re.sub(r"[^\w.-]+", "_", "-".join(names))

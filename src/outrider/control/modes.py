@@ -6,7 +6,6 @@ another. It sees seconds and counts, never tokens; what is done about them is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .costs import Asking, Threshold
@@ -17,8 +16,8 @@ LEARNT = ("draft_node", "draft_call", "draft_most", "clocked", "lead", "threshol
 class Ways:
     """Prices of the way at hand; those of the others are put by."""
 
-    def __init__(self, way: Callable[[], str]) -> None:
-        self._way, self._last, self._others = way, "", dict[str, dict[str, Any]]()
+    def __init__(self) -> None:
+        self._last, self._others = "", dict[str, dict[str, Any]]()
         self._price_unknown()
 
     def _price_unknown(self) -> None:
@@ -32,14 +31,13 @@ class Ways:
         self.lead = 1.0  # how many times faster than plain decoding things go of late
         self.threshold, self.asking = Threshold(), Asking()
 
-    def _look_which_way(self) -> None:
-        way = self._way()
-        if way == self._last:
+    def _switch_mode(self, mode: str) -> None:
+        if mode == self._last:
             return
         self._others[self._last] = {name: getattr(self, name) for name in LEARNT}
-        self._last = way
+        self._last = mode
         self._price_unknown()
-        vars(self).update(self._others.pop(way, {}))
+        vars(self).update(self._others.pop(mode, {}))
 
     def _took(self, seconds: float, nodes: int, all_there_may_be: bool) -> None:
         """A draft took so long; its largest tree had so many nodes, and perhaps as many as anybody may ask for."""

@@ -12,17 +12,19 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backends import WHOLE, Model, Part
-from ..engine.cache import Cache, Packing, Plane
+from ..backends import WHOLE, Model, Part, Passes, RecordedChains, ops
+from ..backends.rows import rows_of
+from ..engine.batch import BatchBuilder
+from ..engine.cache import Cache, Plane
 from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
 from ..types import Draft, Sequence, Tree
-from . import Passes, RecordedChains
-from ._catch_up import CHUNK, catch_up
 
+CHUNK = 512  # rows of one pass while catching up with a long prompt
 SHOWN = 5  # guesses of one place that are shown to whoever records
 
 
@@ -120,7 +122,7 @@ class Rollout:
 
     def _catch_up_together(self, seqs: list[Sequence]) -> None:
         """Feed what the plane lacks, all but the tokens that the draft itself begins with, CHUNK rows at a time."""
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for seq in seqs:
             start, stop = self.cache.sync(seq, self.plane), len(seq.tokens) - self.again
             while start < stop:
@@ -129,7 +131,7 @@ class Rollout:
                 start = end
                 if len(packed.tokens) == CHUNK:
                     self._read(packed)
-                    packed = Packing(self.cache)
+                    packed = BatchBuilder(self.cache)
         if packed.tokens:
             self._read(packed)
 
@@ -209,7 +211,7 @@ class Rollout:
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; logits after each one's last token. [B, V]"""
         starts = [catch_up(self.cache, self.plane, seq, self._read) for seq in seqs]
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             packed.pending(seq, start, len(seq.tokens), want=True)
         logits = self._forward(packed, self.part)
@@ -217,20 +219,19 @@ class Rollout:
             self._hold(seq, len(seq.tokens))
         return logits
 
-    def _read(self, packed: Packing) -> None:
+    def _read(self, packed: BatchBuilder) -> None:
         """A pass that nobody wants logits of."""
         self._forward(packed, replace(self.part, head=False))
 
-    def _forward(self, packed: Packing, part: Part) -> Tensor:
+    def _forward(self, packed: BatchBuilder, part: Part) -> Tensor:
         """Logits of the wanted rows [R, V], where choices are made on the host."""
-        self.plane.written += 1
         if self.passes is not None:
-            return widened(self.passes.logits(packed.rows(), part).cpu(), self.model.config.vocab_size)
-        return widened(self.model.forward(packed.rows(), self.plane, part).logits, self.model.config.vocab_size)
+            return widened(self.passes.logits(packed, part).cpu(), self.model.config.vocab_size)
+        return widened(self.model.forward(rows_of(packed), self.plane, part).logits, self.model.config.vocab_size)
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         """Feed these nodes, each seeing its own ancestors; logits after each. [sum of nodes, V]"""
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for growth, nodes in batch:
             for node in nodes:
                 growth.places[node] = len(growth.places)
@@ -239,8 +240,67 @@ class Rollout:
 
     def _hold(self, seq: Sequence, tokens: int) -> None:
         """The plane now holds this many tokens of the sequence."""
-        self.plane.held[seq.id] = tokens
+        self.plane.advance(seq.id, tokens)
 
     def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
         """The plane holds these drafted nodes where the engine will look for them."""
-        self.plane.nodes[seq.id] = frozenset(nodes)
+        self.plane.wrote(seq.id, nodes)
+
+
+class DraftVocabulary(Protocol):
+    """A network that scores a reduced vocabulary."""
+
+    ids: Tensor  # [D] the target's id of each of its own
+
+    def spread(self, scores: Tensor) -> Tensor:
+        """Scores [..., D] as logits over the target's ids [..., V]."""
+        ...
+
+
+class DraftVocabularyRollout(Rollout):
+    """A rollout whose scores cover a draft vocabulary [D] instead of the target's [V]."""
+
+    def __init__(
+        self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, part: Part = WHOLE, source: str = ""
+    ) -> None:
+        super().__init__(model, cache, plane, part, source)
+        self.network = network
+        self.ids: list[int] = network.ids.tolist()  # [D]
+        self.floor = 0.0  # survival below which a chain ends
+
+    def _goes_on(self, growth: Growth) -> bool:
+        own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        return own and super()._goes_on(growth)
+
+    def _ranked(
+        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
+    ) -> list[tuple[int, float]]:
+        """As `sampling.ranked`; scores [D] stay short where nothing depends on the other ids."""
+        if seq.params.plain and width + spare == 1:
+            return self._likeliest(logits[None])
+        if seq.params.plain:
+            confidence, index = torch.softmax(logits, -1).topk(min(width + spare, logits.shape[-1]))
+            choices = list(zip(self.network.ids[index].tolist(), confidence.tolist(), strict=True))
+        else:
+            choices = ranked(self.network.spread(logits), seq, emitted, width, spare)
+        return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
+
+    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
+        """The best token of each row of scores [R, D], with its confidence."""
+        indices, shares = ops.top_shares(rows)
+        return [(self.ids[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
+
+    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return law(self.network.spread(logits), seq, emitted)
+
+
+def catch_up(cache: Cache, plane: Plane, seq: Sequence, run: Callable[[BatchBuilder], object]) -> int:
+    """Feed all but the last chunk of what the plane lacks; returns where the rest begins (never past the end)."""
+    start = min(cache.sync(seq, plane), len(seq.tokens) - 1)
+    while len(seq.tokens) - start > CHUNK:
+        packed = BatchBuilder(cache)
+        packed.pending(seq, start, start + CHUNK, want=False)
+        run(packed)
+        start += CHUNK
+        plane.advance(seq.id, start)
+    return start

@@ -6,7 +6,7 @@ far that drafter's claims came true.
 
 A drafter that costs passes is asked where what it usually brings is worth more than the best free proposal, by at least
 what asking takes: a sure match in the text leaves it alone, a weak one does not stand in its way. Prices are the
-controller's (`Workspace.market`); what asking takes is read off the step's own clock. Where it has not been asked for
+request's; what asking takes is read off the step's own clock. Where it has not been asked for
 long, because it was wrong, it is tried again after a while, and after longer and longer whiles.
 """
 
@@ -16,15 +16,14 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..types import Draft, Sequence, Step, Tree, Verdict
-from . import Drafter, Market, Workspace, register
+from . import Drafter, DraftRequest, Prices, Traits, Workspace, lookup, names, register
 from ._habit import CLAIM, FIRST, Habit, Wait
 from .cascade import Cascade, may_draft
-from .head.drafter import chosen
 
 UNASKED, AGAIN = 32, 1024  # steps after which nothing is kept for a drafter that nobody asks, and is kept again
 EVERYBODY = 1 << 30  # sequences: more than there are
@@ -51,13 +50,12 @@ class Trust:
 class Auto(Cascade):
     """Options: auto, a list of drafter names (default suffix, ngram, a head if there is one; exit, model if given)."""
 
-    takes = ("auto", "head", "adapter", "draft_model", "assistant_model")
-    option_name = "auto"
+    traits = Traits(options=("auto",))
 
-    def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
-        self.paced, self.frugal = False, bool(self.costly)
-        self.mute = {drafter.name for drafter in self.costly if drafter.blind}  # about their chances
+    def __init__(self, workspace: Workspace) -> None:
+        self.looking = True  # do the costly ones see the layers of the target that they want?
+        super().__init__(workspace)
+        self.mute = {drafter.name for drafter in self.costly if drafter.traits.unread}  # about their chances
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)
         self.levels: dict[tuple[str, int], Trust] = defaultdict(Trust)  # everybody's, by how much was claimed
         self.habits: dict[str, Habit] = defaultdict(Habit)
@@ -66,46 +64,49 @@ class Auto(Cascade):
         self.asked: dict[str, tuple[int, int]] = {}  # costly drafters, in this step -> sequences, tokens to read first
         self.lengths: dict[str, int] = {}  # blind ones, in this step -> tokens drafted for each
         self.unread: Tensor | None = None
-        self.needs = self.taps  # what the costly ones want to see of the target, while they are asked
+        self.prices: Prices | None = None  # of the step at hand
         self.wanted = False  # is one of them expected to pay in this step?
         self.silent = self.largest = 0  # steps since one was, and the most sequences in one of those
         self.crowd = EVERYBODY  # so many sequences are known to keep them silent
 
     @classmethod
-    def defaults(cls, space: Workspace) -> tuple[str, ...]:
-        model = space.option("draft_model", "assistant_model", default=None)
-        given = {"head": chosen(space), "exit": space.option("adapter", default=None), "model": model}
-        return ("suffix", "ngram", *(name for name, what in given.items() if what is not None))
+    def _defaults(cls, workspace: Workspace) -> list[str]:
+        """Every registered drafter whose traits say so for these options, the free ones first.
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self._look_around(seqs, budget)
-        for drafter in self.costly:
-            asked = self._whom_for(drafter, seqs, budget)
-            if asked:
-                self.asked[drafter.name] = len(asked), sum(drafter.behind(seqs[i]) for i in asked)
-                rooms = [budget[i] for i in asked]
-                if drafter.name in self.mute:
-                    self.lengths[drafter.name] = longest = self._length(drafter.name, max(rooms), len(asked))
-                    rooms = [min(room, longest) for room in rooms]
-                self._propose(drafter, [seqs[i] for i in asked], rooms)
-        return Draft.pack((self._best(seq) for seq in seqs), self.unread)
+        Of two equal drafts the first is taken: suffix comes before ngram.
+        """
+        known = {name: lookup(name).traits for name in reversed(names())}
+        used = [name for name, traits in known.items() if traits.auto is not None and traits.auto(workspace)]
+        return sorted(used, key=lambda name: not known[name].dry)
 
-    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        """Free proposals only; what becomes of them is counted all the same."""
-        self._look_around(seqs, budget)
-        for seq in seqs:
-            for drafter in self.costly if not self.proposed[seq.id] else ():
-                self.waits[seq.id, drafter.name].idle += 1
-        return Draft.pack(self._best(seq) for seq in seqs)
+    def _traits(self, each: list[Traits]) -> Traits:
+        merged = super()._traits(each)
+        taps = merged.taps if self.looking else ()
+        return replace(merged, taps=taps, self_limiting=False, weighs_cost=bool(self.costly))
 
-    def _look_around(self, seqs: list[Sequence], budget: list[int]) -> None:
-        """A new step: the free drafters' proposals."""
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
         self.proposed, self.asked, self.unread = {seq.id: {} for seq in seqs}, {}, None
-        self.wanted, self.lengths = False, {}
+        self.wanted, self.lengths, self.prices, self._failures = False, {}, request.prices, []
         for drafter in self.free:
             wanted = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
             if wanted:
-                self._propose(drafter, [seqs[i] for i in wanted], [budget[i] for i in wanted])
+                self._propose(drafter, request.select(wanted))
+        for drafter in self.costly if not request.dry else ():
+            asked = self._whom_for(drafter, seqs, budget)
+            if asked:
+                self.asked[drafter.name] = len(asked), sum(drafter.backlog(seqs[i]) for i in asked)
+                part = request.select(asked)
+                if drafter.name in self.mute:
+                    self.lengths[drafter.name] = longest = self._length(drafter.name, max(part.budgets), len(asked))
+                    part = replace(part, budgets=[min(room, longest) for room in part.budgets])
+                self._propose(drafter, part)
+        if request.dry:  # free proposals only; what becomes of them is counted all the same
+            for seq in seqs:
+                for drafter in self.costly if not self.proposed[seq.id] else ():
+                    self.waits[seq.id, drafter.name].idle += 1
+        self._merge_traits()
+        return Draft.pack((self._best(seq) for seq in seqs), self.unread, self._failures)
 
     def observe(self, step: Step) -> None:
         if self.asked and not any(turn.feed > 1 for turn in step.turns):  # reading a prompt is not what asking takes
@@ -146,18 +147,19 @@ class Auto(Cascade):
         Where there are fewer sequences than those that kept them silent, they are looked at again, and after a long
         while. What they have missed of a sequence costs acceptance there.
         """
-        looking = self.taps == self.needs
         self.silent, self.largest = self.silent + 1, max(self.largest, sequences)
         if self.wanted:  # not only tried
             self.crowd = max(self.crowd, sequences + 1)
-        elif looking and self.silent >= UNASKED:
+        elif self.looking and self.silent >= UNASKED:
             self.crowd = max(min(self.crowd, self.largest), 2)
         elif self.silent >= AGAIN:
             self.crowd = EVERYBODY
-        shown = () if sequences >= self.crowd else self.needs
-        if self.wanted or shown != self.taps:
+        looking = sequences < self.crowd or not any(drafter.traits.taps for drafter in self.drafters)
+        if self.wanted or looking != self.looking:
             self.silent = self.largest = 0
-        self.taps, self.wanted = shown, False
+        if looking != self.looking:
+            self.looking, self._merged = looking, []
+        self.wanted = False
 
     def end(self, seq: Sequence) -> None:
         for memory in (self.trust, self.waits):
@@ -175,15 +177,15 @@ class Auto(Cascade):
 
     def _worth_asking(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> list[int]:
         """Which of the sequences to ask a costly drafter for; they share what a call takes."""
-        market, habit = self.space.market(), self.habits[drafter.name]
-        speed = 0.0 if market is None else market.speed
-        gains = [self._gain(drafter, seq, room, len(seqs), market) for seq, room in zip(seqs, budget, strict=True)]
+        prices, habit = self.prices, self.habits[drafter.name]
+        speed = 0.0 if prices is None else prices.speed
+        gains = [self._gain(drafter, seq, room, len(seqs)) for seq, room in zip(seqs, budget, strict=True)]
         hopeful = [i for i, gain in enumerate(gains) if gain > 0]
         length = self._length(drafter.name, max(budget), len(hopeful)) if drafter.name in self.mute else 1
         if hopeful and sum(gains[i] for i in hopeful) > speed * habit.price(len(hopeful)) * length:
             self.wanted = True
             return hopeful
-        if self.taps != self.needs:  # it sees nothing: a trial would prove nothing
+        if not self.looking:  # it sees nothing: a trial would prove nothing
             return []
         return self._trial(drafter, [i for i, seq in enumerate(seqs) if not self.proposed[seq.id]], seqs, speed)
 
@@ -196,9 +198,9 @@ class Auto(Cascade):
             if wait.over:
                 due.append(i)
         # One at a time, the one that takes least: a batch must not read all its prompts to learn one thing.
-        due = sorted(due, key=lambda i: drafter.behind(seqs[i]))[:1]
+        due = sorted(due, key=lambda i: drafter.backlog(seqs[i]))[:1]
         cost = habit.price(1) * (FIRST if name in self.mute else 1)
-        cost += sum((habit.reading or 0.0) * drafter.behind(seqs[i]) for i in due)
+        cost += sum((habit.reading or 0.0) * drafter.backlog(seqs[i]) for i in due)
         if not habit.may_try(speed * cost, len(seqs)):
             return []
         for i in due:
@@ -206,15 +208,16 @@ class Auto(Cascade):
             habit.made = 0.0
         return due
 
-    def _gain(self, drafter: Drafter, seq: Sequence, room: int, many: int, market: Market | None) -> float:
+    def _gain(self, drafter: Drafter, seq: Sequence, room: int, many: int) -> float:
         """Tokens that a costly drafter is expected to bring beyond the best that is there, rows and reading paid.
 
         Rows are priced as if all of so many sequences had as many.
         """
-        habit, speed = self.habits[drafter.name], 0.0 if market is None else market.speed
+        habit, prices = self.habits[drafter.name], self.prices
+        speed = 0.0 if prices is None else prices.speed
 
         def price(rows: int) -> float:
-            return 0.0 if market is None else market.price(rows * many) / many
+            return 0.0 if prices is None else prices.price(rows * many) / many
 
         best, here = self._best(seq), 0.0
         if best.tokens:  # a weak claim is often worth less than its share of what strong ones brought
@@ -222,7 +225,7 @@ class Auto(Cascade):
             best = self._weighed(author, best)
             share = min(self.trust[seq.id, author].share, self.levels[author, level(best)].share)
             here = value(claims(best), share, price)
-        reading = speed * habit.reading_price(drafter.behind(seq), seq.room)
+        reading = speed * habit.reading_price(drafter.backlog(seq), seq.room)
         room = self._length(drafter.name, room, many) if drafter.name in self.mute else room
         return value(habit.usual(room), self.trust[seq.id, drafter.name].share, price) - here - reading
 
@@ -231,12 +234,12 @@ class Auto(Cascade):
 
         What it takes is counted by the token. Beyond twice what was ever tried there is only hope.
         """
-        market, habit = self.space.market(), self.habits[name]
+        prices, habit = self.prices, self.habits[name]
         seconds = habit.price(many)  # of each token, for all of them
         best, gain, tokens = 1, -math.inf, 0.0
         for k, chance in enumerate(habit.usual(min(room, 2 * habit.longest or FIRST)), start=1):
             tokens += chance
-            cost = 0.0 if market is None else (market.price(k * many) + market.speed * seconds * k) / max(many, 1)
+            cost = 0.0 if prices is None else (prices.price(k * many) + prices.speed * seconds * k) / max(many, 1)
             if tokens - cost > gain:
                 best, gain = k, tokens - cost
         return best
@@ -247,14 +250,12 @@ class Auto(Cascade):
             return tree
         return tree._replace(survival=self.habits[name].usual(len(tree.tokens)))
 
-    def _propose(self, drafter: Drafter, seqs: list[Sequence], budget: list[int]) -> None:
-        drafter.stop_below = self.stop_below
-        try:
-            draft = drafter.draft(seqs, budget)
-        except Exception:  # one that fails must not silence the others
+    def _propose(self, drafter: Drafter, request: DraftRequest) -> None:
+        draft = self._ask(drafter, request)
+        if draft is None:
             return
         self.unread = self.unread if draft.unread is None else draft.unread
-        for seq, tree in zip(seqs, draft.trees, strict=True):
+        for seq, tree in zip(request.seqs, draft.trees, strict=True):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree
                 if drafter in self.costly and drafter.name not in self.mute:

@@ -1,84 +1,84 @@
 """Several drafters in a row: each sequence takes the first draft that is not empty.
 
-Put the cheap and sure one first: a suffix match costs nothing, and a model drafts where nothing repeats.
+Put the cheap and sure one first: a suffix match costs nothing, and a model drafts where nothing repeats. A member that
+raises is counted, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Step, Tree
-from . import Drafter, Memory, Workspace, make, register
-
-FREE = ("suffix", "ngram", "prediction")  # drafters that cost microseconds
+from . import Drafter, DraftRequest, Memory, Traits, Workspace, make, register
 
 
 @register("cascade")
 class Cascade(Drafter):
     """Options: cascade, a list of drafter names (default suffix, then ngram), and whatever those drafters take."""
 
-    takes: ClassVar[tuple[str, ...] | None] = ("cascade",)
-    option_name = "cascade"
+    traits = Traits(options=("cascade",))
 
-    def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
-        given = space.option(self.option_name, default=self.defaults(space))
+    def __init__(self, workspace: Workspace) -> None:
+        given = workspace.option(self.name, default=self._defaults(workspace))
         names = [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
         if not names or {"cascade", "auto"} & set(names):
-            raise ConfigError(f"'{self.option_name}' needs at least one drafter, and none that chooses among others.")
-        self.drafters = [make(name, space) for name in names]
-        self.free = [drafter for drafter in self.drafters if drafter.name in FREE]
-        self.costly = [drafter for drafter in self.drafters if drafter.name not in FREE]
-        self.paced = bool(self.costly) and all(drafter.paced for drafter in self.costly)
-        self.taps = tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
+            raise ConfigError(f"'{self.name}' needs at least one drafter, and none that chooses among others.")
+        self.drafters = [make(name, workspace) for name in names]
+        self.free = [drafter for drafter in self.drafters if drafter.traits.dry]
+        self.costly = [drafter for drafter in self.drafters if not drafter.traits.dry]
+        self._failures: list[str] = []  # of members, in the draft at hand
+        self._merged: list[Traits] = []
+        self._merge_traits()
 
     @classmethod
-    def defaults(cls, space: Workspace) -> tuple[str, ...]:
+    def _defaults(cls, workspace: Workspace) -> Iterable[str]:
         return ("suffix", "ngram")
 
-    @property
-    def overlaps(self) -> bool:
-        return any(drafter.overlaps for drafter in self.drafters)
+    def _merge_traits(self) -> None:
+        """Members may replace their traits while they draft and observe."""
+        each = [drafter.traits for drafter in self.drafters]
+        if [*map(id, each)] != [*map(id, self._merged)]:
+            self._merged, self.traits = each, self._traits(each)
 
-    @property
-    def glances(self) -> bool:
-        return any(drafter.glances for drafter in self.free)
+    def _traits(self, each: list[Traits]) -> Traits:
+        return Traits(
+            taps=tuple(sorted({tap for traits in each for tap in traits.taps})),
+            dry=bool(self.free),
+            self_limiting=bool(self.costly) and all(drafter.traits.self_limiting for drafter in self.costly),
+            overlaps=any(traits.overlaps for traits in each),
+            members=tuple(drafter.name for drafter in self.drafters),
+            learning=next((traits.learning for traits in each if traits.learning is not None), None),
+            memory=self._memory,
+        )
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return tuple(drafter.name for drafter in self.drafters)
+    def _memory(self) -> Memory:
+        return Memory(*map(sum, zip(*(drafter.traits.memory() for drafter in self.drafters), strict=True)))
 
-    @property
-    def added_memory(self) -> Memory:
-        every = [drafter.added_memory for drafter in self.drafters]
-        return Memory(sum(one.weights for one in every), sum(one.kv for one in every))
+    def draft(self, request: DraftRequest) -> Draft:
+        self._failures = []
+        trees, unread = [Tree([], [])] * len(request.seqs), None
+        for drafter in self.free if request.dry else self.drafters:
+            open_ = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, request.seqs[i])]
+            proposed = self._ask(drafter, request.select(open_)) if open_ else None
+            if proposed is not None:
+                unread = unread if proposed.unread is None else proposed.unread
+                for i, tree in zip(open_, proposed.trees, strict=True):
+                    trees[i] = tree
+        self._merge_traits()
+        return Draft.pack(trees, unread, self._failures)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return self._first(self.drafters, seqs, budget)
-
-    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return self._first(self.free, seqs, budget)
-
-    def _first(self, drafters: list[Drafter], seqs: list[Sequence], budget: list[int]) -> Draft:
-        trees, unread = [Tree([], [])] * len(seqs), None
-        for drafter in drafters:
-            open_ = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, seqs[i])]
-            if not open_:
-                continue
-            drafter.stop_below = self.stop_below
-            try:
-                answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
-            except Exception:  # one that fails must not silence the others
-                continue
-            unread = unread if answer.unread is None else answer.unread
-            for i, tree in zip(open_, answer.trees, strict=True):
-                trees[i] = tree
-        return Draft.pack(trees, unread)
-
-    def load(self) -> None:
-        self._each(lambda drafter: drafter.load())
+    def _ask(self, drafter: Drafter, request: DraftRequest) -> Draft | None:
+        """A member's draft; None if it raised, which must not silence the others."""
+        try:
+            draft = drafter.draft(request)
+            if len(draft.trees) != len(request.seqs):
+                raise ValueError(f"{len(draft.trees)} trees for {len(request.seqs)} sequences")
+            return draft
+        except Exception as error:
+            self._failures.append(f"{drafter.name}: {type(error).__name__}: {error}")
+            return None
 
     def begin(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.begin(seq))
@@ -88,28 +88,31 @@ class Cascade(Drafter):
 
     def observe(self, step: Step) -> None:
         self._each(lambda drafter: drafter.observe(step))
+        self._merge_traits()
 
     def end(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.end(seq))
 
     def notes(self) -> dict[str, Any]:
-        return {name: told for drafter in self.drafters for name, told in drafter.notes().items()}
+        return {name: facts for drafter in self.drafters for name, facts in drafter.notes().items()}
 
     def inherit(self, old: Drafter) -> None:
-        for mine, its in zip(self.drafters, getattr(old, "drafters", ()), strict=False):
-            mine.inherit(its)
+        for drafter, before in zip(self.drafters, old.drafters if isinstance(old, Cascade) else (), strict=False):
+            drafter.inherit(before)
+        self._merge_traits()
 
     def _each(self, call: Callable[[Drafter], None]) -> None:
-        failure = None
+        """Call every member; the first error is raised when all have been called."""
+        errors = []
         for drafter in self.drafters:
             try:
                 call(drafter)
             except Exception as error:
-                failure = error
-        if failure is not None:
-            raise failure
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def may_draft(drafter: Drafter, seq: Sequence) -> bool:
-    """Whether it is one that the sequence wants to hear."""
+    """Whether the sequence accepts drafts of this drafter."""
     return seq.only in ("", drafter.name)

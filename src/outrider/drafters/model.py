@@ -7,15 +7,16 @@ translated (`_translate.py`), in slots of its own; that is found out here, not a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backends import Model, device_of
+from ..backends import Model
 from ..backends.machine import choose_device
 from ..backends.weigh import weigh
 from ..errors import ConfigError
-from ..types import Draft, Sequence, Step
-from . import Drafter, Memory, Workspace, register
+from ..types import Draft, Sequence
+from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
 from ._rollout import Rollout
 from .translate.alignment import same_words, tokenizer_of
 from .translate.rollout import LONGER, Translated, facts, translated
@@ -31,53 +32,50 @@ class SmallModel(Drafter):
     """Options: draft_model (a path, a name or a model), draft_tokenizer (of a model in memory), translate (auto, tli,
     slem), draft_dtype, draft_device, tree, tree_width, tree_depth."""
 
-    takes = (
-        "draft_model", "assistant_model", "draft_tokenizer", "assistant_tokenizer", "translate", "draft_dtype",
-        "draft_device", "tree", "tree_width", "tree_depth",
+    traits = Traits(
+        options=(
+            "draft_model", "assistant_model", "draft_tokenizer", "assistant_tokenizer", "translate", "draft_dtype",
+            "draft_device", "tree", "tree_width", "tree_depth",
+        ),
+        auto=lambda workspace: workspace.option("draft_model", "assistant_model", default=None) is not None,
+        trial=lambda target: {"draft_model": target},  # its own drafter: always right, never worth it, a fair trial
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
         self.model, words, self.model_name = _draft_model(space)
         self.translated: Translated | None = None
         if _needs_translation(self.model, words, space):
             self.translated = translated(self.model, space, words)
             self.rollout: Rollout = self.translated
         else:
-            plane = space.cache.add_plane(*self.model.plane_shape, device=device_of(self.model))
+            plane = space.cache.add_plane(*self.model.plane_shape, device=self.model.device)
             passes = space.passes(self.model, plane)
             self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=passes)
         self.padded = self.model.config.vocab_size < space.target.config.vocab_size
-        self.rollout.shown = space.shown
+        self.rollout.shown = space.record_guesses
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
-        self.blind = self.rollout.recorded is not None and not self.tree
+        self.traits = replace(
+            self.traits,
+            unread=self.rollout.recorded is not None and not self.tree,
+            memory=lambda: Memory(weigh(self.model, beside=space.target), self.rollout.plane.bytes),
+        )
 
-    @property
-    def added_memory(self) -> Memory:
-        return Memory(weigh(self.model, beside=self.space.target), self.rollout.plane.bytes)
-
-    @classmethod
-    def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"draft_model": target}  # the target as its own drafter: always right, never worth it, a fair trial
-
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.rollout.stop_below = self.stop_below
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
+        self.rollout.stop_below = request.stop_below
         tree = self.tree and all(seq.rule == "match" for seq in seqs)
         if self.translated is not None:
             return self.translated.propose(seqs, budget, self.width if tree else 0, self.depth)
         if self.padded and any(max(seq.tokens) >= self.model.config.vocab_size for seq in seqs):
-            return Draft.empty(len(seqs))  # the target has said padding, which the draft model has no row for
+            return Draft.empty(len(seqs))  # the target emitted padding, which the draft model has no row for
         if tree:
             return self.rollout.trees(seqs, budget, self.width, self.depth)
         return self.rollout.chains(seqs, budget)
 
-    def behind(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self.rollout.plane.held.get(seq.id, 0)
-
-    def observe(self, step: Step) -> None:
-        """Nothing to do: tokens are the truth, and the plane reconciles to them at the next draft."""
+    def backlog(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
     def end(self, seq: Sequence) -> None:
         if self.translated is not None:
@@ -110,17 +108,17 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     from ..models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(wanted)
-    same = getattr(space.target, "compute", space.target.dtype)  # what the target computes in, if its weights are int8
+    same = space.target.compute  # what the target computes in, if its weights are int8
     wish = str(space.option("draft_dtype", default=same)).removeprefix("torch.")
     if wish not in DTYPES:
         raise ConfigError(f"There is no draft_dtype '{wish}'. Choose one of: {', '.join(DTYPES)}.")
-    device = choose_device(str(space.option("draft_device", default=device_of(space.target))))
+    device = choose_device(str(space.option("draft_device", default=space.target.device)))
     length = space.cache.length
     words = words or checkpoint.tokenizer
     if space.tokenizer is not None and not same_words(words, space.tokenizer):
         length = min(LONGER * length, checkpoint.config.context_length)  # the same text may be more tokens
     loaded: Any = load_model(checkpoint, wish, length, device=device)
-    draft_model: Model = loaded.as_drafter() if hasattr(loaded, "as_drafter") else loaded
+    draft_model: Model = loaded.as_drafter()
     return draft_model, words, checkpoint.name
 
 

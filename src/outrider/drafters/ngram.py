@@ -17,7 +17,7 @@ from operator import mul
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree, chain
-from . import Drafter, Workspace, register
+from . import Drafter, DraftRequest, Traits, Workspace, register
 
 DOUBT = 1.25  # measured on SmolLM2: after m equal tokens the next one is equal too about m / (m + DOUBT) of the time
 KEPT = 4096  # sequences remembered at once; only a caller that forgets `end` ever meets this bound
@@ -27,10 +27,13 @@ KEPT = 4096  # sequences remembered at once; only a caller that forgets `end` ev
 class NGram(Drafter):
     """Options: `ngram_max` (4) and `ngram_min` (2), the n-gram sizes; vLLM's `prompt_lookup_max` / `_min` work too."""
 
-    takes = ("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min")
+    traits = Traits(
+        options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"),
+        dry=True,
+        auto=lambda workspace: True,
+    )
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
         high = int(space.option("ngram_max", "prompt_lookup_max", default=4))
         low = int(space.option("ngram_min", "prompt_lookup_min", default=min(2, high)))
         if not 1 <= low <= high:
@@ -38,11 +41,9 @@ class NGram(Drafter):
         self._sizes = range(high, low - 1, -1)  # longest first: it is more often right
         self._notes: dict[int, Notes] = {}
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return Draft.pack(self._look_up(seq, room) for seq, room in zip(seqs, budget, strict=True))
-
-    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return self.draft(seqs, budget)
+    def draft(self, request: DraftRequest) -> Draft:
+        pairs = zip(request.seqs, request.budgets, strict=True)
+        return Draft.pack(self._look_up(seq, budget) for seq, budget in pairs)
 
     def end(self, seq: Sequence) -> None:
         self._notes.pop(seq.id, None)

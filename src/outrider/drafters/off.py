@@ -1,16 +1,16 @@
-"""The empty draft: plain decoding is a drafter too, so that both run the same step."""
+"""Plain decoding: the empty draft, so that the baseline runs the same step."""
 
 from __future__ import annotations
 
-from ..types import Draft, Sequence
-from . import Drafter, register
+from ..types import Draft
+from . import Drafter, DraftRequest, Traits, register
 
 
 @register("off")
 class Off(Drafter):
     """Never proposes anything."""
 
-    takes = ()
+    traits = Traits(options=())
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return Draft.empty(len(seqs))
+    def draft(self, request: DraftRequest) -> Draft:
+        return Draft.empty(len(request.seqs))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree, chain
-from . import Drafter, Workspace, register
+from . import Drafter, DraftRequest, Traits, Workspace, register
 
 GRAMS = (4, 2, 1)  # sizes under which a place is filed; longest first, so that the best matches are found first
 PLACES = 12  # places that vote, at most, in each text: the latest are the best, more were not better
@@ -38,10 +38,12 @@ class Suffix(Drafter):
     `suffix_shared_tokens` (200000) bounds what is remembered of finished responses. vLLM's
     `suffix_decoding_min_token_prob` works too."""
 
-    takes = ("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree")
+    traits = Traits(
+        options=("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree"), dry=True,
+        auto=lambda workspace: True,
+    )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
         self._floor = float(space.option("suffix_min_survival", "suffix_decoding_min_token_prob", default=0.1))
         if not 0 <= self._floor <= 1:
             raise ConfigError(f"suffix_min_survival is {self._floor:g}, but it is a chance: choose from 0 to 1.")
@@ -54,18 +56,16 @@ class Suffix(Drafter):
         if seq.id not in self._requests:
             self._remember(seq)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return Draft.pack(self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True))
-
-    def glance(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        return self.draft(seqs, budget)
+    def draft(self, request: DraftRequest) -> Draft:
+        floor, pairs = max(self._floor, request.stop_below), zip(request.seqs, request.budgets, strict=True)
+        return Draft.pack(self._draft(seq, budget, floor) for seq, budget in pairs)
 
     def end(self, seq: Sequence) -> None:
         """Hand the response to all, unless nothing is to be learnt from it; a second `end` finds nothing to give."""
         if self._requests.pop(seq.id, None) is not None and seq.params.learn:
             self._shared.add(seq.generated)
 
-    def _draft(self, seq: Sequence, room: int) -> Tree:
+    def _draft(self, seq: Sequence, room: int, floor: float) -> Tree:
         if room <= 0:
             return chain([])
         text = self._read(seq)
@@ -76,7 +76,6 @@ class Suffix(Drafter):
             voters += text.voters(seq.tokens, room, shared=True)
         voters.sort(key=lambda voter: -voter.length)  # stable: of equals, our own come first
         source = f"{self.name}:shared" if voters and voters[0].shared else self.name
-        floor = max(self._floor, self.stop_below)
         tree = grow(voters, room, floor, seq.ends) if self._branching else follow(voters, room, floor, seq.ends)
         return tree._replace(source=source)
 

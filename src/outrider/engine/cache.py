@@ -18,15 +18,12 @@ This file knows ids and slots; it never looks at a number inside a plane.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence as Listing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from ..types import Draft, Rows, Sequence, Turn
-
-Places = Listing[int] | Mapping[int, int]  # node -> index of its spare slot
+from ..types import Sequence, common_prefix
 
 
 @dataclass
@@ -47,12 +44,41 @@ class Plane:
         slots += device.type != "cpu"  # one more, which nobody owns: captured passes write their padding there
         self.k = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d]
         self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
-        self.held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
-        self.nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
-        self.written = 0  # passes that wrote here: whoever relies on what it wrote can see that nobody came after
-        self.streams: dict[
-            int, torch.Tensor
-        ] = {}  # layer -> [S, H] what came out of it, where somebody wants that kept
+        self._held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
+        self._nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
+        self.passes = 0  # that wrote here: code that relies on what it wrote can tell that no other pass came after
+        self.streams: dict[int, torch.Tensor] = {}  # layer -> [S, H] its output, where a drafter wants that kept
+
+    def holds(self, seq: int) -> int:
+        """Leading tokens of a sequence whose K/V is here."""
+        return self._held.get(seq, 0)
+
+    def advance(self, seq: int, tokens: int) -> None:
+        """From now on it holds this many leading tokens of a sequence."""
+        self._held[seq] = tokens
+
+    def wrote(self, seq: int, nodes: Iterable[int]) -> None:
+        """It holds these drafted nodes in the sequence's spare slots, node n in slot n; all others are not valid."""
+        self._nodes[seq] = frozenset(nodes)
+
+    def count_pass(self) -> None:
+        """A pass writes here; every model's `forward` calls this."""
+        self.passes += 1
+
+    def commit(self, seq: int, fed: int, path: list[int]) -> None:
+        """Nodes on the accepted path become held tokens, as far as they were written after all `fed` tokens."""
+        wrote, keep = self._nodes.pop(seq, frozenset()), 0
+        while keep < len(path) and path[keep] in wrote:
+            keep += 1
+        if self.holds(seq) == fed:
+            self._held[seq] = fed + keep
+
+    def forget(self, seq: int, rename: int | None = None) -> None:
+        """A sequence is gone, or is known by another id."""
+        self._nodes.pop(seq, None)
+        held = self._held.pop(seq, None)
+        if rename is not None and held is not None:
+            self._held[rename] = held
 
     def keep_streams(self, layers: Iterable[int], width: int, dtype: torch.dtype) -> None:
         """From now on, passes on a GPU leave what comes out of these layers [H] in each row's slot, beside its K/V."""
@@ -114,8 +140,8 @@ class Cache:
     def sync(self, seq: Sequence, plane: Plane) -> int:
         """How many leading tokens of the sequence this plane really holds; seq.tokens from there on is to be fed."""
         row = self.rows[seq.id]
-        held = min(plane.held.get(seq.id, 0), _common(row.tokens, seq.tokens))
-        plane.held[seq.id] = held
+        held = min(plane.holds(seq.id), common_prefix(row.tokens, seq.tokens))
+        plane.advance(seq.id, held)
         return held
 
     def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
@@ -145,11 +171,7 @@ class Cache:
         row = self.rows[seq.id]
         path = list(path)
         for plane in self.planes:
-            wrote, keep = plane.nodes.pop(seq.id, frozenset()), 0
-            while keep < len(path) and path[keep] in wrote:
-                keep += 1
-            if plane.held.get(seq.id, 0) == fed:
-                plane.held[seq.id] = fed + keep
+            plane.commit(seq.id, fed, path)
         if path:
             start = len(row.slots)
             row.slots += [row.spare[node] for node in path]
@@ -162,21 +184,12 @@ class Cache:
         """The slots that would be taken next, first to last; fewer when somebody would have to give some up."""
         return self._free[: -n - 1 : -1]
 
-    def fork(self, parent: Sequence, child: Sequence) -> int:
-        """A row for `child` that shares its common prefix with `parent`; returns how many tokens that is."""
-        self._room_for_line()
-        row = self.rows[child.id] = Row(self._lines.pop())
-        source = self.rows[parent.id]
-        length = min(_common(source.tokens, child.tokens), len(child.tokens) - 1)
-        self._share(parent.id, child.id, row, length)
-        return length
-
     def free(self, seq: Sequence, keep: bool = False) -> None:
         """Give a sequence's places back. With `keep`, they stay readable for later prompts until slots run short."""
         row = self.rows.pop(seq.id)
         self._drop(row.spare)
         row.spare = []
-        held = max((plane.held.get(seq.id, 0) for plane in self.planes), default=0)
+        held = max((plane.holds(seq.id) for plane in self.planes), default=0)
         if keep and held:
             self._retired_id -= 1  # negative: never the id of a live sequence
             self._drop(row.slots[held:])
@@ -207,25 +220,11 @@ class Cache:
         lines = [row.line for row in (*self.rows.values(), *self.retired.values())]
         assert sorted(lines + self._lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
         for plane in self.planes:
-            for owner, held in plane.held.items():
+            for owner, held in plane._held.items():
                 row_of = self.rows.get(owner) or self.retired.get(owner)
                 assert held <= (len(row_of.slots) if row_of else 0), "a plane claims tokens without slots"
         for row in self.rows.values():
             assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
-
-    # ------------------------------------------------------------ what a model runs
-
-    def plan(self, turns: list[Turn], draft: Draft, plane: Plane) -> tuple[Rows, list[int]]:
-        """Rows of a step: each sequence's pending tokens, then its tree. Also each root's index among the wanted."""
-        packed = Packing(self)
-        first = []
-        for turn, tree in zip(turns, draft.trees, strict=True):
-            start = self.sync(turn.seq, plane)
-            packed.pending(turn.seq, start, start + turn.feed, want=turn.whole)
-            first.append(len(packed.want) - 1 if turn.whole else -1)
-            every = range(len(tree.tokens))
-            packed.nodes(turn.seq, tree.tokens, tree.parents, every, every)
-        return packed.rows(), first
 
     # ------------------------------------------------------------ inside
 
@@ -256,17 +255,14 @@ class Cache:
 
     def _forget(self, name: int, rename: int | None = None) -> None:
         for plane in self.planes:
-            plane.nodes.pop(name, None)
-            held = plane.held.pop(name, None)
-            if rename is not None and held is not None:
-                plane.held[rename] = held
+            plane.forget(name, rename)
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
         """The row that shares most with a new sequence. The last token is always fed: somebody needs its logits."""
         best, length = None, 0
         for name, row in (*self.rows.items(), *self.retired.items()):
-            held = max((plane.held.get(name, 0) for plane in self.planes), default=0)
-            common = min(_common(row.tokens, seq.tokens), held, len(seq.tokens) - 1)
+            held = max((plane.holds(name) for plane in self.planes), default=0)
+            common = min(common_prefix(row.tokens, seq.tokens), held, len(seq.tokens) - 1)
             if common > length:
                 best, length = name, common
         if best is not None and best in self.retired:
@@ -280,117 +276,10 @@ class Cache:
             self._readers[slot] += 1
         self._write_table(row, 0)
         for plane in self.planes:
-            plane.held[name] = min(plane.held.get(source, 0), length)
+            plane.advance(name, min(plane.holds(source), length))
 
     def _write_table(self, row: Row, start: int) -> None:
         self._places[row.line, start : len(row.slots)] = row.slots[start:]
         at = row.line * self.length
         for copy in self.changes:
             copy.update(zip(range(at + start, at + len(row.slots)), row.slots[start:], strict=True))
-
-
-class Packing:
-    """Collects the rows of one pass, sequence by sequence; models see nothing but the result."""
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.slots: list[int] = []
-        self.lines: list[int] = []
-        self.context: list[int] = []
-        self.tails: list[list[int]] = []  # drafted ancestors' slots, self last
-        self.want: list[int] = []
-        self.owners: list[Sequence] = []
-
-    def pending(self, seq: Sequence, start: int, stop: int, want: bool) -> None:
-        """Committed tokens start..stop-1; with `want`, the last one's logits are needed."""
-        row = self.cache.rows[seq.id]
-        for position in range(start, stop):
-            self._add(seq, seq.tokens[position], position, row.slots[position], position + 1, [])
-        if want:
-            self.want.append(len(self.tokens) - 1)
-
-    def again(self, seq: Sequence, position: int, slot: int) -> None:
-        """A committed token once more, wanted: it reads what came before it, and its own K/V goes to another slot."""
-        self._add(seq, seq.tokens[position], position, slot, position, [slot])
-        self.want.append(len(self.tokens) - 1)
-
-    def nodes(
-        self,
-        seq: Sequence,
-        tokens: list[int],
-        parents: list[int],
-        run: Iterable[int],
-        places: Listing[int] | Mapping[int, int],
-    ) -> None:
-        """Drafted nodes `run` of a tree after seq.tokens; node n lives in spare slot places[n], as do its ancestors."""
-        row, root = self.cache.rows[seq.id], len(seq.tokens)
-        for node in run:
-            tail, up = [], node
-            while up >= 0:
-                tail.append(row.spare[places[up]])
-                up = parents[up]
-            self._add(seq, tokens[node], root + len(tail) - 1, tail[0], root, tail[::-1])
-            self.want.append(len(self.tokens) - 1)
-
-    def _add(self, seq: Sequence, token: int, position: int, slot: int, context: int, tail: list[int]) -> None:
-        self.owners.append(seq)
-        self.tokens.append(token)
-        self.positions.append(position)
-        self.slots.append(slot)
-        self.lines.append(self.cache.rows[seq.id].line)
-        self.context.append(context)
-        self.tails.append(tail)
-
-    def rows(self) -> Rows:
-        return Planned(self)
-
-
-class Planned(Rows):
-    """Rows whose tensors are made when somebody asks for one: a device that takes lists never does."""
-
-    def __init__(self, packing: Packing) -> None:
-        given = {"packing": packing, "speakers": [packing.owners[i] for i in packing.want], "blocks": None}
-        self.__dict__.update(given)  # the rest is missing, and so found by __getattr__
-
-    @property
-    def count(self) -> int:
-        return len(self.packing.tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in Rows.__dataclass_fields__:
-            raise AttributeError(name)
-        self.__dict__.update(self._tensors())
-        return self.__dict__[name]
-
-    def _tensors(self) -> dict[str, Any]:
-        p = self.packing
-        depth = max(map(len, p.tails), default=0)
-        padded = [tail + [-1] * (depth - len(tail)) for tail in p.tails] if depth else None
-        tokens, positions, slots = torch.tensor((p.tokens, p.positions, p.slots), dtype=torch.long)
-        lines, context = torch.tensor((p.lines, p.context), dtype=torch.int32)
-        return {
-            "tokens": tokens,
-            "positions": positions,
-            "slots": slots,
-            "lines": lines,
-            "context": context,
-            "table": p.cache.table,
-            "ancestors": None if padded is None else torch.tensor(padded, dtype=torch.int32),  # [T, D]
-            "want": torch.tensor(p.want, dtype=torch.long),
-        }
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:  # nearly always: one is how the other began
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

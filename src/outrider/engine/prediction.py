@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from itertools import islice
+from itertools import accumulate, islice
+from operator import mul
+
+from ..types import Sequence, Tree, chain
 
 SURE = 3  # so many equal tokens are looked for in the whole of what lies ahead
 NEAR = {2: 64, 1: 8}  # fewer of them only so far ahead
 LOOKED_AT = 8  # of the places that so many equal tokens are found at, on either side
+DOUBT = 0.5  # after m equal tokens the next one is taken to be equal (m + 1) / (m + 1 + DOUBT) of the time
+SOURCE = "prediction"  # of drafts that are a request's prediction
 LONG = 6  # so many equal tokens are a place even further back: the answer repeats or reorders
 
 
@@ -87,3 +92,12 @@ class Prediction:
         while n < min(end, len(self._said)) and self.tokens[end - 1 - n] == self._said[-1 - n]:
             n += 1
         return n
+
+
+def predicted_draft(seq: Sequence, budget: int) -> Tree:
+    """What a sequence's prediction expects next; the longer it has been right, the higher the survival."""
+    if seq.prediction is None or budget <= 0:
+        return chain([])
+    tokens, run = seq.prediction.ahead(budget), seq.prediction.run
+    survival = accumulate((m / (m + DOUBT) for m in range(run + 1, run + 1 + len(tokens))), mul)
+    return chain(tokens, list(survival), source=SOURCE)

@@ -1,37 +1,36 @@
-"""Drafts that a request brings along, before and around those of the drafter.
+"""Drafts that come with the request itself: its prediction, and what its grammar forces.
 
-A prediction goes first: where the answer stands in it, nobody else is asked. A guide knows what it forbids and where it
-leaves but one way to go on: what it forbids is cut off a chain, what it forces is drafted for free.
+A prediction goes first: where the answer stands in it, the drafter is not asked. A guide knows which tokens it forbids
+and where only one token may follow: what it forbids is cut off a chain, what it forces is drafted for free.
 
-Like everything about drafts this decides how far a pass reaches, never what is said. It knows sequences and trees; it
-does not know which drafter is at work.
+Like every draft this decides how far a pass reaches, never what is emitted. It knows sequences and trees, not which
+drafter is at work.
 """
 
 from __future__ import annotations
 
-from ..drafters import Drafter
-from ..drafters.prediction import foretold
-from ..types import BROUGHT, Draft, Sequence, Tree, Turn, chain
+from dataclasses import replace
 
-_, FORCED = BROUGHT  # the source of a draft that is a guide's
+from ..types import FORCED, Draft, Sequence, Tree, Turn, chain
+from .drafter import Drafter, DraftRequest
+from .prediction import predicted_draft
+
 CERTAIN = 0.99  # the survival of a forced token: another spelling of the same text is rare
 
 
-def propose(drafter: Drafter, turns: list[Turn]) -> Draft:
-    """At most turn.budget nodes for each sequence, from the request itself where it can tell."""
-    seqs, budget = [turn.seq for turn in turns], [turn.budget for turn in turns]
-    if not any(seq.brings for seq in seqs):
-        return drafter.draft(seqs, budget)
-    trees = [_guided(seq, foretold(seq, room), room) for seq, room in zip(seqs, budget, strict=True)]
+def propose(drafter: Drafter, turns: list[Turn], request: DraftRequest) -> Draft:
+    """At most request.budgets[i] nodes for each turn, from the request itself where it can tell."""
+    seqs, budgets = request.seqs, request.budgets
+    if not any(seq.has_request_drafts for seq in seqs):
+        return drafter.draft(request)
+    trees = [_guided(seq, predicted_draft(seq, room), room) for seq, room in zip(seqs, budgets, strict=True)]
     open_ = [i for i, (turn, tree) in enumerate(zip(turns, trees, strict=True)) if _may_be_better(turn, tree)]
-    if not open_:
-        return Draft.pack(trees)
-    answer = drafter.draft([seqs[i] for i in open_], [budget[i] for i in open_])
-    for i, tree in zip(open_, answer.trees, strict=True):
-        theirs = _guided(seqs[i], tree, budget[i])
-        if theirs.tokens[: len(trees[i].tokens)] == trees[i].tokens:
-            trees[i] = theirs
-    return Draft.pack(trees, answer.unread)
+    drafted = request.answer(open_, drafter.draft)
+    for i in open_:
+        guided = _guided(seqs[i], drafted.trees[i], budgets[i])
+        if guided.tokens[: len(trees[i].tokens)] == trees[i].tokens:
+            trees[i] = guided
+    return replace(drafted, trees=tuple(trees))
 
 
 def _may_be_better(turn: Turn, own: Tree) -> bool:
@@ -40,7 +39,7 @@ def _may_be_better(turn: Turn, own: Tree) -> bool:
     Under the rules that draw from q, whose draft is verified must not depend on what was drawn.
     """
     goes_on = own.source == FORCED and len(own.tokens) < turn.budget and turn.seq.rule == "match"
-    return turn.asks and (not own.tokens or goes_on)
+    return turn.asks_drafter and (not own.tokens or goes_on)
 
 
 def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:
@@ -50,9 +49,9 @@ def _guided(seq: Sequence, tree: Tree, room: int) -> Tree:
     """
     if seq.matcher is None or not tree.is_chain or tree.q is not None or min(tree.tokens, default=0) < 0:
         return tree
-    said = seq.generated
-    tree = tree.cut(seq.matcher.follow(said, tree.tokens))
-    more = seq.matcher.forced(said + tree.tokens, room - len(tree.tokens))
+    generated = seq.generated
+    tree = tree.cut(seq.matcher.follow(generated, tree.tokens))
+    more = seq.matcher.forced(generated + tree.tokens, room - len(tree.tokens))
     if not more:
         return tree
     survival = tree.survival if tree.tokens else []

@@ -58,7 +58,7 @@ class Scheduler:
         for turn in turns:
             if turn.seq.id in preempted:  # a moment ago, for an elder
                 continue
-            held = self.plane.held.get(turn.seq.id, 0)
+            held = self.plane.holds(turn.seq.id)
             while not self.cache.reserve(turn.seq, held + turn.feed, turn.budget):
                 if turn.budget:
                     turn = turn.allow(0)

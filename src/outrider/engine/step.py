@@ -4,45 +4,56 @@ A step is one target pass over a packed forest of drafted tokens; the target mak
 the longest drafted path that agrees with those choices is kept. Prefill, plain decoding and verification are the same
 step with different forests.
 
-The engine knows ids, not text; it knows that there is a drafter, not which. Whatever the drafter does (nothing,
+The engine knows token ids, not text; it knows that there is a drafter, not which. Whatever the drafter does (nothing,
 nonsense, an exception), the emitted tokens are those of the target alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterator, Sequence as Listing
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from ..control.adaptive import Controller
-from ..drafters import Drafter
+from ..control import Controller
 from ..errors import ConfigError, ModelError
-from ..types import Draft, Output, Rows, Sequence, Step, Tree, Turn, Verdict
+from ..types import Batch, Draft, Output, Sequence, Step, Tree, Turn, Verdict
+from .batch import pack
 from .cache import Cache, Plane
+from .drafter import Drafter, DraftRequest
 from .judge import RULES
 from .request_drafts import propose
 from .sampling import Dice, Target, logprob
 from .scheduler import Scheduler
-from .watchdog import Watch
+from .watchdog import Watchdog
+
+log = logging.getLogger("outrider.engine")
 
 
 class Pending(Protocol):
+    """A pass under way."""
+
     def wait(self) -> Output: ...
 
 
 class Runner(Protocol):
+    """A backend that runs the target's passes."""
+
     plane: Plane
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
-        """Start a pass. `overlapped`: somebody works meanwhile; `steady`: one token each, and no end of it in sight."""
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+        """Start a pass. `overlapped`: the drafter works meanwhile; `steady`: the next pass is expected to have one row
+        per sequence too, so that it may be started before this one is read."""
         ...
 
 
 class Listener(Protocol):
-    """One that sets `reads_logits` to False lets a runner go on without it: it finds no logits in what it hears."""
+    reads_logits: bool  # False: the step's logits may be gone when `observe` is called
+    reads_guesses: bool  # True: drafters keep what else they thought likely (`Tree.guesses`)
 
     def observe(self, step: Step) -> None: ...
 
@@ -59,21 +70,23 @@ class Engine:
         scheduler: Scheduler,
         vocabulary: int,
         listeners: Listing[Listener] = (),
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`now` is the clock that everything is timed by, in seconds."""
         self.target, self.cache, self.drafter = target, cache, drafter
         self.controller, self.scheduler, self.listeners = controller, scheduler, listeners
         self.vocabulary = vocabulary
-        self._logits_are_read = any(getattr(listener, "reads_logits", True) for listener in listeners)
+        self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
-        self.last_failure = ""  # what the drafter's optional verbs last raised
-        self.clock = Clock()
-        self.watch = Watch()  # over the drafter's calls, for whoever cannot wait for ever
+        self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
+        self.clock = Clock(now)
+        self.watchdog = Watchdog()  # over the drafter's calls: another thread may give up one that hangs
 
     def add(self, seq: Sequence) -> None:
         if not seq.tokens:
-            raise ConfigError("The prompt is empty: a text is continued from at least one token. Give a first one.")
+            raise ConfigError("The prompt is empty; a text is continued from at least one token.")
         self.scheduler.add(seq)
-        self._ask("begin", seq)
+        self._notify("begin", seq)
 
     def cancel(self, seq: Sequence) -> None:
         """Forget a sequence between two steps; its slots are free at once."""
@@ -86,27 +99,28 @@ class Engine:
         return self.scheduler.busy
 
     def step(self) -> Step:
-        """Pick, budget, draft or glance, launch, overlap, judge, commit, observe."""
-        clock = self.clock.start()
-        turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick()))
+        """Pick, budget, draft, launch, overlap, judge, commit, observe."""
+        clock, traits = self.clock.start(), self.drafter.traits
+        turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick(), traits))
         with clock.time("draft"):
             draft, failure = self._draft(turns)
-        self._glance(turns)
+        self._dry_draft(turns)
         with clock.time("verify"):
-            rows, first = self.cache.plan(turns, draft, self.target.plane)
+            batch, first = pack(self.cache, turns, draft, self.target.plane)
             steady = self.controller.steady and not self._logits_are_read
-            pending = self.target.launch(rows, self.drafter.taps, self.drafter.overlaps, steady)
+            traits = self.drafter.traits  # drafting may have changed them
+            pending = self.target.launch(batch, traits.taps, traits.overlaps, steady)
             with clock.time("overlap"):
-                self._ask("overlap", [t.seq for t in turns], draft)
+                self._notify("overlap", [t.seq for t in turns], draft)
             output = pending.wait()
         clock.adjust(output.seconds)
-        draft = _read(draft, rows, first, output)
+        draft = _read(draft, batch, first, output)
         with clock.time("judge"):
             coins = [Dice(turn.seq) for turn in turns]
-            voices = self._voices(turns, draft, output, first)
-            verdicts = [self._settle(*each) for each in zip(turns, draft.trees, voices, coins, strict=True)]
+            targets = self._targets(turns, draft, output, first)
+            verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
         step = Step(
-            self.index, turns, draft, rows, output, verdicts, clock.seconds, clock.starts, first, coins,
+            self.index, turns, draft, batch, output, verdicts, clock.seconds, clock.starts, first, coins,
             self.controller.why, failure,
         )  # fmt: skip
         self._publish(step)
@@ -115,36 +129,40 @@ class Engine:
     # ------------------------------------------------------------ the parts of a step
 
     def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
-        """Ask for every turn with a budget, and believe nothing that is said about shapes."""
+        """Ask for every turn with a budget; nothing about the shape of the answer is trusted."""
         asked = [i for i, turn in enumerate(turns) if turn.budget]
-        trees, failure, unread = [Tree([], [])] * len(turns), "", None
+        trees, failures, unread = [Tree([], [])] * len(turns), [], None
         if asked:
             try:
-                self.drafter.stop_below = self.controller.stop_below
-                with self.watch("draft"):
-                    answer = propose(self.drafter, [turns[i] for i in asked])
-                unread = answer.unread
-                for i, tree in zip(asked, answer.trees, strict=True):
+                drafted = self._ask([turns[i] for i in asked])
+                unread, failures = drafted.unread, list(drafted.failures)
+                for i, tree in zip(asked, drafted.trees, strict=True):
                     trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)
             except Exception as error:  # a drafter costs speed, never an answer
-                failure = f"{type(error).__name__}: {error}"
+                failures.append(f"{self.drafter.name or type(self.drafter).__name__}: {_describe(error)}")
                 trees, unread = [Tree([], [])] * len(turns), None
+        for failure in failures:
+            self._count_failure(failure)
         pruned = self.controller.prune(turns, Draft.pack(trees))
-        return replace(pruned, unread=unread), failure
+        return replace(pruned, unread=unread), "; ".join(failures)
 
-    def _glance(self, turns: list[Turn]) -> None:
-        """This step's pass may be under way already: had the next one better wait for a draft?"""
-        looked = self.controller.glance(turns)
-        if looked:
+    def _ask(self, turns: list[Turn], dry: bool = False) -> Draft:
+        seqs, budgets = [turn.seq for turn in turns], [turn.budget for turn in turns]
+        request = DraftRequest(seqs, budgets, self.controller.prices, self.controller.stop_below, dry)
+        with self.watchdog("draft"):
+            return self.drafter.draft(request) if dry else propose(self.drafter, turns, request)
+
+    def _dry_draft(self, turns: list[Turn]) -> None:
+        """This step's pass may be under way without a draft: would the next one pay for waiting for one?"""
+        candidates = self.controller.dry_turns(turns)
+        if candidates:
             try:
-                with self.watch("glance"):
-                    seen = self.drafter.glance([turn.seq for turn in looked], [turn.budget for turn in looked])
-                self.controller.glanced(looked, seen)
+                self.controller.observe_dry(candidates, self._ask(candidates, dry=True))
             except Exception as error:
-                self.last_failure = f"glance: {type(error).__name__}: {error}"
+                self._count_failure(f"dry draft: {_describe(error)}")
 
-    def _voices(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
-        """The target over each sequence's rows; None where part of a prompt still waits."""
+    def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
+        """The target over each sequence's rows; None where part of a prompt is still pending."""
         _insist_on_numbers(output.highest)
         spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
         return [
@@ -152,20 +170,21 @@ class Engine:
             for turn, span in zip(turns, spans, strict=True)
         ]
 
-    def _settle(self, turn: Turn, tree: Tree, voice: Target | None, coins: Dice) -> Verdict | None:
+    def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: Dice) -> Verdict | None:
         """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
         seq, plane = turn.seq, self.target.plane
-        fed = plane.held[seq.id] = plane.held.get(seq.id, 0) + turn.feed
+        fed = plane.holds(seq.id) + turn.feed
+        plane.advance(seq.id, fed)
         seq.stats.passes += 1
-        if voice is None:
+        if target is None:
             return None
-        verdict = seq.extend(RULES[seq.rule](tree, voice, coins), tree)
-        plane.nodes[seq.id] = frozenset(range(len(tree.tokens)))
+        verdict = seq.extend(RULES[seq.rule](tree, target, coins), tree)
+        plane.wrote(seq.id, range(len(tree.tokens)))
         self.cache.commit(seq, fed, verdict.path)
         seq.stats.count(tree, verdict)
         if seq.params.logprobs is not None:
             emitted = zip(verdict.rows, verdict.tokens, strict=True)
-            seq.logprobs += [logprob(voice.logits[row], token, seq.params.logprobs) for row, token in emitted]
+            seq.logprobs += [logprob(target.logits[row], token, seq.params.logprobs) for row, token in emitted]
         return verdict
 
     def _publish(self, step: Step) -> None:
@@ -175,60 +194,72 @@ class Engine:
                 seq.stats.seconds[phase] = seq.stats.seconds.get(phase, 0.0) + seconds
             seq.stats.why = step.why
             seq.stats.failures += bool(step.failure)
-        self._ask("observe", step)
-        for listener in (self.controller, *self.listeners):
+        self._notify("observe", step)
+        self.controller.observe(step)
+        for listener in self.listeners:
             listener.observe(step)
         for seq in step.seqs:
             if seq.finish:
                 self._close(seq)
 
-    # ------------------------------------------------------------ small print
+    # ------------------------------------------------------------ details
 
     def _close(self, seq: Sequence) -> None:
         self.scheduler.remove(seq, keep=True)
         self.controller.end(seq)
-        self._ask("end", seq)
+        self._notify("end", seq)
 
-    def _ask(self, verb: str, *arguments: object) -> None:
+    def _notify(self, verb: str, *arguments: object) -> None:
         """Call one of the drafter's optional verbs; if it fails, the text goes on without it."""
         try:
-            with self.watch(verb):
+            with self.watchdog(verb):
                 getattr(self.drafter, verb)(*arguments)
         except Exception as error:
-            self.last_failure = f"{verb}: {type(error).__name__}: {error}"
+            self._count_failure(f"{verb}: {_describe(error)}")
+
+    def _count_failure(self, failure: str) -> None:
+        """The first time it is logged; every time it is counted."""
+        if not self.failures[failure]:
+            log.warning("The drafter failed (%s). The text is not affected; plain decoding continues.", failure)
+        self.failures[failure] += 1
 
 
-_PAUSE = 0.002  # seconds between two steps that are longer than this were somebody else's
+_PAUSE = 0.002  # seconds; a longer pause between two steps was the caller's
 
 
 class Clock:
     """Seconds of each phase of a step, and when each began since the engine was made."""
 
-    def __init__(self) -> None:
-        self.zero = self.begin = self.told = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.zero = self.begin = self.reported = now()  # reported: when a device last reported its phases
         self.seconds: dict[str, float] = {}
         self.starts: dict[str, float] = {}
 
     def start(self) -> Clock:
-        self.seconds, self.starts, self.begin = {}, {}, time.perf_counter()
+        self.seconds, self.starts, self.begin = {}, {}, self.now()
         return self
 
     def adjust(self, device: dict[str, float]) -> None:
-        """A device has told what phases really took; what lies between them since its last word is the host's."""
+        """A device has measured its phases itself; the time between them since its last report is the host's."""
         if device:
-            now, since = time.perf_counter(), max(self.told, self.begin - _PAUSE)
+            now, since = self.now(), max(self.reported, self.begin - _PAUSE)
             self.seconds |= device | {"host": max(now - since - sum(device.values()), 0.0)}
             self.starts = dict.fromkeys(self.seconds, since - self.zero) | self.starts
-            self.told = now
+            self.reported = now
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin = self.now()
         self.starts[phase] = begin - self.zero
         try:
             yield
         finally:
-            self.seconds[phase] = time.perf_counter() - begin
+            self.seconds[phase] = self.now() - begin
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
@@ -241,19 +272,19 @@ def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
     return tree.cut(min(sound, budget))
 
 
-def _read(draft: Draft, rows: Rows, first: list[int], output: Output) -> Draft:
-    """The draft with the tokens that the pass has told us: a tree's rows follow its root's."""
+def _read(draft: Draft, batch: Batch, first: list[int], output: Output) -> Draft:
+    """The draft with the token ids that the pass has read on the device: a tree's rows follow its root's."""
     if output.tokens is None:
         return draft
-    want, trees = rows.packing.want, []
+    trees = []
     for tree, at in zip(draft.trees, first, strict=True):
-        start = want[at] + 1 if tree.tokens else 0
+        start = batch.want[at] + 1 if tree.tokens else 0
         trees.append(tree._replace(tokens=output.tokens[start : start + len(tree.tokens)]))
     return Draft.pack(trees)
 
 
 def _insist_on_numbers(highest: list[float]) -> None:
-    """Each row's largest logit [R]. A NaN anywhere in a row surfaces here."""
+    """Each row's largest logit [R]. A NaN anywhere in a row shows up here."""
     if not all(map(math.isfinite, highest)):
         raise ModelError(
             "The target produced NaN or infinite logits, so no token can be chosen. The weights may be damaged or "

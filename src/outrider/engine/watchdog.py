@@ -16,14 +16,14 @@ class GivenUp(BaseException):
     """Ends a thread that was left behind in a drafter. Not an Exception: no drafter catches it by accident."""
 
 
-class Watch:
-    """`with watch("draft"): …` on the engine's thread; `stuck` and `give_up` from another one."""
+class Watchdog:
+    """`with watchdog("draft"): …` on the engine's thread; `stuck` and `give_up` from another one."""
 
     def __init__(self) -> None:
         self._verb, self._since, self._given_up = "", 0.0, False
         self._lock = threading.Lock()  # a call is given up, or has come back: never both
 
-    def __call__(self, verb: str) -> Watch:
+    def __call__(self, verb: str) -> Watchdog:
         self._since, self._verb = time.monotonic(), verb
         return self
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import opening
 from ..errors import ConfigError
 from ..llm import LLM, Result
 from ..types import SamplingParams
@@ -120,7 +119,7 @@ class Accelerated:
             own = {"repetition_penalty": own.get("repetition_penalty", 1.0)}
         else:
             own = {"temperature": 1.0, "top_k": 50} | own
-        start = len(opening(self.llm.target, prompt).tokens)
+        start = len(self.llm.target.opening(prompt).tokens)
         most = asked.get("max_new_tokens") or (asked["max_length"] - start if "max_length" in asked else _TOKENS)
         if most < 1:
             raise ConfigError(f"The prompt has {start} tokens and max_length is {start + most}: nothing can be said.")
@@ -140,7 +139,7 @@ class Accelerated:
         key = tuple((name, id(value) if name == "assistant_model" else value) for name, value in sorted(wish.items()))
         if key not in self._siblings:
             changes = _with_assistant(wish, self.tokenizer, self._backend)
-            whole = not getattr(self.llm.target, "open", True)
+            whole = not self.llm.target.has_layers
             changes = _early_exit(changes, self.llm.target.config.layers) if whole else changes
             self._siblings[key] = self.llm.using(**changes)
         return self._siblings[key]
@@ -159,7 +158,7 @@ class Accelerated:
         """Tokens reach the streamer as they are emitted, the prompt first, as Hugging Face does it."""
         if len(prompts) != 1 or params[0].n != 1:
             raise ConfigError("A streamer hears one text at a time: give one prompt, and num_return_sequences=1.")
-        streamer.put(ids.cpu() if not self._two_sided else torch.tensor([opening(llm.target, prompts[0]).tokens]))
+        streamer.put(ids.cpu() if not self._two_sided else torch.tensor([llm.target.opening(prompts[0]).tokens]))
         said: list[int] = []
         for piece in llm.stream(prompts[0], params[0], speculate):
             said += piece.token_ids
@@ -170,7 +169,7 @@ class Accelerated:
 
     @property
     def _two_sided(self) -> bool:
-        return bool(getattr(self.llm.target, "two_sided", False))
+        return self.llm.target.encoder
 
     def _tensor(self, ids: Tensor, prompts: list[Tensor], said: list[list[int]], asked: dict[str, Any]) -> Tensor:
         """[sequences, length]: each prompt as it was given, its answer, and padding."""
@@ -203,7 +202,7 @@ def _with_assistant(given: dict[str, Any], tokenizer: Any, backend: str) -> dict
             checkpoint, _ = in_memory(module, tokenizer, backend)
             dtype, length = _DTYPES.get(module.dtype, "auto"), min(checkpoint.config.context_length, _LONGEST)
             loaded: Any = load_model(checkpoint, dtype, length, device=module.device)
-            asked[name] = loaded.as_drafter() if hasattr(loaded, "as_drafter") else loaded
+            asked[name] = loaded.as_drafter()
     return asked
 
 

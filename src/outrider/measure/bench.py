@@ -49,7 +49,7 @@ PLAIN = Setup("off", 0)
 
 def setup(llm: LLM, drafter: str, k: int | str) -> Setup:
     """A drafter by name, with what the user set for it, or with what lets it run on any target."""
-    return Setup(drafter, k, lookup(drafter).trial_options(llm.target) | llm.config.options)
+    return Setup(drafter, k, lookup(drafter).traits.trial(llm.target) | llm.config.options)
 
 
 @dataclass(frozen=True)

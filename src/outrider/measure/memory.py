@@ -40,6 +40,6 @@ def additions(llm: LLM) -> list[Addition]:
             drafter = make(name, Workspace(llm.target, cache, plane, llm.config.options, llm.tokenizer))
         except OutriderError:
             continue
-        memory = drafter.added_memory
+        memory = drafter.traits.memory()
         found.append(Addition(name, memory.weights, memory.kv * llm.engine.cache.slots // _SLOTS))
     return found

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..backends import device_of
 from ..control.adaptive import Costs
 from ..drafters import lookup
 from ..drafters.layerskip.search import NOTE, SHORTLISTS, Found, Price, Search, Skip, Text
@@ -50,7 +49,7 @@ def candidates(llm: LLM, drafters: list[str]) -> list[Setup]:
     for name in drafters:
         cls, own = lookup(name), setup(llm, name, "auto").options
         setups += [Setup(name, k, own) for k in KS]
-        takes = cls.takes or ()
+        takes = cls.traits.options or ()
         if "tree_width" in takes:
             shapes = [{"tree": True, "tree_width": width, "tree_depth": depth} for width, depth in SHAPES]
         else:
@@ -181,11 +180,11 @@ class Tuner:
 
 def laid_out(llm: LLM, answers: list[tuple[list[int], list[int]]]) -> Text:
     """What the target said, where it lives: sets can be scored on it."""
-    if device_of(llm.target).type != "cuda":
+    if llm.target.device.type != "cuda":
         return Text(llm.target, answers)
-    from ..backends.cuda.uncaptured import Laid  # needs triton, which is not installed everywhere
+    from ..backends.cuda.uncaptured import UncapturedPasses  # needs triton, which is not installed everywhere
 
-    return Text(llm.target, answers, device=Laid)
+    return Text(llm.target, answers, device=UncapturedPasses)
 
 
 def skip_search(
@@ -234,12 +233,12 @@ def profile_of(outcome: Outcome) -> dict[str, Any]:
 
 def keep_skip(llm: LLM, outcome: Outcome) -> Path | None:
     """Note the searched set under the target's hash, where the drafter finds it; returns where, if there is one."""
-    identity = getattr(llm.target, "identity", None)
+    identity = llm.target.identity()
     if outcome.search is None or identity is None:
         return None
     facts: dict[str, Any] = dict(outcome.search.skip.options)
     facts |= {"k": outcome.search.k, "agreement": outcome.search.agreement, "tried": outcome.tried}
-    return note(NOTE, identity(), facts | {"expected_speedup": outcome.search.speedup, "model": llm.name})
+    return note(NOTE, identity, facts | {"expected_speedup": outcome.search.speedup, "model": llm.name})
 
 
 _MEASURED = (

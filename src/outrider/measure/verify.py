@@ -92,7 +92,7 @@ def measure(
         expected = [out.outputs[0] for out in plain.generate(prompts, params)]
         for name in drafters:
             progress(f"{name}, temperature {t:g}", (len(report.tallies) + 1) / runs)
-            options = lookup(name).trial_options(llm.target) | llm.config.options
+            options = lookup(name).traits.trial(llm.target) | llm.config.options
             candidate = llm.using(drafter=name, k=5 if llm.config.k == "auto" else llm.config.k, **options)
             said = [out.outputs[0] for out in candidate.generate(prompts, params)]
             report.tallies.append(_tally(name, t, expected, said))

@@ -295,3 +295,40 @@ def target_hash(config: ModelConfig, weights: Named) -> str:
         rows = weights.get(f"layers.{middle}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
         digest.update(",".join(f"{value:.2e}" for value in rows.tolist()).encode())
     return digest.hexdigest()[:16]
+
+
+# ------------------------------------------------------------ untrained
+
+
+def random_head(
+    config: ModelConfig, kind: str = "eagle3", seed: int = 1, layers: int = 1, vocabulary: int = 0, hash: str = ""
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """An untrained head for a target of this shape, its vocabulary spread evenly over the target's."""
+    vocabulary, half = vocabulary or min(config.vocab_size * 3 // 4, 4096), config.layers // 2
+    shape = HeadConfig(
+        kind=kind,
+        hidden_size=config.hidden_size,
+        intermediate_size=2 * config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=vocabulary,
+        taps=(max(half, 1) - 1,) if kind == "exit" else tuple(sorted({0, half, config.layers - 1})),
+        layers=layers,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        context_length=config.context_length,
+        target_hash=hash,
+    )
+    ids = torch.arange(vocabulary) * config.vocab_size // vocabulary  # [D]
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[ids] = True
+    tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(vocabulary), "t2d": known}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in shapes(shape)}
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in shapes(shape).items():
+        if name not in tensors:
+            noise = torch.randn(size, generator=generator)
+            tensors[name] = noise * 1.5 / size[1] ** 0.5 if len(size) > 1 else 1 + 0.1 * noise
+    return shape, tensors

@@ -261,7 +261,7 @@ class Worker:
     def _watch(self) -> None:
         """On a thread of its own, for as long as the worker lives."""
         while not self._over.wait(min(1.0, self._drafter_seconds / 4)):
-            if verb := self.llm.engine.watch.give_up(self._drafter_seconds):
+            if verb := self.llm.engine.watchdog.give_up(self._drafter_seconds):
                 self._leave_behind(verb)
 
     def _leave_behind(self, verb: str) -> None:

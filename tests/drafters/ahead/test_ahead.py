@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, drafters
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.cli.app import app
 from outrider.cli.show import ahead_line
 from outrider.config import Config
@@ -36,6 +35,7 @@ from outrider.drafters.ahead.worth import Worth
 from outrider.engine.step import Engine
 from outrider.engine.trace import read
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
 from outrider.measure.bench import Plan, Question
 from outrider.measure.doctor import _ahead_facts
 from outrider.testing import Scenario, check_drafter, decode, reference
@@ -235,11 +235,11 @@ def engine_with(options: dict, **config: object) -> Engine:
 @pytest.mark.parametrize("fallback", ["", *sorted({*drafters.names()} - {"ahead", "auto", "cascade", "off"})])
 def test_text_is_the_targets_around_every_drafter(fallback: str, temperature: float, batch: int) -> None:
     params, scenario = SamplingParams(temperature=temperature, max_tokens=40), Scenario("x", batch=batch)
-    options = (drafters.lookup(fallback).trial_options(TARGET) if fallback else {}) | ALWAYS
+    options = (drafters.lookup(fallback).traits.trial(TARGET) if fallback else {}) | ALWAYS
     options |= {"draft_model": toy(blur=0.08), "ahead_fallback": fallback}
     engine = engine_with(options)
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
-    assert not engine.last_failure
+    assert not engine.failures
     assert engine.drafter.notes()["ahead"]["deaths"] == 0
 
 
@@ -474,7 +474,7 @@ def test_statistics_and_the_trace_tell_of_it(folder: Path, tmp_path: Path) -> No
     told = llm.drafting["ahead"]
     assert {"hit_rate", "hits_by_outcome", "hidden_seconds", "exposed_seconds", "miss", "why"} <= told.keys()
     assert told["place"] == "thread"
-    assert llm.engine.drafter.added_memory.kv > 0
+    assert llm.engine.drafter.traits.memory().kv > 0
     words = ahead_line(told)
     assert "(rejection)" in words
     assert "(end)" in words

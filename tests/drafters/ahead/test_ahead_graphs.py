@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from outrider.backends import ops
+from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.state import Desk
+from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.drafters.ahead.forks import Forker, Plan
@@ -30,7 +31,7 @@ def forker(captured: bool) -> Forker:
             made.cache.slots += 1
             made.plane = made.cache.add_plane(*model.plane_shape)
             made.cache.slots -= 1
-        made.passes = Graphs(model, made.plane, Desk(made.cache, device, 4))
+        made.passes = Graphs(model, made.plane, DeviceState(made.cache, Driver(device), 4))
     return made
 
 

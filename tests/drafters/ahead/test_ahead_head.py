@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from outrider.drafters.head.forks import HeadForker
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, drafters
-from outrider.backends.toy import random_head, toy
-from outrider.build import build_engine
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.ahead import worker_host as place_module
 from outrider.drafters.ahead.forks import Plan
@@ -23,11 +24,13 @@ from outrider.drafters.ahead.setup import shares_gpu
 from outrider.drafters.ahead.shared_queue import Sizes
 from outrider.drafters.ahead.worker_host import Thread
 from outrider.drafters.head.features import Features
-from outrider.drafters.head.forks import HeadForker
 from outrider.drafters.head.network import Head
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Step
 
@@ -56,9 +59,9 @@ def shown(text: list[int], taps: tuple[int, ...], name: int = 7) -> Features:
     plane = cache.add_plane(*TARGET.plane_shape)
     cache.open(seq)
     cache.reserve(seq, len(text), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(text), want=True)
-    hidden = TARGET.forward(packed.rows(), plane, taps=taps).hidden
+    hidden = TARGET.forward(rows_of(packed), plane, taps=taps).hidden
     return Features(taps, {name: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
 
 
@@ -174,7 +177,7 @@ def test_a_thread_that_is_disturbed_changes_nothing(
     place = engine.drafter.place
     assert min(done.values()) > 0 or sum(done.values()) > 5, done
     assert place.starts > 1
-    assert not engine.last_failure
+    assert not engine.failures
     place.close()
 
 
@@ -186,7 +189,7 @@ def test_outcomes_are_hit_and_told() -> None:
     assert facts["hit_rate"] > 0.1  # a head that knows nothing, and 40 of 48 words prepared for
     assert facts["deaths"] == 0
     assert facts["place"] == "thread"
-    assert engine.drafter.added_memory.kv > 0
+    assert engine.drafter.traits.memory().kv > 0
     assert not engine.drafter.post.features.pieces  # finished sequences leave nothing behind
 
 
@@ -201,13 +204,13 @@ def test_conformance_kit_with_a_head() -> None:
 @pytest.mark.parametrize("fallback", sorted({*drafters.names()} - {"ahead", "auto", "cascade", "off", "head"}))
 def test_text_is_the_targets_with_every_fallback(fallback: str, temperature: float, batch: int) -> None:
     params, scenario = SamplingParams(temperature=temperature, max_tokens=40), Scenario("x", batch=batch)
-    options = drafters.lookup(fallback).trial_options(TARGET)
+    options = drafters.lookup(fallback).traits.trial(TARGET)
     options.pop("draft_model", None)  # else that would draft ahead
     if fallback == "model":
         pytest.skip("a draft model drafts ahead itself: test_ahead")
     engine = engine_with(**options, ahead_fallback=fallback)
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
-    assert not engine.last_failure
+    assert not engine.failures
 
 
 @pytest.mark.slow

@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.backends.rows import rows_of
 from outrider.backends.toy import toy
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters.ahead.laws import STRAIGHT, Tilt, drawn_from
 from outrider.drafters.ahead.shared_queue import Mail, Sizes, read_laws, write_law
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.engine.judge import RULES
 from outrider.engine.sampling import DRAFT, draw, key, law
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
 from outrider.types import Sequence, Step, Tree, chain
 
@@ -132,9 +134,9 @@ def logits_after(text: list[int], seq: Sequence) -> torch.Tensor:
     plane = cache.add_plane(*DRAFTER.plane_shape)
     cache.open(fresh)
     cache.reserve(fresh, len(text), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(fresh, 0, len(text), want=True)
-    return DRAFTER.forward(packed.rows(), plane).logits[0].float()
+    return DRAFTER.forward(rows_of(packed), plane).logits[0].float()
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from outrider import SamplingParams
-from outrider.backends.toy import random_head, toy
-from outrider.build import build_engine
+from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs
 from outrider.drafters.ahead import setup as _ahead
@@ -26,6 +25,8 @@ from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import Mail, Sizes
 from outrider.drafters.ahead.worth import Worth
 from outrider.drafters.head.network import Head
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import Scenario, decode, reference
 from outrider.types import Sequence
 
@@ -102,7 +103,7 @@ def told(drafter: str, right: float, k: int | str = "auto", head: bool = False, 
         run: list[Any] = [Answers.__new__(Answers)]
         run[0].__init__(patch, drafter, [right] * MANY, k)
         found = [run[0].answer(seq) for seq in run[0].seqs]
-        assert not run[0].engine.last_failure
+        assert not run[0].engine.failures
         made = run[0].engine.drafter
         assert not isinstance(made, Ahead) or not made.place.bypassed
     return Told([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
@@ -163,7 +164,7 @@ def test_text_is_the_targets_while_ways_change(
     engine = alternating(monkeypatch, DRAFTERS[drafter](), k=4)
     params, scenario = SamplingParams(temperature=temperature, max_tokens=40), Scenario("x", batch=batch)
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
-    assert not engine.last_failure
+    assert not engine.failures
     account = engine.drafter.account
     assert account.jits > 3
     assert sum(account.hits.values()) + sum(account.misses.values()) > 3

@@ -104,7 +104,7 @@ class Target:
         self.world, self.text, self.s, self.plane, self.drafter = world, text, setting, plane, drafter
 
     def launch(self, rows: Any, taps: object, overlapped: bool, steady: bool = False) -> Any:
-        begin, p = self.world.now, rows.packing
+        begin, p = self.world.now, rows.batch
         choices = [self.text[p.positions[i] + 1] for i in p.want]
 
         def wait() -> Output:
@@ -151,7 +151,7 @@ def engine_speed(
     while engine.busy:
         engine.step()
     assert seq.generated == text[10 : 10 + TOKENS]
-    assert not engine.last_failure
+    assert not engine.failures
     return TOKENS / world.now, made
 
 

@@ -17,14 +17,14 @@ from outrider.backends import WHOLE, Part
 from outrider.backends.cpu import quantise as quant
 from outrider.backends.cpu.eager import Eager
 from outrider.backends.cpu.int8 import Int8Transformer
-from outrider.backends.toy import VOCABULARY, RandomWeights, random_head, toy
-from outrider.build import build_engine
+from outrider.backends.toy import VOCABULARY, RandomWeights, toy
 from outrider.config import Config, config_from, from_hugging_face
-from outrider.drafters import Workspace, make
+from outrider.drafters import DraftRequest, Workspace, make
 from outrider.drafters.exit.network import Exit
 from outrider.drafters.head.network import read_head
 from outrider.engine.step import Engine
-from outrider.models.speculators import shapes, write_head
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head, shapes, write_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.train.exits import ExitNet
 from outrider.train.features import TargetNet
@@ -82,12 +82,12 @@ def test_each_layer_runs_once_for_each_row_of_a_step(exit_layer: int) -> None:
         expected = Counter(
             (layer, position, token)
             for layer in range(TARGET.config.layers)
-            for position, token in zip(step.rows.positions.tolist(), step.rows.tokens.tolist(), strict=True)
+            for position, token in zip(step.batch.positions, step.batch.tokens, strict=True)
         )
         assert counting.runs == expected
     assert isinstance(one.target, Eager)
-    assert one.target.begun is not None
-    assert one.target.begun.saved > 20
+    assert one.target.first_layers is not None
+    assert one.target.first_layers.saved > 20
 
 
 def test_a_runner_that_insists_on_whole_passes_computes_them_again() -> None:
@@ -95,7 +95,7 @@ def test_a_runner_that_insists_on_whole_passes_computes_them_again() -> None:
     one = engine(target=counting, exit_layer=2, exit_reuse=False)
     assert say(one, [1, 2, 3]) == say(engine("off", 0), [1, 2, 3])
     assert max(counting.runs.values()) > 1
-    assert one.target.begun.saved == 0  # type: ignore[attr-defined]
+    assert one.target.first_layers.saved == 0  # type: ignore[attr-defined]
 
 
 def in_dtype(dtype: torch.dtype) -> Any:
@@ -116,7 +116,7 @@ def test_text_and_cache_are_those_of_plain_decoding_to_the_last_bit(dtype: torch
     held = []
     for one in (plain, guided):
         (name, row), plane = next(iter(one.cache.retired.items())), one.target.plane
-        slots = row.slots[: plane.held[name]]
+        slots = row.slots[: plane.holds(name)]
         held.append([plane.k[i][slots] for i in range(4)] + [plane.v[i][slots] for i in range(4)])
     for a, b in zip(*held, strict=True):
         n = min(len(a), len(b))
@@ -142,9 +142,9 @@ class Both(Drafter):
         super().__init__(space)
         self.exit, self.skipper = make("exit", space), make("layerskip", space)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         order = (self.exit, self.skipper) if self.first else (self.skipper, self.exit)
-        drafts = {drafter: drafter.draft(seqs, budget) for drafter in order}
+        drafts = {drafter: drafter.draft(request) for drafter in order}
         return drafts[self.exit]
 
 
@@ -159,8 +159,8 @@ def test_others_may_write_scratch_into_the_same_places(drafter: type[Both]) -> N
         one = build_engine(TARGET, Config(drafter=drafter, k=5, options=options, **scenario.config))
         assert decode(one, scenario, params) == reference(TARGET, scenario, params)
         assert isinstance(one.target, Eager)
-        assert one.target.begun is not None
-        assert bool(one.target.begun.saved) is not drafter.first
+        assert one.target.first_layers is not None
+        assert bool(one.target.first_layers.saved) is not drafter.first
 
 
 class Fickle(Drafter):
@@ -177,14 +177,15 @@ class Fickle(Drafter):
         at = len(seq.tokens) - seq.prompt_len
         return self.texts[seq.id][at : at + k]
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        ready = [seq for seq in seqs if self.space.plane.held.get(seq.id, 0) == len(seq.tokens) - 1]
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs, budget = request.seqs, request.budgets
+        ready = [seq for seq in seqs if self.space.plane.holds(seq.id) == len(seq.tokens) - 1]
         for _ in range(self.dice.randrange(3)):
             self.begin_some([seq for seq in ready if self.dice.random() < 0.8], min(budget))
         return Draft.pack(chain(self.truth(seq, k)) for seq, k in zip(seqs, budget, strict=True))
 
     def begin_some(self, seqs: list[Sequence], k: int) -> None:
-        begun, plane, dice = self.space.begun, self.space.plane, self.dice
+        begun, plane, dice = self.space.first_layers, self.space.plane, self.dice
         assert begun is not None
         if not seqs:
             return
@@ -195,7 +196,7 @@ class Fickle(Drafter):
             begun.nodes(seqs, [dice.randrange(VOCABULARY) if wrong else token for token in right])
             if dice.random() < 0.1:  # scratch, as a drafter with some of the layers leaves it
                 plane.k[0][self.space.cache.rows[seqs[0].id].spare[0]] = 9.0
-                plane.written += 1
+                plane.count_pass()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
@@ -204,10 +205,10 @@ def test_nothing_that_was_begun_in_vain_shows(scenario: Any) -> None:
     Fickle.texts = reference(target, scenario, params)
     one = build_engine(target, Config(drafter=Fickle, k=5, **scenario.config))
     assert decode(one, scenario, params) == Fickle.texts
-    assert not one.last_failure
+    assert not one.failures
     assert isinstance(one.target, Eager)
-    assert one.target.begun is not None
-    assert one.target.begun.saved > 0
+    assert one.target.first_layers is not None
+    assert one.target.first_layers.saved > 0
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from outrider import drafters
-from outrider.backends.toy import RandomWeights, random_head, toy, toy_config
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config, config_from, from_speculative_config
-from outrider.drafters import Workspace, lookup, make
+from outrider.drafters import DraftRequest, Workspace, lookup, make
 from outrider.drafters.head import find as heads
 from outrider.drafters.head.drafter import TrainedHead
-from outrider.drafters.head.features import HeadPacking
+from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head, HeadConfig, read_head, target_hash, write_head
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
 from outrider.errors import ConfigError, ModelError
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, reference
 from outrider.types import Draft, SamplingParams, Sequence, Tree, chain
 
@@ -60,7 +63,7 @@ def test_rules_that_read_q_get_it(kind: str, rule: str, scenario: Scenario) -> N
     heard: list[str] = []
     engine.listeners = (Listener(heard),)
     decode(engine, scenario, SamplingParams(temperature=0.9, max_tokens=20), rule)
-    assert not engine.last_failure
+    assert not engine.failures
     assert not any(heard)
     assert decode_greedy(engine.drafter.rollout.head, rule) == reference(
         TARGET, SCENARIOS[0], SamplingParams(max_tokens=20)
@@ -89,7 +92,7 @@ def test_other_dtypes_run_without_a_failure(kind: tuple[str, int], dtype: torch.
     engine, _ = drafter_of(head_for(target, *kind), target)
     params = SamplingParams(max_tokens=30)
     assert decode(engine, SCENARIOS[1], params) == reference(target, SCENARIOS[1], params)
-    assert not engine.last_failure
+    assert not engine.failures
 
 
 @pytest.mark.parametrize("name", ["auto", "cascade"])
@@ -99,7 +102,7 @@ def test_others_can_lean_on_a_head(name: str) -> None:
     assert config_from({"drafter": name} | options).options == options
     engine = build_engine(TARGET, Config(drafter=name, k=4, options=options))
     assert [drafter.name for drafter in engine.drafter.drafters][-1] == "head"
-    assert engine.drafter.taps == (0, 1, 2)
+    assert engine.drafter.traits.taps == (0, 1, 2)
     sources: set[str] = set()
     engine.listeners = (
         type("Ear", (), {"observe": lambda self, step: sources.update(t.source for t in step.draft.trees)})(),
@@ -115,8 +118,9 @@ def test_others_can_lean_on_a_head(name: str) -> None:
 class Oracle(TrainedHead):
     """Lets the head do its work, and then says what the text will be, with a mistake now and then."""
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        drawn = super().draft(seqs, budget)
+    def draft(self, request: DraftRequest) -> Draft:
+        seqs = request.seqs
+        drawn = super().draft(request)
         text, trees = self.space.options["text"], []
         for seq, tree in zip(seqs, drawn.trees, strict=True):
             n, k = len(seq.tokens), len(tree.tokens)
@@ -141,14 +145,14 @@ def whole(head: Head, tokens: list[int]) -> tuple[Tensor, list[tuple[Tensor, Ten
     plane, target_plane = cache.add_plane(*head.plane_shape), cache.add_plane(*EXACT.plane_shape)
     cache.open(seq)
     cache.reserve(seq, n, 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, n, want=True)
     taps = head.config.taps
-    hidden = EXACT.forward(packed.rows(), target_plane, taps=taps).hidden
-    rows = HeadPacking(cache)
+    hidden = EXACT.forward(rows_of(packed), target_plane, taps=taps).hidden
+    rows = HeadBatch(cache)
     rows.true(seq, 0, n - 1, want=False)
     rows.want = list(range(n - 1))
-    logits, _ = head.forward(rows.rows(), plane, head.fuse([hidden[tap][:-1] for tap in taps]))
+    logits, _ = head.forward(rows_of(rows), plane, head.fuse([hidden[tap][:-1] for tap in taps]))
     slots = cache.rows[seq.id].slots[: n - 1]
     return logits, [(k[slots], v[slots]) for k, v in zip(plane.k, plane.v, strict=True)]
 
@@ -179,7 +183,7 @@ def test_step_by_step_is_the_same_as_all_at_once(kind: tuple[str, int], config: 
     rollout._forward_true = listening
     while engine.busy:
         engine.step()
-        held = rollout.plane.held.get(seq.id, 0)
+        held = rollout.plane.holds(seq.id)
         if held and not seq.done:
             slots = engine.cache.rows[seq.id].slots[:held]
             _, kv = whole(head, seq.tokens[: held + 1])
@@ -192,7 +196,7 @@ def test_step_by_step_is_the_same_as_all_at_once(kind: tuple[str, int], config: 
         assert torch.equal(head.spread(scores), logits[n - 2])
     assert compared > 8
     assert len(first) > 8
-    assert not engine.last_failure
+    assert not engine.failures
     assert seq.tokens == plain.tokens
     assert seq.stats.accepted > 10
     assert seq.stats.steps > 10
@@ -207,24 +211,24 @@ def test_masks_leave_no_trace() -> None:
     cache.open(seq)
     cache.reserve(seq, len(PROMPT), 5)
     features = torch.randn(len(PROMPT) - 1, 32, dtype=torch.float32)
-    packed = HeadPacking(cache)
+    packed = HeadBatch(cache)
     packed.true(seq, 0, 9, want=True)
-    bare, _ = head.forward(packed.rows(), plane, features[:9])
+    bare, _ = head.forward(rows_of(packed), plane, features[:9])
     short = Sequence(1, PROMPT[:10])
     for j in range(4):
         packed.guessed(short, 0, list(range(j + 1)), masked=True)
     masked = torch.tensor(packed.masked)
     padded = torch.cat([features[:9], torch.full((4, 32), torch.nan, dtype=torch.float32)])
-    logits, _ = head.forward(packed.rows(), plane, padded, masked)
+    logits, _ = head.forward(rows_of(packed), plane, padded, masked)
     assert torch.equal(logits[0], bare[0])
     assert logits.shape == (5, 48)
     assert all(not torch.equal(a, b) for a, b in zip(logits[1:], logits[:-1], strict=True))
-    rest = HeadPacking(cache)
+    rest = HeadBatch(cache)
     rest.true(seq, 9, len(PROMPT) - 1, want=True)
-    later, _ = head.forward(rest.rows(), plane, features[9:])
-    once = HeadPacking(cache)
+    later, _ = head.forward(rows_of(rest), plane, features[9:])
+    once = HeadBatch(cache)
     once.true(seq, 0, len(PROMPT) - 1, want=True)
-    assert torch.equal(later, head.forward(once.rows(), plane, features)[0])
+    assert torch.equal(later, head.forward(rows_of(once), plane, features)[0])
 
 
 def test_what_was_not_observed_costs_no_text() -> None:
@@ -236,7 +240,7 @@ def test_what_was_not_observed_costs_no_text() -> None:
     engine = build_engine(TARGET, Config(drafter=Forgetful, k=4, options={"head": head_for(TARGET)}))
     params = SamplingParams(max_tokens=30)
     assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
-    assert not engine.last_failure
+    assert not engine.failures
 
 
 def test_a_second_request_finds_the_rows_of_the_first() -> None:
@@ -245,7 +249,7 @@ def test_a_second_request_finds_the_rows_of_the_first() -> None:
         seq = Sequence(number, PROMPT, SamplingParams(max_tokens=12))
         engine.add(seq)
         engine.step()
-        held = drafter.rollout.plane.held.get(number, 0)
+        held = drafter.rollout.plane.holds(number)
         assert held == (0 if number == 1 else len(PROMPT) - 1)
         while engine.busy:
             engine.step()
@@ -262,11 +266,11 @@ def grown(kind: str, budget: list[int], temperature: float = 0.0, **options: Any
     for seq in seqs:
         seq.speculate = True
         engine.add(seq)
-    drafter.draft, kept = (lambda s, b: Draft.empty(len(s))), drafter.draft
+    drafter.draft, kept = (lambda request: Draft.empty(len(request.seqs))), drafter.draft
     engine.step()
     for seq in seqs:
         engine.cache.reserve(seq, len(seq.tokens), 16)
-    return list(kept(seqs, budget).trees)
+    return list(kept(DraftRequest(seqs, budget)).trees)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -346,7 +350,7 @@ def test_what_is_written_is_read(kind: tuple[str, int], tmp_path: Path) -> None:
     assert (tmp_path / "head" / "README.md").read_text() == "# A head\n"
     assert not list((tmp_path / "head").glob("*.new"))
     loaded = make("head", space(head=str(tmp_path / "head")))
-    assert loaded.taps == config.taps
+    assert loaded.traits.taps == config.taps
 
 
 def space(target: Any = TARGET, **options: Any) -> Workspace:
@@ -477,7 +481,7 @@ def test_a_head_is_found_by_its_target(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     target, other = SimpleNamespace(identity=lambda: "abc"), SimpleNamespace(identity=lambda: "def")
     assert heads.head_for(target) is None
-    assert heads.head_for(SimpleNamespace()) is None
+    assert heads.head_for(SimpleNamespace(identity=lambda: None)) is None
     config, tensors = random_head(toy_config(), hash="abc")
     write_head(tmp_path / "heads" / "mine", config, tensors)
     (tmp_path / "heads" / "broken").mkdir()

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from outrider.backends import ops
-from outrider.backends.toy import random_head, toy
-from outrider.drafters.head.features import HeadPacking
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import toy
+from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache
+from outrider.models.speculators import random_head
 from outrider.types import Sequence
 
 from support.kernels import DEVICE, GPU  # before anything that imports triton
@@ -28,7 +30,7 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
     cache.reserve(seq, len(PROMPT), 8)
     start, last = 0, len(PROMPT) - 1
     for stop in (*pieces, last):
-        packed = HeadPacking(cache)
+        packed = HeadBatch(cache)
         packed.true(seq, start, stop, want=stop == last)
         fed = features[start:stop]
         if stop == last:
@@ -36,7 +38,7 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
                 packed.guessed(seq, 3, list(range(j + 1)), masked=head.config.kind == "block")
             fed = torch.cat([fed, features[:masks]])
         masked = torch.tensor(packed.masked) if any(packed.masked) else None
-        scores, _ = head.scores(packed.rows(), plane, fed, masked)
+        scores, _ = head.scores(rows_of(packed), plane, fed, masked)
         start = stop
     return scores.cpu()
 

@@ -12,21 +12,24 @@ import pytest
 import torch
 
 from outrider.backends import ops
+from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.state import Desk
-from outrider.backends.toy import RandomWeights, random_head, toy_config
+from outrider.backends.cuda.state import DeviceState
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
-from outrider.drafters import Workspace
+from outrider.drafters import DraftRequest, Workspace
 from outrider.drafters.head import recorded as recorded_heads
 from outrider.drafters.head.drafter import TrainedHead
 from outrider.drafters.head.network import Head
 from outrider.drafters.head.passes import highest
-from outrider.engine.cache import Cache, Packing, Plane
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache, Plane
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
 from support.kernels import DEVICE, GPU, HALF
@@ -86,15 +89,15 @@ def engine(
     """With a head that checks itself, unless another is given: every recorded draft is made eagerly too."""
     cache = Cache(slots, 8, 96, DEVICE)
     plane: Plane = padded(cache, lambda: cache.add_plane(*target.plane_shape))
-    desk = Desk(cache, DEVICE, 4)
+    state = DeviceState(cache, Driver(DEVICE), 4)
     options |= {"head": head, "text": text}
 
     def passes(model: Any, plane: Plane) -> Graphs:
-        return Graphs(model, plane, desk)
+        return Graphs(model, plane, state)
 
     space: Any = Workspace(target, cache, plane, options, None, passes)  # type: ignore[arg-type]
     drafter = padded(cache, lambda: (kind or Twice)(space))
-    return Engine(Graphs(target, plane, desk), cache, drafter, Fixed(k), Scheduler(cache, plane, 4, 48), 48)
+    return Engine(Graphs(target, plane, state), cache, drafter, Fixed(k), Scheduler(cache, plane, 4, 48), 48)
 
 
 class Twice(TrainedHead):
@@ -103,17 +106,17 @@ class Twice(TrainedHead):
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.drafted: list[tuple[Tree, ...]] = []
-        self.blind = False  # nothing is begun unasked: an eager draft needs places that only an asked one has
+        self.traits = replace(self.traits, unread=False)  # an eager draft needs places that only an asked one has
 
-    def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def _roll(self, request: DraftRequest) -> Draft:
         rollout, plane, drafts = self.rollout, self.rollout.plane, self.rollout.drafts
-        kept, held = [t.clone() for t in (*plane.k, *plane.v)], dict(plane.held)
+        kept, held = [t.clone() for t in (*plane.k, *plane.v)], dict(plane._held)
         rollout.drafts = None
-        eager = super()._roll(seqs, budget).trees
-        rollout.drafts, plane.held = drafts, held
+        eager = super()._roll(request).trees
+        rollout.drafts, plane._held = drafts, held
         for tensor, before in zip((*plane.k, *plane.v), kept, strict=True):
             tensor.copy_(before)
-        draft = super()._roll(seqs, budget)
+        draft = super()._roll(request)
         read = [] if draft.unread is None else draft.unread.tolist()
         told = [tree._replace(tokens=[read[-1 - t] if t < 0 else t for t in tree.tokens]) for tree in draft.trees]
         self.drafted.append(tuple(told))
@@ -125,10 +128,10 @@ class Twice(TrainedHead):
         text = self.space.options["text"]
         if text is None or len(self.drafted) % 3 == 0:
             return draft
-        starts = [len(seq.generated) for seq in seqs]
+        starts = [len(seq.generated) for seq in request.seqs]
         return Draft.pack(
             chain(text[seq.id - 1][start : start + len(tree.tokens)])
-            for seq, start, tree in zip(seqs, starts, told, strict=True)
+            for seq, start, tree in zip(request.seqs, starts, told, strict=True)
         )
 
 
@@ -139,7 +142,7 @@ def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] =
     while engine.busy:
         step = engine.step()
         assert not step.failure, step.failure
-        assert not engine.last_failure
+        assert not engine.failures
         engine.cache.check()
     return [seq.generated for seq in seqs]
 
@@ -184,8 +187,8 @@ def test_recorded_drafts_are_the_eager_ones(target: Transformer, kind: str, opti
         assert not made.step().failure
     for seq in seqs:
         assert made.cache.reserve(seq, len(seq.tokens), 24)
-    made.drafter._roll(seqs, [14, 6, 9] if options else [4, 2, 3])
-    made.drafter._roll(seqs[1:2], [4])
+    made.drafter._roll(DraftRequest(seqs, [14, 6, 9] if options else [4, 2, 3]))
+    made.drafter._roll(DraftRequest(seqs[1:2], [4]))
     assert max(len(tree.tokens) for tree in made.drafter.drafted[-2]) > 3
 
 
@@ -210,7 +213,7 @@ def test_recorded_drafts_change_no_text(
     assert say(made, LAWS[law]) == plain[law]
     drafter: Any = made.drafter
     assert drafter.rollout.drafts.recorded
-    assert drafter.taps == (), "nobody has to look at what the passes leave in their slots"
+    assert drafter.traits.taps == (), "nobody has to look at what the passes leave in their slots"
     assert max(len(trees) for trees in drafter.drafted) == 3
     assert all(tree.tokens for trees in drafter.drafted for tree in trees)
 
@@ -225,16 +228,20 @@ def test_drafts_that_were_begun_unasked_change_no_text(
 
         rolled = taken = 0
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs, budget = request.seqs, request.budgets
             self.taken += self.begun is not None and self.begun.suits(seqs, budget)
-            return super().draft(seqs, budget)
+            return super().draft(request)
 
-        def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def _roll(self, request: DraftRequest) -> Draft:
             self.rolled += 1
-            draft = super()._roll(seqs, budget)
+            draft = super()._roll(request)
             if self.rolled % 2:
                 return draft
-            said = (plain[law][seq.id - 1][len(seq.generated) :][:k] for seq, k in zip(seqs, budget, strict=True))
+            said = (
+                plain[law][seq.id - 1][len(seq.generated) :][:k]
+                for seq, k in zip(request.seqs, request.budgets, strict=True)
+            )
             return Draft.pack(chain(tokens, source="head") for tokens in said)
 
     made: Any = engine(target, head_for(target, "eagle3"), k=3, kind=Foretells)
@@ -319,7 +326,7 @@ def test_the_target_goes_ahead_while_nothing_is_drafted_and_nothing_is_missed(
     seq, ahead, drafted = Sequence(1, PROMPTS[0], GREEDY, seed=40), 0, []
     made.add(seq)
     while made.busy:
-        ahead += runner.ahead is not None
+        ahead += runner.started is not None
         assert not made.step().failure
         drafted.append(len(made.drafter.drafted))  # type: ignore[attr-defined]
     assert seq.generated == plain["greedy"][0]
@@ -331,18 +338,18 @@ def test_streams_are_left_where_their_rows_are(target: Transformer) -> None:
     """The same numbers as taps show, and the same logits as without."""
     cache, seq = Cache(32, 2, 32, DEVICE), Sequence(1, PROMPTS[1])
     plane: Plane = padded(cache, lambda: cache.add_plane(*target.plane_shape))
-    desk = Desk(cache, DEVICE, 1)
+    state = DeviceState(cache, Driver(DEVICE), 1)
     cache.open(seq)
     cache.reserve(seq, len(seq.tokens), 0)
-    packed = Packing(cache)
+    packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(seq.tokens), want=True)
-    without = Graphs(target, plane, desk).launch(packed.rows(), (0, 1), overlapped=False).wait()
+    without = Graphs(target, plane, state).launch(packed, (0, 1), overlapped=False).wait()
     bare = without.logits.clone()
     shown = [without.hidden[tap].clone() for tap in (0, 1)]
     plane.keep_streams((0, 1), target.config.hidden_size, torch.float32)
-    runner = Graphs(target, plane, desk)
+    runner = Graphs(target, plane, state)
     runner.warm(1)
-    output = runner.launch(packed.rows(), (), overlapped=False).wait()
+    output = runner.launch(packed, (), overlapped=False).wait()
     assert torch.equal(output.logits, bare)
     slots = torch.tensor(cache.rows[1].slots)
     for tap in (0, 1):

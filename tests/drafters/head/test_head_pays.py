@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.drafters import DraftRequest
 from outrider.drafters.head import drafter as head_module
 from outrider.types import Draft, Sequence, chain
 
@@ -71,7 +72,7 @@ def test_a_first_chain_is_recorded_as_asked_for_and_later_ones_with_room(monkeyp
     run = Requests(monkeypatch, "head", [0.68] * 3, k=6)
     for seq in run.seqs:
         run.answer(seq)
-    chains = [shape.length for shape in run.world.recordings if getattr(shape, "kind", "") == "chain"]
+    chains = [shape.length for shape in run.recordings if getattr(shape, "kind", "") == "chain"]
     assert chains == [6]  # an answer's last drafts are shorter: the longer one stands in for them
 
 
@@ -94,9 +95,9 @@ class Begins(Requests):
         self.rolled = self.taken = 0
         roll, cut = head_module.TrainedHead._roll, head_module.Begun.cut
 
-        def rolling(drafter: Any, seqs: list[Sequence], budget: list[int]) -> Any:
+        def rolling(drafter: Any, request: DraftRequest) -> Any:
             self.rolled += 1
-            return roll(drafter, seqs, budget)
+            return roll(drafter, request)
 
         def cutting(begun: Any, rooms: list[int]) -> Any:
             self.taken += 1

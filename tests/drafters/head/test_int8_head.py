@@ -13,13 +13,15 @@ from torch import Tensor
 from outrider.backends import ops
 from outrider.backends.cpu import native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Transformer
-from outrider.backends.toy import RandomWeights, random_head, toy, toy_config
-from outrider.build import build_engine
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.config import Config
-from outrider.drafters.head.features import HeadPacking
+from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head, write_head
 from outrider.engine.cache import Cache, Plane
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.types import SamplingParams, Sequence
 
@@ -33,7 +35,7 @@ def head_of(kind: str, layers: int, dtype: torch.dtype = torch.int8, **more: Any
     return Head(*random_head(TARGET.config, kind, layers=layers, **more), EMBEDDING, dtype)
 
 
-class Desk:
+class Rig:
     """One sequence of a head, with everything in its place."""
 
     def __init__(self, head: Head, tokens: list[int]) -> None:
@@ -44,14 +46,14 @@ class Desk:
 
     def read(self, start: int, stop: int, shown: Tensor, masks: int = 0) -> tuple[Tensor, Tensor]:
         """Rows start … stop-1, all wanted, and masks behind them. shown [T, taps * H]."""
-        packed = HeadPacking(self.cache)
+        packed = HeadBatch(self.cache)
         packed.true(self.seq, start, stop, want=False)
         packed.want = list(range(stop - start))
         for i in range(masks):
             packed.guessed(self.seq, 0, list(range(i + 1)), masked=True)
         blank = shown.new_zeros(masks, shown.shape[1])
         masked = torch.tensor(packed.masked) if masks else None
-        return self.head.read(packed.rows(), self.plane, torch.cat([shown[start:stop], blank]), masked)
+        return self.head.read(rows_of(packed), self.plane, torch.cat([shown[start:stop], blank]), masked)
 
 
 def shown_to(head: Head, rows: int) -> Tensor:
@@ -70,9 +72,9 @@ TOKENS = [(7 * i + 3) % 48 for i in range(21)]
 def test_native_code_says_what_torch_says(kind: tuple[str, int]) -> None:
     head, shown = head_of(*kind), shown_to(head_of(*kind), 20)
     masks = 5 if kind[0] == "block" else 0
-    native_scores, native_outputs = Desk(head, TOKENS).read(0, 20, shown, masks)
+    native_scores, native_outputs = Rig(head, TOKENS).read(0, 20, shown, masks)
     head.native = None
-    scores, outputs = Desk(head, TOKENS).read(0, 20, shown, masks)
+    scores, outputs = Rig(head, TOKENS).read(0, 20, shown, masks)
     assert (native_scores - scores).abs().max() < 0.02 * scores.abs().max()  # a byte may fall to the other side
     assert (native_outputs - outputs).abs().max() < 0.02 * outputs.abs().max()
     assert (native_scores - scores).abs().median() < 1e-4
@@ -84,7 +86,7 @@ def test_a_row_ignores_its_neighbours(kind: tuple[str, int], compiled: bool) -> 
     head = head_of(*kind)
     if not compiled:
         head.native = None
-    shown, whole, pieces = shown_to(head, 20), Desk(head, TOKENS), Desk(head, TOKENS)
+    shown, whole, pieces = shown_to(head, 20), Rig(head, TOKENS), Rig(head, TOKENS)
     scores, outputs = whole.read(0, 20, shown)
     steps = [pieces.read(a, b, shown) for a, b in ((0, 1), (1, 9), (9, 10), (10, 20))]
     assert torch.equal(torch.cat([step[0] for step in steps]), scores)
@@ -98,7 +100,7 @@ def test_it_agrees_with_floats() -> None:
     embedding = torch.randn(4096, 192, generator=torch.Generator().manual_seed(5))
     eight, whole = (Head(shape, tensors, embedding, dtype) for dtype in (torch.int8, torch.float32))
     tokens = [(97 * i) % 4096 for i in range(81)]
-    said, expected = (Desk(head, tokens).read(0, 80, shown_to(head, 80))[0] for head in (eight, whole))
+    said, expected = (Rig(head, tokens).read(0, 80, shown_to(head, 80))[0] for head in (eight, whole))
     best, second = torch.softmax(expected, -1).topk(2).values.unbind(1)  # [80] each
     clear = best > 1.1 * second
     agrees = said.argmax(1) == expected.argmax(1)
@@ -118,9 +120,9 @@ def test_what_is_shown_keeps_its_small_numbers_beside_large_ones() -> None:
 @needs_native
 def test_what_is_out_of_range_is_an_error() -> None:
     for kind, token in (("eagle3", 48), ("eagle3", -1), ("block", 48), ("block", -2)):
-        desk = Desk(head_of(kind, 1), [*TOKENS[:5], token])
+        state = Rig(head_of(kind, 1), [*TOKENS[:5], token])
         with pytest.raises(IndexError, match="out of range"):
-            desk.read(0, 5, shown_to(desk.head, 5))
+            state.read(0, 5, shown_to(state.head, 5))
 
 
 # ------------------------------------------------------------ the text
@@ -143,7 +145,7 @@ def test_beside_a_target_in_eight_bits_a_head_is_too(kind: str, drafter: str, tm
     assert inner.rollout.head.eight_bits
     params = SamplingParams(max_tokens=30)
     assert decode(engine, SCENARIOS[1], params) == reference(target, SCENARIOS[1], params)
-    assert not engine.last_failure
+    assert not engine.failures
 
 
 def test_eight_bits_can_be_asked_for(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from outrider import ConfigError, SamplingParams
 from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters.layerskip.refine import WINDOW, Refinement, Trial
 from outrider.drafters.layerskip.search import NOTE, Skip, Text, expected
 from outrider.engine.step import Engine
+from outrider.llm import build_engine
 from outrider.models.tuning_profile import note, noted
 from outrider.testing import check_drafter
 from outrider.types import Sequence
@@ -50,7 +50,7 @@ def run(one: Engine, tokens: int = 300, temperature: float = 15.0, seed: int = 7
     one.add(seq)
     while one.busy:
         one.step()
-    assert not one.last_failure
+    assert not one.failures
     return seq
 
 

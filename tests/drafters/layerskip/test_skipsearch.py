@@ -12,7 +12,6 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.backends import WHOLE, Part
 from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Costs
 from outrider.drafters.layerskip.search import (
@@ -27,6 +26,7 @@ from outrider.drafters.layerskip.search import (
     neighbour,
 )
 from outrider.drafters.layerskip.seeds import KINDS, seeds
+from outrider.llm import build_engine
 from outrider.measure.bench import pass_costs
 from outrider.models.prompts import bundled
 from outrider.testing import check_drafter

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from outrider.backends.output import output_norm, output_rows
-from outrider.backends.toy import random_head, toy
-from outrider.build import build_engine
+from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.head.network import Head
 from outrider.drafters.online import learner as learning, store
@@ -25,6 +24,8 @@ from outrider.drafters.online.losses import Lesson, Mix, loss
 from outrider.drafters.online.taps import Tap
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError, ModelError, OutriderError
+from outrider.llm import build_engine
+from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.types import SamplingParams, Sequence
 
@@ -76,7 +77,7 @@ def test_a_learning_head_changes_no_text(kind: str) -> None:
 def test_rules_that_read_q_get_it(rule: str) -> None:
     engine = build_engine(TARGET, Config(drafter="online", k=3, rule=rule, options=EAGER))
     decode(engine, ALONE, SamplingParams(temperature=0.9, max_tokens=20), rule)
-    assert engine.last_failure == ""
+    assert not engine.failures
     assert drafter_of(engine).learner.report.updates == 0 or drafter_of(engine).learner.report.failures == 0
 
 
@@ -190,7 +191,7 @@ def test_a_bad_update_changes_no_text_and_rolls_back(fault: str, monkeypatch: py
         assert "3 updates in a row" in report.why
         assert all(torch.equal(before[name], weight) for name, weight in drafter.learner.live.items())
     assert drafter.learning()["why"] == report.why
-    assert engine.last_failure == ""
+    assert not engine.failures
 
 
 def test_learning_goes_on_after_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:

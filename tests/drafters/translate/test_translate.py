@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as Core, models
 
 from outrider import LLM, SamplingParams
 from outrider.backends.transformer import Transformer
-from outrider.build import build_engine
 from outrider.config import Config
 from outrider.drafters.translate.rollout import Intersection, Retelling
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError
+from outrider.llm import build_engine
 from outrider.models.tokenizer import Tokenizer
 from outrider.testing import check_drafter
 from outrider.types import Sequence, Step
@@ -60,8 +60,8 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, rule: 
         engine.cache.check()
         if getattr(engine.drafter, "translated", None):
             engine.drafter.translated.cache.check()
-    assert not any(seq.stats.failures for seq in seqs), engine.last_failure
-    assert not engine.last_failure
+    assert not any(seq.stats.failures for seq in seqs), engine.failures
+    assert not engine.failures
     return seqs
 
 

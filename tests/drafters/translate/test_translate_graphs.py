@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from outrider.backends import ops
+from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.state import Desk
+from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
-from outrider.drafters import Workspace, make
+from outrider.drafters import DraftRequest, Workspace, make
 from outrider.engine.cache import Cache
 from outrider.types import SamplingParams, Sequence
 
@@ -36,7 +37,7 @@ def drafts(way: str, captured: bool) -> list[list[int]]:
             return None
         if not GPU:  # a CPU's planes have no slot for padding
             plane.add_scratch(1)
-        return Graphs(model, plane, Desk(cache, device, 4))
+        return Graphs(model, plane, DeviceState(cache, Driver(device), 4))
 
     cache = Cache(200, 4, 64)
     options = {"draft_model": model, "draft_tokenizer": WORDS, "translate": way}
@@ -47,7 +48,7 @@ def drafts(way: str, captured: bool) -> list[list[int]]:
     seqs = [Sequence(i, TARGET.encode(text), params[i], i) for i, text in enumerate(("the fox", "return a"))]
     said = []
     for _ in range(2):
-        trees = made.draft(seqs, [2, 2]).trees
+        trees = made.draft(DraftRequest(seqs, [2, 2])).trees
         said += [tree.tokens for tree in trees]
         for seq, tree in zip(seqs, trees, strict=True):
             seq.tokens += [*tree.tokens[:1], 50]

@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from ...engine.cache import Plane
-from ...types import Output, Rows
+from ...types import Batch, Output
 from .. import Model, ops
-from .early_exit import Begun
+from ..rows import rows_of
+from .first_layers import FirstLayers
 
 
 class Pending:
@@ -26,15 +27,15 @@ class Pending:
 class Eager:
     """Runs one model over its plane; where a pass has begun, it goes on from there."""
 
-    def __init__(self, model: Model, plane: Plane, begun: Begun | None = None) -> None:
-        self.model, self.plane, self.begun = model, plane, begun
+    def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
+        self.model, self.plane, self.first_layers = model, plane, first_layers
         self._worker: ThreadPoolExecutor | None = None
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
         def run() -> Output:
-            output = self._pass(rows, taps)
+            output = self._pass(batch, taps)
             highest, greedy = ops.top(output.logits)
-            plain = (who.params.plain and who.matcher is None for who in rows.speakers)
+            plain = (seq.params.plain and seq.matcher is None for seq in batch.choosers)
             choices = [c if bare else -1 for c, bare in zip(greedy.tolist(), plain, strict=True)]
             return replace(output, highest=highest.tolist(), choices=choices)
 
@@ -45,7 +46,7 @@ class Eager:
         future: Future[Output] = self._worker.submit(run)
         return Pending(future.result)
 
-    def _pass(self, rows: Rows, taps: tuple[int, ...]) -> Output:
-        if self.begun is not None:
-            return self.begun.finish(rows, taps)
-        return self.model.forward(rows, self.plane, taps=taps)
+    def _pass(self, batch: Batch, taps: tuple[int, ...]) -> Output:
+        if self.first_layers is not None:
+            return self.first_layers.finish(batch, taps)
+        return self.model.forward(rows_of(batch), self.plane, taps=taps)

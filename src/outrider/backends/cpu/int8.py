@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...models.config import ModelConfig
-from ...types import Output, Rows
-from .. import WHOLE, Part, PlaneShape, ops
+from ...types import Output
+from .. import WHOLE, Model, Part, PlaneShape, ops
+from ..rows import Rows
 from ..transformer import _rope_tables
 from . import native, quantise as quant, quantised_file as quant_file
 from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
@@ -30,13 +31,14 @@ from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
 
+_PIECE = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
 _SKIP_ATTENTION, _SKIP_MLP = 1, 2  # as in native/pass.h
 
 
-class Int8Transformer:
+class Int8Transformer(Model):
     """A causal decoder; all state between passes lives in the plane it is given."""
 
-    dtype = torch.int8
+    dtype = compute = torch.int8
 
     def __init__(self, config: ModelConfig, tensors: Tensors, length: int | None = None) -> None:
         """tensors: as `quant.calibrated` makes them; length: the longest position that will be asked for."""
@@ -77,6 +79,7 @@ class Int8Transformer:
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
+        plane.count_pass()
         runs = self.native or self.torch
         assert runs is not None
         return runs(rows, plane, part, x, taps)
@@ -288,3 +291,46 @@ class TorchPass:
         both = self.products[f"{at}gate_up"](self._norm(x, f"{at}mlp_norm"))  # [T, 2I], each half padded
         gate, up = both.chunk(2, 1)
         return self.products[f"{at}down"](ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))
+
+
+# ------------------------------------------------------------ a single product
+
+
+class EightBits:
+    """y = x Wᵀ with rounded weights and rows, as `linear` makes products. x [T, in] -> [T, out] float32."""
+
+    exact = True
+
+    def __init__(self, weight: Tensor, gates: bool = False) -> None:
+        self.outputs, self.gates = weight.shape[0], gates
+        self.packed = _rounded(quant._interleaved(weight) if gates else weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._torch(x.float())[:, : self.outputs]
+
+    def finely(self, x: Tensor) -> Tensor:
+        """The same with two bytes for every input."""
+        x = x.float()
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 32639  # [T, 1]
+        whole = (x / scale).round().nan_to_num(0, 0, 0)  # [T, in]
+        high = ((whole + 128) / 256).floor()
+        y = self._torch.whole(high.to(torch.int8)) * 256.0 + self._torch.whole((whole - 256 * high).to(torch.int8))
+        return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, out / 2]."""
+        gate, up = self._torch(x.float()).chunk(2, 1)  # [T, out / 2] each, padded
+        wide = self.outputs // 2
+        return ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1))
+
+    @cached_property
+    def _torch(self) -> _Product:
+        return _Product.of(self.packed, self.gates)
+
+
+def _rounded(weight: Tensor) -> Quantised:
+    """weight [N, K] in pieces: a head is read while somebody waits, and what fits the cache is rounded faster."""
+    nothing = torch.zeros(weight.shape[1])
+    pieces = [quant.quantise(piece.float(), None, nothing, 0) for piece in weight.split(_PIECE)]
+    bytes_, scales = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
+    return Quantised(bytes_, scales, None, pieces[0].outliers, weight.shape[0], weight.shape[1])

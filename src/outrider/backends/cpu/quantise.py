@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...models.config import ModelConfig
-from ...types import Rows
 from .. import ops
+from ..rows import Rows
 from ..transformer import WeightSource, _rope_tables
 
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...engine.cache import Row
 from ...engine.sampling import adjusts
-from ...types import Draft, Rows, Sequence, Tree
+from ...types import Draft, Sequence, Tree
 from .. import Part
+from ..rows import Rows
 from .capture import Field, Form, filled
 from .graphs import LAW, Graphs, fill_laws, filters, rung
 from .kernels import choice, small
@@ -52,7 +53,7 @@ class Chains:
 
     def __init__(self, graphs: Graphs, part: Part, again: int, source: str) -> None:
         self.graphs, self.part, self.again, self.source = graphs, part, again, source
-        self.at = graphs.desk.claim()  # of its tokens among the unread
+        self.at = graphs.state.claim()  # of its tokens among the unread
         self.recorded: dict[Shape, Recorded] = {}
         self.missed: dict[Shape, int] = {}
 
@@ -68,11 +69,11 @@ class Chains:
         shape = recorded.shape
         recorded.fill(seqs, budget)
         share = max(budget) / recorded.shape.length  # a longer one may stand in for what is not recorded yet
-        self.graphs.desk.replay("draft", recorded.recording, recorded.form, min(share, 1.0))
+        self.graphs.state.replay("draft", recorded.recording, recorded.form, min(share, 1.0))
         places = [[self.at + j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
-        if self.graphs.desk.home:
-            return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.desk.unread)
-        said = self.graphs.desk.unread.tolist()  # another device verifies: it cannot read here
+        if self.graphs.state.home:
+            return Draft.pack((self._tree([-1 - at for at in some]) for some in places), self.graphs.state.unread)
+        said = self.graphs.state.unread.tolist()  # another device verifies: it cannot read here
         return Draft.pack(self._tree([said[at] for at in some]) for some in places)
 
     def _recorded(self, shape: Shape) -> Recorded:
@@ -96,53 +97,53 @@ class Recorded:
     def __init__(self, chains: Chains, shape: Shape) -> None:
         self.chains, self.shape = chains, shape
         b, k, again = shape.batch, shape.length, chains.again
-        desk = chains.graphs.desk
+        state = chains.graphs.state
         fields: dict[str, Field] = {"tokens": (I64, (b * again,))}
         for name in ("positions", "slots"):
             fields |= {f"first_{name}": (I64, (b * again,)), name: (I64, (k, b))}
         fields |= {"info": (I32, (k, b, 8)), "tail": (I32, (b, DEPTHS[-1])), "want": (I64, (b,))}
         fields |= {name: (dtype, (k, b) if name == "position" else (b,)) for name, dtype in LAW.items()}
         fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
-        self.form = Form(desk.device, fields)
+        self.form = Form(state.driver, fields)
         self.fill([], [])
         self.form.send()
-        self.recording = desk.record(self._work)
+        self.recording = state.record(self._work)
 
     def _work(self) -> None:
-        d, desk, b, at = self.form.device, self.chains.graphs.desk, self.shape.batch, self.chains.at
-        tokens = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [B * again]
+        d, state, b, at = self.form.device, self.chains.graphs.state, self.shape.batch, self.chains.at
+        tokens = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [B * again]
         logits = self._pass(0, tokens, d["first_positions"], d["first_slots"])
         for j in range(self.shape.length):
             if j:
                 logits = self._pass(j, tokens, d["positions"][j], d["slots"][j])
             law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
             tokens, _, _ = choice.choose(logits, law, self.shape.filtered)  # [B]
-            desk.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
+            state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
 
     def _pass(self, j: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         d, graphs = self.form.device, self.chains.graphs
-        blocks = Blocks(d["info"][j], d["tail"], graphs.desk.table, graphs.desk.scratch(graphs.model))
+        blocks = Blocks(d["info"][j], d["tail"], graphs.state.table, graphs.state.scratch(graphs.model))
         want = d["want"]
-        rows = Rows(tokens, positions, slots, slots, slots, graphs.desk.table, None, want, blocks=blocks)
+        rows = Rows(tokens, positions, slots, slots, slots, graphs.state.table, None, want, blocks=blocks)
         return graphs.model.forward(rows, graphs.plane, self.chains.part).logits  # [B, V]
 
     def fill(self, seqs: list[Sequence], budget: list[int]) -> None:
         """Where each sequence stands; places without a sequence write to the slot that nobody owns."""
         a, again = self.form.next(), self.chains.again
-        desk = self.chains.graphs.desk
-        for name, rest in (("positions", 0), ("slots", desk.padding), ("info", 0)):
+        state = self.chains.graphs.state
+        for name, rest in (("positions", 0), ("slots", state.padding), ("info", 0)):
             a[name].fill(rest)
         lengths = [len(seq.tokens) for seq in seqs]
-        rows = [desk.cache.rows[seq.id] for seq in seqs]
+        rows = [state.cache.rows[seq.id] for seq in seqs]
         filled(a["tokens"], [t for seq in seqs for t in seq.tokens[-again:]], 0)
         filled(a["first_positions"], [n - again + i for n in lengths for i in range(again)], 0)
         last = [slot for row, n in zip(rows, lengths, strict=True) for slot in row.slots[n - again : n]]
-        filled(a["first_slots"], last, desk.padding)
+        filled(a["first_slots"], last, state.padding)
         a["want"][:] = range(again - 1, again * self.shape.batch, again)
         fill_laws(a | {"position": a["position"][0]}, seqs, lengths)
         self._place(a, rows, np.array(lengths, dtype=np.int64), np.array(budget, dtype=np.int64))
         if seqs:
-            desk.patch(a)
+            state.patch(a)
         else:
             a["place"][:] = -1
 
@@ -159,7 +160,7 @@ class Recorded:
         a["position"][:, :b] = lengths + j
         a["positions"][:, :b] = np.where(real, lengths - 1 + j, 0)
         spare = a["tail"][:b, : max(k - 1, 1)].T  # [K-1, B]
-        a["slots"][1:, :b] = np.where(real[1:], spare[: k - 1], self.chains.graphs.desk.padding)
+        a["slots"][1:, :b] = np.where(real[1:], spare[: k - 1], self.chains.graphs.state.padding)
         lines = np.array([row.line for row in rows], dtype=np.int64)
         columns = (np.where(j == 0, again * i, i), np.where(j == 0, again, real), lines, lengths, lengths + j)
         for column, values in enumerate(columns):

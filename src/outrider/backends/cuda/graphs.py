@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.cache import Packing, Plane
+from ...engine.cache import Plane
 from ...engine.sampling import adjusts
-from ...types import Output, Rows, Sequence
+from ...types import Batch, Output, Sequence
 from .. import WHOLE, Model, Part
-from .capture import Field, Form, filled, mark
+from ..rows import Rows
+from .capture import Field, Form, filled
 from .kernels import attention, choice, small
 from .kernels.attention import Blocks
 from .kernels.choice import Laws
-from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, Desk, seconds
+from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, DeviceState, seconds
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SOME = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
@@ -70,23 +71,23 @@ class Pass:
 
     def __init__(self, graphs: Graphs, shape: Shape) -> None:
         self.graphs, self.shape = graphs, shape
-        t, r, device = shape.rows, shape.wanted, graphs.desk.device
+        t, r, driver = shape.rows, shape.wanted, graphs.state.driver
         fields: dict[str, Field] = dict.fromkeys(("tokens", "positions", "slots"), (I64, (t,)))
         fields |= {"info": (I32, (t, 8)), "tail": (I32, (t, shape.depth)), "want": (I64, (r,))}
         fields |= {name: (dtype, (r,)) for name, dtype in LAW.items()}
         fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
-        self.form = Form(device, fields)
-        self.reply = Form(device, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
+        self.form = Form(driver, fields)
+        self.reply = Form(driver, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
         self.fill(None, (), ())
         self.form.send()
-        self.recording = graphs.desk.record(self._work)
+        self.recording = graphs.state.record(self._work)
 
     def _work(self) -> Output:
-        d, desk, shape = self.form.device, self.graphs.desk, self.shape
-        known = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [T]
-        blocks = Blocks(d["info"], d["tail"], desk.table, desk.scratch(self.graphs.model))
+        d, state, shape = self.form.device, self.graphs.state, self.shape
+        known = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
+        blocks = Blocks(d["info"], d["tail"], state.table, state.scratch(self.graphs.model))
         none = d["slots"]
-        rows = Rows(known, d["positions"], d["slots"], none, none, desk.table, None, d["want"], blocks=blocks)
+        rows = Rows(known, d["positions"], d["slots"], none, none, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
         self.reply.device["tokens"].copy_(known)
         if shape.part.head:
@@ -94,35 +95,34 @@ class Pass:
             self.reply.device["choices"].copy_(choices)
             self.reply.device["highest"].copy_(highest)
             if shape.wanted <= MOST_AHEAD:
-                desk.unread[desk.choices_at : desk.choices_at + shape.wanted].copy_(choices)
+                state.unread[state.choices_at : state.choices_at + shape.wanted].copy_(choices)
         return output
 
-    def fill(self, p: Packing | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
+    def fill(self, p: Batch | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
         """Write the numbers of these rows (or of none) and padding behind them."""
-        a, desk = self.form.next(), self.graphs.desk
-        fill_rows(a, p, blocks, desk)
+        a, state = self.form.next(), self.graphs.state
+        fill_rows(a, p, blocks, state)
         fill_laws(a, speakers, [p.positions[i] + 1 for i in p.want] if p else [])
 
 
 class Graphs:
     """A runner: one model over its plane, every pass captured."""
 
-    def __init__(self, model: Model, plane: Plane, desk: Desk) -> None:
-        self.model, self.plane, self.desk = model, plane, desk
+    def __init__(self, model: Model, plane: Plane, state: DeviceState) -> None:
+        self.model, self.plane, self.state = model, plane, state
         self.together = attention.rows_per_block(model.config.heads, model.config.kv_heads)
         self.passes: dict[Shape, Pass] = {}
         self.missed: dict[Shape, int] = {}
-        self.ahead: Ahead | None = None
+        self.started: StartedPass | None = None
 
-    def launch(self, rows: Rows, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
-        packing: Packing = rows.packing
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and ahead.meant(packing, taps):
-            pending = ahead.pending
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+        started, self.started = self.started, None
+        if started is not None and started.is_for(batch, taps):
+            pending = started.pending
         else:
-            pending = self._start("verify", packing, rows.speakers, WHOLE, taps)
+            pending = self._start("verify", batch, WHOLE, taps)
         if steady:
-            self.ahead = self._go_on(packing, rows.speakers, taps)
+            self.started = self._start_next(batch, taps)
         return pending
 
     def warm(self, rows: int) -> None:
@@ -132,46 +132,31 @@ class Graphs:
                 shape = Shape(size, size, DEPTHS[0], False, WHOLE, ())
                 if shape not in self.passes:
                     self.passes[shape] = Pass(self, shape)
-        self.desk.clock.taken()  # no step's time
+        self.state.clock.taken()  # no step's time
 
-    def logits(self, rows: Rows, part: Part = WHOLE) -> Tensor:
+    def logits(self, batch: Batch, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""
         phase = "draft" if part.head else "read"  # a drafter that catches up with a prompt is not drafting yet
-        pending = self._start(phase, rows.packing, rows.speakers, part, (), reply=False)
-        return pending.output.logits[: len(rows.packing.want)]
+        pending = self._start(phase, batch, part, (), reply=False)
+        return pending.output.logits[: len(batch.want)]
 
-    def states(self, rows: Rows, layers: int) -> Tensor:
+    def states(self, batch: Batch, layers: int) -> Tensor:
         """The residual stream of all rows after so many layers [T, H], on the device. Nobody waits."""
         part, tap = Part(stop=layers, head=False), layers - 1
-        pending = self._start("draft", rows.packing, rows.speakers, part, (tap,), reply=False)
-        return pending.output.hidden[tap][: rows.count]
+        pending = self._start("draft", batch, part, (tap,), reply=False)
+        return pending.output.hidden[tap][: batch.count]
 
     def chains(self, part: Part, again: int, source: str) -> Any:
         from .chains import Chains
 
         return Chains(self, part, again, source)
 
-    def heads(self, shown: Plane, source: str) -> Any:
-        """Drafts of the trained head that this runner runs, from the streams that the target leaves in its plane."""
-        from ...drafters.head.recorded import Heads
-
-        return Heads(self, shown, source)
-
-    def _start(
-        self,
-        phase: str,
-        packing: Packing,
-        speakers: Listing[Sequence],
-        part: Part,
-        taps: tuple[int, ...],
-        reply: bool = True,
-    ) -> Pending:
-        blocks = grouped(packing, self.together)
-        shape = self._shape(packing, speakers, blocks, part, taps)
-        step = self._recorded(shape)
-        step.fill(packing, speakers, blocks)
-        output = self.desk.replay(phase, step.recording, step.form)
-        return Pending(self, step, output, packing, speakers, reply)
+    def _start(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...], reply: bool = True) -> Pending:
+        blocks, choosers = grouped(batch, self.together), batch.choosers
+        step = self._recorded(self._shape(batch, choosers, blocks, part, taps))
+        step.fill(batch, choosers, blocks)
+        output = self.state.replay(phase, step.recording, step.form)
+        return Pending(self, step, output, batch, choosers, reply)
 
     def _recorded(self, shape: Shape) -> Pass:
         """The pass of this shape. Recording takes longer than a pass: a larger one will do for the first times."""
@@ -188,8 +173,8 @@ class Graphs:
 
     def _shape(
         self,
-        p: Packing,
-        speakers: Listing[Sequence],
+        p: Batch,
+        choosers: Listing[Sequence],
         blocks: Listing[Block],
         part: Part,
         taps: tuple[int, ...],
@@ -204,12 +189,12 @@ class Graphs:
             size,
             wanted,
             next(depth for depth in DEPTHS if depth >= deepest),
-            any(filters(seq) for seq in speakers),
+            any(filters(seq) for seq in choosers),
             part if r else replace(part, head=False),
             taps,
         )
 
-    def _go_on(self, p: Packing, speakers: Listing[Sequence], taps: tuple[int, ...]) -> Ahead | None:
+    def _start_next(self, p: Batch, taps: tuple[int, ...]) -> StartedPass | None:
         """Start the next pass before the host knows this one's choices: one more token for everybody.
 
         Its tokens are read where they are chosen; its slots are those that the cache would hand out next. If anything
@@ -217,31 +202,31 @@ class Graphs:
         whoever gets them writes before reading.
         """
         n = len(p.tokens)
-        slots = self.desk.cache.next_free(n)
+        slots = self.state.cache.next_free(n)
         if len(p.want) < n or len(slots) < n or n > MOST_AHEAD or taps:
             return None  # what taps show must last until somebody has looked
-        if not all(_goes_on(seq, self.desk.cache.length) for seq in speakers):
+        if not all(_goes_on(seq, self.state.cache.length) for seq in p.choosers):
             return None
-        more = Packing(self.desk.cache)
-        more.tokens = [-1 - self.desk.choices_at - i for i in range(n)]
+        more = Batch(p.table)
+        more.tokens = [-1 - self.state.choices_at - i for i in range(n)]
         more.positions, more.context = [i + 1 for i in p.positions], [i + 1 for i in p.context]
         more.slots, more.lines, more.tails, more.want, more.owners = slots, p.lines, [[]] * n, p.want, p.owners
-        places = (line * self.desk.cache.length + at for line, at in zip(p.lines, more.positions, strict=True))
-        self.desk.changes.update(zip(places, slots, strict=True))
-        return Ahead(more, taps, self._start("verify", more, speakers, WHOLE, taps))
+        places = (line * self.state.cache.length + at for line, at in zip(p.lines, more.positions, strict=True))
+        self.state.changes.update(zip(places, slots, strict=True))
+        return StartedPass(more, taps, self._start("verify", more, WHOLE, taps))
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A pass that was started on a guess."""
+class StartedPass:
+    """A pass that was started before its tokens were known to the host."""
 
-    packing: Packing
+    batch: Batch
     taps: tuple[int, ...]
     pending: Pending
 
-    def meant(self, p: Packing, taps: tuple[int, ...]) -> bool:
+    def is_for(self, p: Batch, taps: tuple[int, ...]) -> bool:
         """Whether these rows are the ones that were guessed (their tokens are: the host takes what was chosen)."""
-        mine = self.packing
+        mine = self.batch
         return (
             p.slots == mine.slots
             and p.positions == mine.positions
@@ -259,29 +244,29 @@ class Pending:
         graphs: Graphs,
         step: Pass,
         output: Output,
-        packing: Packing,
-        speakers: Listing[Sequence],
+        batch: Batch,
+        choosers: Listing[Sequence],
         reply: bool,
     ) -> None:
-        self.output, self.packing, self.speakers = output, packing, speakers
+        self.output, self.batch, self.choosers = output, batch, choosers
         if reply:
-            desk = graphs.desk
+            state = graphs.state
             self.arrays = step.reply.next()
             step.reply.receive()
-            self.end = mark(desk.device)
-            self.end.record(desk.stream)
-            self.phases = desk.taken()
+            self.end = state.driver.event()
+            self.end.record(state.driver.stream)
+            self.phases = state.taken()
 
     def wait(self) -> Output:
         self.end.synchronize()
-        t, r = len(self.packing.tokens), len(self.packing.want)
+        t, r = len(self.batch.tokens), len(self.batch.want)
         choices = self.arrays["choices"][:r].tolist()
         return Output(
             self.output.logits[:r],
             {layer: hidden[:t] for layer, hidden in self.output.hidden.items()},
             self.arrays["highest"][:r].tolist(),
-            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.speakers, strict=True)],
-            self.arrays["tokens"][:t].tolist() if min(self.packing.tokens) < 0 else None,
+            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.choosers, strict=True)],
+            self.arrays["tokens"][:t].tolist() if min(self.batch.tokens) < 0 else None,
             seconds(self.phases),
         )
 
@@ -301,17 +286,17 @@ def _goes_on(seq: Sequence, length: int) -> bool:
     return plain and seq.room > 1 and len(seq.tokens) + 1 < length
 
 
-def fill_rows(arrays: dict[str, Any], p: Packing | None, blocks: Listing[Block], desk: Desk) -> None:
+def fill_rows(arrays: dict[str, Any], p: Batch | None, blocks: Listing[Block], state: DeviceState) -> None:
     """The numbers of these rows (or of none), padding behind them, and what is new in the table."""
     tokens, positions, slots, want = (p.tokens, p.positions, p.slots, p.want) if p else ([], [], [], [])
     filled(arrays["tokens"], tokens, 0)
     filled(arrays["positions"], positions, 0)
-    filled(arrays["slots"], slots, desk.padding)
+    filled(arrays["slots"], slots, state.padding)
     filled(arrays["want"], want, 0)
     filled(arrays["info"], [block[:8] for block in blocks], 0) if blocks else arrays["info"].fill(0)
     for i, (*_, tail) in enumerate(blocks):
         arrays["tail"][i, : len(tail)] = tail
-    desk.patch(arrays) if p else arrays["place"].fill(-1)
+    state.patch(arrays) if p else arrays["place"].fill(-1)
 
 
 def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: Any) -> None:
@@ -325,7 +310,7 @@ def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: An
 Block = tuple[int, int, int, int, int, int, int, int, Listing[int]]  # `attention.Blocks.info`, then the tail
 
 
-def grouped(p: Packing, together: int) -> list[Block]:
+def grouped(p: Batch, together: int) -> list[Block]:
     """Rows that one block of threads takes together.
 
     A row joins the one before it if it sees what that one sees, and itself: a prompt, a chain, the trunk of a tree.
@@ -342,7 +327,7 @@ def grouped(p: Packing, together: int) -> list[Block]:
     return blocks
 
 
-def _follows(p: Packing, row: int) -> bool:
+def _follows(p: Batch, row: int) -> bool:
     """Whether a row sees exactly what the row before it sees, and itself."""
     tail = p.tails[row]
     return p.lines[row] == p.lines[row - 1] and (

@@ -13,7 +13,7 @@ import torch
 
 from ...engine.cache import Cache
 from .. import Model
-from .capture import Form, Recording, filled, mark, pool
+from .capture import Driver, Form, Recording, filled
 from .kernels import attention
 
 MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
@@ -24,12 +24,13 @@ Phase = tuple[str, Any, Any, float]  # name, begin, end, share
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 
-class Desk:
+class DeviceState:
     """What all passes of an engine share on one device: the table, tokens that nobody has read, clocks."""
 
     def __init__(
-        self, cache: Cache, device: torch.device, batch: int, home: bool = True, clock: Desk | None = None
+        self, cache: Cache, driver: Driver, batch: int, home: bool = True, clock: DeviceState | None = None
     ) -> None:
+        self.driver, device = driver, driver.device
         self.cache, self.device, self.home = cache, device, home  # home: drafts are verified on this device
         self.clock = clock or self  # whose phases what runs here is counted among
         lines, length = cache.table.shape
@@ -42,9 +43,7 @@ class Desk:
         self.choices_at = DRAFTERS * self.lanes * DEPTHS[-1]
         self._claimed = 0
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
-        self.pool = pool(device)
         self.phases: list[Phase] = []  # what was started since the last `taken`
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
     @property
@@ -79,22 +78,22 @@ class Desk:
 
         It takes as long as dozens of passes, once: a phase of its own, so that nobody takes it for a price.
         """
-        begin, end = mark(self.device), mark(self.device)
-        begin.record(self.stream)
+        begin, end = self.driver.event(), self.driver.event()
+        begin.record(self.driver.stream)
         unread = self.unread.clone()
-        recording = Recording(work, self.device, self.pool)
+        recording = self.driver.record(work)
         self.unread.copy_(unread)
-        end.record(self.stream)
+        end.record(self.driver.stream)
         self.clock.phases.append(("record", begin, end, 1.0))
         return recording
 
     def replay(self, phase: str, recording: Recording, form: Form, share: float = 1.0) -> Any:
         """Send the form and run; nobody waits. `share` is the part of it that somebody asked for."""
-        begin, end = mark(self.device), mark(self.device)
-        begin.record(self.stream)
+        begin, end = self.driver.event(), self.driver.event()
+        begin.record(self.driver.stream)
         form.send()
         result = recording.replay()
-        end.record(self.stream)
+        end.record(self.driver.stream)
         self.clock.phases.append((phase, begin, end, share))
         return result
 

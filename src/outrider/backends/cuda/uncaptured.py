@@ -12,27 +12,30 @@ from typing import Any
 
 import torch
 
-from ...engine.cache import Cache, Packing, Plane
-from ...types import Rows, Sequence
-from .. import Model, Part, device_of
+from ...backends.cuda.capture import Driver
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache, Plane
+from ...types import Sequence
+from .. import Model, Part
+from ..rows import Rows, rows_of
 from .graphs import Graphs, grouped
 from .kernels.attention import Blocks
-from .state import DEPTHS, I32, Desk
+from .state import DEPTHS, I32, DeviceState
 
 CHAIN = 4  # tokens of a draft that is timed
 
 
-class Laid:
+class UncapturedPasses:
     """A model over a plane of a cache whose sequences have all their slots."""
 
     def __init__(self, model: Model, cache: Cache, plane: Plane) -> None:
-        self.device = device_of(model)
-        self.graphs = Graphs(model, plane, Desk(cache, self.device, 1))
+        self.device = model.device
+        self.graphs = Graphs(model, plane, DeviceState(cache, Driver(self.device), 1))
         self._chains: dict[Part, Any] = {}
 
-    def rows(self, packing: Packing) -> Rows:
+    def rows(self, packing: BatchBuilder) -> Rows:
         """These rows where the model lives, grouped as its kernels want them."""
-        desk, given = self.graphs.desk, packing.rows()
+        state, given = self.graphs.state, rows_of(packing)
         blocks = grouped(packing, self.graphs.together)
         depth = next(n for n in DEPTHS if n >= max(len(block[8]) for block in blocks))
         info = torch.tensor([block[:8] for block in blocks], dtype=I32)  # [N, 8]
@@ -42,8 +45,8 @@ class Laid:
         tokens, positions, slots, want = (
             getattr(given, name).to(self.device) for name in ("tokens", "positions", "slots", "want")
         )
-        laid = Blocks(info.to(self.device), tail.to(self.device), desk.table, desk.scratch(self.graphs.model))
-        return Rows(tokens, positions, slots, slots, slots, desk.table, None, want, blocks=laid)
+        laid = Blocks(info.to(self.device), tail.to(self.device), state.table, state.scratch(self.graphs.model))
+        return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=laid)
 
     def seconds(self, seq: Sequence, part: Part, repeats: int = 3) -> float:
         """Of one token of a recorded draft with only these blocks: the fastest of a few.

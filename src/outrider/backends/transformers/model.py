@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...engine.cache import Packing, Plane
+from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
 from ...models.config import ModelConfig
-from ...types import Output, Rows, Sequence
-from .. import WHOLE, Opening, Part, PlaneShape
+from ...types import Batch, Output, Sequence
+from .. import WHOLE, Model, Opening, Part, PlaneShape
+from ..rows import Rows
 from .layers import find_layers, tapped, without
 from .states import Grid, Source, States, can_be_cut, copied, cut, empty
 
@@ -55,17 +56,17 @@ class Line(NamedTuple):
     state: Any
 
 
-class HFModel:
+class HFModel(Model):
     """A transformers module as a `Model`. Rows come in and logits go out on the CPU, wherever the module lives."""
 
-    open = False  # drafters that take a target apart cannot use it
+    has_layers = False
     exact = True  # by the form of its passes
-    device = torch.device("cpu")  # of rows, planes and logits
 
     def __init__(self, module: Any, config: ModelConfig, why: str, starts: tuple[int, ...] = ()) -> None:
         self.module, self.config, self.starts = module.eval(), config, starts
-        self.place, self.dtype = torch.device(module.device), module.dtype
-        self.two_sided = bool(module.config.is_encoder_decoder)
+        self.weights_device = torch.device(module.device)
+        self.dtype = self.compute = module.dtype
+        self.encoder = bool(module.config.is_encoder_decoder)
         self.source_room = _source_room(module.config)
         self.never = _never(module, config.vocab_size)
         self.layers = find_layers(module, config.layers)
@@ -75,10 +76,10 @@ class HFModel:
         self._encoded: OrderedDict[Source, Any] = OrderedDict()
         self._lines: OrderedDict[tuple[int, frozenset[int]], Line] = OrderedDict()
         self._separate_experts()
-        self.block, self.cached = min(ROWS.get(self.place.type, 8), config.context_length), True
+        self.block, self.cached = min(ROWS.get(self.weights_device.type, 8), config.context_length), True
         self._probe()
         self.states = States()
-        self.said = f"{why} {self._manner()}"
+        self.description = f"{why} {self._manner()}"
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -90,20 +91,15 @@ class HFModel:
         table: Tensor = self.module.get_input_embeddings().weight.detach()  # [V, H]
         return table.to(self.device)
 
-    @property
-    def compute(self) -> torch.dtype:
-        dtype: torch.dtype = self.dtype
-        return dtype
-
     def as_drafter(self) -> HFModel:
         """The same weights for drafting only: passes of whatever shape is cheapest."""
         twin = HFModel.__new__(HFModel)
         twin.__dict__ |= self.__dict__ | {"loose": self.cached, "_lines": OrderedDict(), "states": States()}
         return twin
 
-    def begin(self, ids: list[int]) -> Opening:
+    def opening(self, ids: list[int]) -> Opening:
         """Where an answer to these ids begins: after them, or afresh with them as source, where there is an encoder."""
-        if not self.two_sided:
+        if not self.encoder:
             return Opening(ids, [])
         if self.source_room is not None and len(ids) > self.source_room:
             raise ConfigError(
@@ -118,16 +114,17 @@ class HFModel:
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
-        if x is not None or part.start or part.stop not in (None, self.config.layers) or rows.packing is None:
+        plane.count_pass()
+        if x is not None or part.start or part.stop not in (None, self.config.layers) or rows.batch is None:
             raise ModelError("A model that transformers runs can only run whole; choose a drafter that needs no more.")
         absent = part.skip_attention & part.skip_mlp
         if (taps or absent) and self.layers is None:
             raise ModelError("The layers of this model cannot be told apart: none can be listened to or left out.")
         with self._lock:
-            return self._forward(rows.packing, plane, absent, taps, part.head)
+            return self._forward(rows.batch, plane, absent, taps, part.head)
 
     def _forward(
-        self, packed: Packing, plane: Plane, absent: frozenset[int], taps: tuple[int, ...], head: bool
+        self, packed: Batch, plane: Plane, absent: frozenset[int], taps: tuple[int, ...], head: bool
     ) -> Output:
         ids = plane.k[0].view(-1)  # [S]
         ids[packed.slots] = torch.tensor(packed.tokens, dtype=ids.dtype)
@@ -174,9 +171,9 @@ class HFModel:
         if not self.cached:
             self._pass(tokens[:at] + chunk, source, None, frozenset(), [(at + i, row) for i, row in here], found)
             return None
-        after = empty(self.two_sided) if state is None else copied(state)
+        after = empty(self.encoder) if state is None else copied(state)
         self._pass(chunk, source, after, frozenset(), here, found)
-        if state is None and self.two_sided and at == 0:
+        if state is None and self.encoder and at == 0:
             self.states.put(source, [], cut(after, 0), self._room, int)  # what comes from the source is computed once
         return after
 
@@ -193,7 +190,7 @@ class HFModel:
             state = cut(line.state, at)
         elif absent:
             at, state = self.states.longest(source, tokens, first, self._grid(path.seq))
-        state = empty(self.two_sided) if state is None else copied(state)
+        state = empty(self.encoder) if state is None else copied(state)
         while at < len(tokens):
             stop = min(at + _FEED, len(tokens))
             here = [(position - at, row) for position, row in wanted if at <= position < stop]
@@ -220,8 +217,8 @@ class HFModel:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """transformers' own pass over these tokens after a state, which it brings up to date: logits [T, V]."""
         given: dict[str, Any] = {"return_dict": True, "use_cache": state is not None}
-        given["decoder_input_ids" if self.two_sided else "input_ids"] = torch.tensor([tokens], device=self.place)
-        if self.two_sided:
+        given["decoder_input_ids" if self.encoder else "input_ids"] = torch.tensor([tokens], device=self.weights_device)
+        if self.encoder:
             given["encoder_outputs"] = self._read(source)
         if state is not None:
             given["past_key_values"] = state
@@ -236,7 +233,7 @@ class HFModel:
         """What the encoder makes of a source, once for all passes."""
         source = source or self.starts[:1]
         if source not in self._encoded:
-            ids = torch.tensor([source], device=self.place)
+            ids = torch.tensor([source], device=self.weights_device)
             self._encoded[source] = self.module.get_encoder()(input_ids=ids, return_dict=True)
             if len(self._encoded) > _SOURCES:
                 self._encoded.popitem(last=False)
@@ -258,7 +255,7 @@ class HFModel:
         ids = torch.randint(self.config.vocab_size, (2 * self.block,), generator=generator).tolist()
         others = [torch.randint(self.config.vocab_size, (self.block,), generator=generator).tolist() for _ in range(4)]
         self.cached = 2 * self.block <= self.config.context_length and self._cache_works(ids)
-        state = empty(self.two_sided) if self.cached else None
+        state = empty(self.encoder) if self.cached else None
         if state is not None:
             self._call(ids[: self.block], (), state)
         for keep, other in zip((1, self.block // 4, self.block // 2, self.block - 1), others, strict=True):
@@ -272,7 +269,7 @@ class HFModel:
 
     def _cache_works(self, ids: list[int]) -> bool:
         whole = self._call(ids, (), None)[0][self.block :]  # [block, V]
-        state = empty(self.two_sided)
+        state = empty(self.encoder)
         try:
             self._call(ids[: self.block], (), state)
             parts = self._call(ids[self.block :], (), state)[0]
@@ -291,7 +288,7 @@ class HFModel:
         return words
 
 
-def _paths(packed: Packing, ids: Tensor) -> Iterable[Path]:
+def _paths(packed: Batch, ids: Tensor) -> Iterable[Path]:
     """The pass as chains: one for each sequence, and one for each leaf where drafts branch. Each row is on one."""
     groups: dict[int, list[int]] = {}
     for row, seq in enumerate(packed.owners):

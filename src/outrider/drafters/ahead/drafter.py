@@ -24,16 +24,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ...backends import Model
 from ...errors import ConfigError
 from ...types import Draft, Sequence, Step, Tree, chain
-from .. import Drafter, Memory, Workspace, register
+from .. import Drafter, DraftRequest, Memory, Traits, Workspace, register
 from ..cascade import Cascade
 from .account import Account, Round
 from .channel import Asked, Lines, Wish
 from .forks import draws
 from .laws import Tilt
-from .setup import head_folder, posted, share, whole
+from .setup import posted, share, trial_options, whole
 from .shared_queue import DEPTH, TRUNK, Outcome, find, rank, read_laws
 from .worth import Worth
 
@@ -50,14 +49,17 @@ class Ahead(Drafter):
     ahead_forks, ahead_depth, ahead_threads, ahead_fallback (drafters to ask on a miss), ahead_wait, ahead_always,
     ahead_noise, ahead_c (Saguaro's C, under `reject` and `block`)."""
 
-    takes = (
-        "draft_model", "assistant_model", "draft_dtype", "draft_device", "skip_layers", "head", "ahead_place",
-        "ahead_forks", "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_wait", "ahead_always", "ahead_noise",
-        "ahead_c",
+    traits = Traits(
+        options=(
+            "draft_model", "assistant_model", "draft_dtype", "draft_device", "skip_layers", "head", "ahead_place",
+            "ahead_forks", "ahead_depth", "ahead_threads", "ahead_fallback", "ahead_wait", "ahead_always",
+            "ahead_noise", "ahead_c",
+        ),
+        trial=lambda target: trial_options(target),
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
+        self.space = space
         self.most = whole(space, "ahead_forks", FORKS, 1, 64)
         self.fixed = whole(space, "ahead_depth", 0, 0, DEPTH)  # 0: as deep as pays
         names = space.option("ahead_fallback", default="suffix,ngram")
@@ -69,7 +71,7 @@ class Ahead(Drafter):
         self.post = posted(space)
         if self.post.features is not None and "head" in names:
             raise ConfigError("ahead_fallback names 'head', which drafts ahead itself; choose another, or none.")
-        self.taps = tuple(sorted({*self.post.taps, *(self.fallback.taps if self.fallback else ())}))
+        self.taps = tuple(sorted({*self.post.taps, *(self.fallback.traits.taps if self.fallback else ())}))
         self.own, always = self.post.own, bool(space.option("ahead_always", default=False))
         self.account, self.worth = Account(), Worth(always, first=always or self.own is None)
         self.share = share(space, "ahead_c")
@@ -80,6 +82,7 @@ class Ahead(Drafter):
         self.clock: Callable[[], float] = time.perf_counter
         self.flight: dict[int, Asked] = {}  # by sequence: what is being prepared for
         self.asked: set[int] = set()  # sequences that a draft was asked for in this step
+        self.request = DraftRequest([], [])  # of the step at hand
         self.rounds: list[Round] = []  # that were taken for this step's draft
         self.k = 0  # the largest budget of late
         self.verify = 0.0  # seconds of a pass of the target
@@ -87,44 +90,40 @@ class Ahead(Drafter):
         self.heard, self.recorded = (-2, 0.0), 0  # the last step, and when; passes that the worker has recorded
         if self.own is None:  # else it is beside the target, whose passes are timed first
             self.place.tend()
+        self.traits = replace(self.traits, taps=self.taps, memory=self._memory)
+        self._update_traits()
 
-    @classmethod
-    def trial_options(cls, target: Model) -> dict[str, Any]:
-        head = head_folder(target)
-        return {"draft_model": target} if head is None else {"head": head}  # a target is its own drafter, if need be
-
-    @property
-    def overlaps(self) -> bool:
-        """Only in steps that prepare something: a pass in a thread of its own is slower than one that is waited for."""
-        return bool(self.fallback and self.fallback.overlaps) or (bool(self.asked) and self._prepares)
-
-    @property
-    def way(self) -> str:  # type: ignore[override]
-        return "ahead" if self._prepares else "just in time"
+    def _update_traits(self) -> None:
+        """Whether it prepares now: a pass in a thread of its own is slower than one that is waited for."""
+        overlaps = bool(self.fallback and self.fallback.traits.overlaps) or (bool(self.asked) and self._prepares)
+        mode = "ahead" if self._prepares else "just in time"
+        if (overlaps, mode) != (self.traits.overlaps, self.traits.mode):
+            self.traits = replace(self.traits, overlaps=overlaps, mode=mode)
 
     @property
     def _prepares(self) -> bool:
         return self.worth.ahead and self.place.ready
 
-    @property
-    def added_memory(self) -> Memory:
+    def _memory(self) -> Memory:
         weights, kv = map(int, self.place.mail["bytes"])
         if self.fallback:
-            more = self.fallback.added_memory
+            more = self.fallback.traits.memory()
             weights, kv = weights + more.weights, kv + more.kv
-        return Memory(weights, kv + (self.own.added_memory.kv if self.own else 0))  # the same weights, once more read
+        return Memory(weights, kv + (self.own.traits.memory().kv if self.own else 0))
 
     # ------------------------------------------------------------ the verbs
 
-    def load(self) -> None:
-        self.place.ready_within(self.patience, deaths=1)
-
     def begin(self, seq: Sequence) -> None:
+        if self.patience:  # the first request of all waits until the draft model is read
+            self.place.ready_within(self.patience, deaths=1)
+            self.patience = 0.0
+            self._update_traits()
         for drafter in self.helpers:
             drafter.begin(seq)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         self.place.tend()
+        self.request, seqs, budget = request, request.seqs, request.budgets
         self.asked, self.k = {seq.id for seq in seqs}, max(budget, default=0)
         trees, self.rounds = [Tree([], [])] * len(seqs), []
         self._take(seqs, budget, trees)
@@ -132,12 +131,13 @@ class Ahead(Drafter):
         unread = self._ordinary(seqs, budget, trees, unread)
         self._just_in_time(seqs, budget, trees)
         self.account.fallbacks += sum(bool(tree.tokens) and tree.source not in self.sources for tree in trees)
+        self._update_traits()
         return Draft.pack(trees, unread)
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
         """Ask for preparations; nobody waits for them here."""
         asked, self.asked, self.flight = self.asked, set(), {}
-        if self.fallback and self.fallback.overlaps:
+        if self.fallback and self.fallback.traits.overlaps:
             self.fallback.overlap(seqs, draft)
         if not self._prepares:
             return
@@ -173,6 +173,7 @@ class Ahead(Drafter):
                 seconds = now - self.heard[1] - step.clock.get("record", 0.0)  # what happens once is no price
                 self.worth.took(len(decoded), self._prepares, tokens, seconds, bool(self.flight))
         self.heard = step.index, now
+        self._update_traits()
 
     def end(self, seq: Sequence) -> None:
         self.flight.pop(seq.id, None)
@@ -251,8 +252,7 @@ class Ahead(Drafter):
         open_ = [i for i, tree in enumerate(trees) if not tree.tokens and not (draws(seqs[i]) and self.place.ready)]
         if not open_ or self.fallback is None:
             return None
-        self.fallback.stop_below = self.stop_below
-        answer = self.fallback.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+        answer = self.fallback.draft(self.request.select(open_))
         for i, tree in zip(open_, answer.trees, strict=True):
             trees[i] = tree
         return answer.unread
@@ -268,8 +268,8 @@ class Ahead(Drafter):
         open_ = [i for i, tree in enumerate(trees) if weak(tree) and budget[i] and not draws(seqs[i])]
         if not open_:
             return unread
-        begin, self.own.stop_below = self.clock(), self.stop_below
-        answer = self.own.draft([seqs[i] for i in open_], [budget[i] for i in open_])
+        begin = self.clock()
+        answer = self.own.draft(self.request.select(open_))
         for i, tree in zip(open_, answer.trees, strict=True):
             trees[i] = tree if tree.tokens else trees[i]
             self.account.jits += bool(tree.tokens)
@@ -283,7 +283,7 @@ class Ahead(Drafter):
         if not open_ or not self.place.ready:
             return
         begin, depth = self.clock(), min(max(budget[i] for i in open_) - 1, DEPTH)
-        if self._prepares and self.space.market() and not any(draws(seqs[i]) for i in open_):
+        if self._prepares and self.request.prices is not None and not any(draws(seqs[i]) for i in open_):
             depth = min(depth, self.account.now_depth(self.verify, depth))  # budgets are for what is prepared
         asked = self.lines.ask([Wish(seqs[i], [], [1]) for i in open_], depth, now=True, tilt=self._tilt)
         self.place.post()
@@ -325,7 +325,7 @@ class Ahead(Drafter):
     def _shown(self, seq: Sequence) -> bool:
         """Whether a head has seen what it begins with: what the target saw at the token before the last."""
         features, last = self.post.features, len(seq.tokens) - 2
-        seen = last >= 0 and self.space.plane.held.get(seq.id, 0) > last
+        seen = last >= 0 and self.space.plane.holds(seq.id) > last
         return features is None or (seen and features.known(seq.id, last))
 
     @property

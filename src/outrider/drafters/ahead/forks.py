@@ -19,11 +19,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...backends import WHOLE, Model, Part, device_of
-from ...engine.cache import Cache, Packing
+from ...backends import WHOLE, Model, Part
+from ...backends.rows import rows_of
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache
 from ...engine.sampling import DRAFT, adjust, draw, key, law, ranked
-from ...types import Rows, Sequence
-from .._catch_up import catch_up
+from ...types import Batch, Sequence
+from .._rollout import catch_up
 from .laws import Law, Tilt, drawn_from
 
 REHEARSED = (1, 4, 8)  # drafted tokens of rounds that are rehearsed
@@ -32,7 +34,7 @@ REHEARSED = (1, 4, 8)  # drafted tokens of rounds that are rehearsed
 class Logits(Protocol):
     """Passes on a device that is not driven operation by operation."""
 
-    def logits(self, rows: Rows, part: Part) -> Tensor: ...
+    def logits(self, batch: Batch, part: Part) -> Tensor: ...
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Forker:
         vocabulary: int | None = None,  # the target's, where the model's is padded further
     ) -> None:
         self.model, self.part, self.vocabulary = model, part, vocabulary
-        self.cache = Cache(slots, lines + 8, length, device_of(model))
+        self.cache = Cache(slots, lines + 8, length, model.device)
         self.plane = self.cache.add_plane(*model.plane_shape)
         self.passes: Logits | None = None
         self.noised = True  # False: ranked without the target's noise, to measure what it is worth
@@ -118,7 +120,7 @@ class Forker:
         plan, fed = self._grown.pop(seq.id, None), len(seq.tokens)
         seq.tokens += more
         if plan is not None and more:
-            self.plane.nodes[seq.id] = frozenset(range(len(plan.tokens)))
+            self.plane.wrote(seq.id, range(len(plan.tokens)))
             self.cache.commit(seq, fed, plan.follow(more))
 
     def close(self, seq: Sequence) -> None:
@@ -171,7 +173,7 @@ class Forker:
     def glue(self, plans: list[Plan]) -> Tensor:
         """Logits after each text and after each token of its trunk. [sum of 1 + trunk, V]"""
         starts = [catch_up(self.cache, self.plane, plan.seq, self._read) for plan in plans]
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for plan, start in zip(plans, starts, strict=True):
             packed.pending(plan.seq, start, len(plan.seq.tokens), want=True)
             for i, token in enumerate(plan.trunk):
@@ -180,7 +182,7 @@ class Forker:
             packed.nodes(plan.seq, plan.tokens, plan.parents, every, every)
         logits = self._forward(packed, self.part)
         for plan in plans:
-            self.plane.held[plan.seq.id] = len(plan.seq.tokens)
+            self.plane.advance(plan.seq.id, len(plan.seq.tokens))
             self._grown[plan.seq.id] = plan
         return logits
 
@@ -243,21 +245,21 @@ class Forker:
 
     def _run(self, nodes: list[tuple[Plan, int]]) -> Tensor:
         """Feed these nodes, each seeing its own ancestors; logits after each. [nodes, V]"""
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for plan, node in nodes:
             packed.nodes(plan.seq, plan.tokens, plan.parents, [node], range(len(plan.tokens)))
         return self._forward(packed, self.part)
 
-    def _read(self, packed: Packing) -> None:
+    def _read(self, packed: BatchBuilder) -> None:
         """A pass that nobody wants logits of."""
         self._forward(packed, replace(self.part, head=False))
 
-    def _forward(self, packed: Packing, part: Part) -> Tensor:
+    def _forward(self, packed: BatchBuilder, part: Part) -> Tensor:
         """Logits of the wanted rows [R, V] on the host."""
         self.beat()
         if self.passes is not None:
-            return self.passes.logits(packed.rows(), part).cpu()[:, : self.vocabulary]
-        return self.model.forward(packed.rows(), self.plane, part).logits.float()[:, : self.vocabulary]
+            return self.passes.logits(packed, part).cpu()[:, : self.vocabulary]
+        return self.model.forward(rows_of(packed), self.plane, part).logits.float()[:, : self.vocabulary]
 
 
 def draws(seq: Sequence) -> bool:

@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 
-from ...backends import Model, Part, device_of
+from ...backends import Model, Part
 from ...backends.machine import choose_device
 from ...backends.weigh import weigh
 from ...errors import ConfigError
-from ...models.speculators import read_config
-from .. import Drafter, Workspace
-from ..head.drafter import TrainedHead, chosen, load_head
-from ..head.features import Features, Kept
-from ..head.find import head_for
-from ..head.forks import HeadForker
+from .. import Drafter, Workspace, lookup, names
 from ..model import SmallModel, load_draft_model, opened
 from .forks import Forker
 from .shared_queue import Sizes
@@ -37,7 +32,7 @@ class Post:
     """Who drafts, and where."""
 
     place: Place
-    features: Features | Kept | None = None  # what a head is shown of the target
+    features: Any = None  # what a head is shown of the target
     taps: tuple[int, ...] = ()
     own: Drafter | None = None  # the same drafter in the engine's own stream, for drafts just in time
 
@@ -53,8 +48,8 @@ def posted(space: Workspace) -> Post:
     if wanted is None:
         return _head(space)
     in_memory = not isinstance(wanted, str) and hasattr(wanted, "forward")
-    device = device_of(wanted) if in_memory else choose_device(str(space.option("draft_device", default="cpu")))
-    here = in_memory or shares_gpu(device, device_of(space.target))
+    device = wanted.device if in_memory else choose_device(str(space.option("draft_device", default="cpu")))
+    here = in_memory or shares_gpu(device, space.target.device)
     kind = space.option("ahead_place", default="thread" if here else "process")
     if kind not in ("process", "thread"):
         raise ConfigError(f"There is no ahead_place '{kind}'; choose process or thread.")
@@ -92,7 +87,7 @@ def _thread(space: Workspace, device: torch.device) -> Post:
         capture(forker, model, sizes.lines)
         return forker
 
-    place = _weighed(Thread(sizes, make, device_of(model)), space, model)
+    place = _weighed(Thread(sizes, make, model.device), space, model)
     plain = not skip and model.config.vocab_size == vocabulary  # what the drafter `model` makes of it is the same
     return Post(place, own=SmallModel(_given(space, draft_model=model)) if plain else None)
 
@@ -103,40 +98,40 @@ def _given(space: Workspace, **options: Any) -> Workspace:
 
 
 def _head(space: Workspace) -> Post:
-    if chosen(space) is None:
+    """A trained head, where the drafter `head` exists."""
+    if not has_head(space):
         raise ConfigError(
             "The drafter 'ahead' needs a draft model or a trained head, and no head comes along for this model: give "
             "--draft-model PATH (or draft_model=…), or a head's folder with --set head=PATH."
         )
     if space.option("ahead_place", default="thread") != "thread":
-        raise ConfigError("A head reads what the target saw, in the target's own process: leave ahead_place out.")
-    head = load_head(space)
-    if head.config.kind != "eagle3":
-        raise ConfigError(
-            f"A head of the kind '{head.config.kind}' cannot go on from its own guesses, as drafting ahead asks: give "
-            f"an eagle3 head or a draft model, or use --drafter head."
-        )
-    sizes, slots, noised, taps = _sizes(space), space.cache.slots, _noised(space), head.config.taps
-    features: Features | Kept = Features(taps)
-    if head.device.type == "cuda":  # the target's passes leave what they saw where it is found later
-        space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
-        features, taps = Kept(taps, space.cache, space.plane), ()
+        raise ConfigError("A head reads the target's hidden states in the target's own process: leave ahead_place out.")
+    from .head_forks import HeadForker, head_source
+
+    head, features, taps, own = head_source(space)
+    sizes, slots, noised = _sizes(space), space.cache.slots, _noised(space)
 
     def make() -> Forker:
         forker = HeadForker(head, slots, sizes.lines, sizes.length, features)
         forker.noised = noised
         return forker
 
-    own = TrainedHead(_given(space, head=head))
-    own.paced = False  # how much to draft is the controller's business, ahead and just in time
-    place = _weighed(Thread(sizes, make, head.device), space, head)
-    return Post(place, features, tuple(sorted({*taps, *own.taps})), own)
+    return Post(_weighed(Thread(sizes, make, head.device), space, head), features, taps, own)
 
 
-def head_folder(target: Model) -> str | None:
-    """A head that belongs to this target and can draft ahead."""
-    found = head_for(target)
-    return str(found) if found is not None and read_config(found).kind == "eagle3" else None
+def has_head(space: Workspace) -> bool:
+    uses_head = lookup("head").traits.auto if "head" in names() else None
+    return uses_head is not None and uses_head(space)
+
+
+def trial_options(target: Model) -> dict[str, Any]:
+    """With the head that belongs to this target if it can draft ahead; else the target is its own draft model."""
+    if "head" in names():
+        from .head_forks import eagle_head
+
+        if (folder := eagle_head(target)) is not None:
+            return {"head": folder}
+    return {"draft_model": target}
 
 
 def shares_gpu(one: torch.device, other: torch.device) -> bool:
@@ -165,7 +160,7 @@ def _noised(space: Workspace) -> bool:
 def _threads(space: Workspace) -> int:
     """Beside a target on the CPU one core, beside one on a GPU half of them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return whole(space, "ahead_threads", 1 if device_of(space.target).type == "cpu" else max(cores // 2, 1), 1, 1024)
+    return whole(space, "ahead_threads", 1 if space.target.device.type == "cpu" else max(cores // 2, 1), 1, 1024)
 
 
 def whole(space: Workspace, name: str, default: int, low: int, high: int) -> int:

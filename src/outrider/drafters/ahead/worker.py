@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ...backends import Model, Part, device_of
+from ...backends import Model, Part
+from ...backends.cuda.capture import Driver
 from ...types import Sequence
 from .forks import Forker, Plan
 from .laws import Tilt
@@ -161,12 +162,12 @@ def load(spec: dict[str, Any]) -> Forker:
 
 def capture(forker: Forker, model: Model, lines: int) -> None:
     """Captured passes where the model lives on a GPU, in whichever stream is current; recorded before anybody waits."""
-    if device_of(model).type != "cuda":
+    if model.device.type != "cuda":
         return
     from ...backends.cuda.graphs import Graphs  # needs triton, which is not installed everywhere
-    from ...backends.cuda.state import Desk
+    from ...backends.cuda.state import DeviceState
 
-    forker.passes = Graphs(model, forker.plane, Desk(forker.cache, device_of(model), lines))
+    forker.passes = Graphs(model, forker.plane, DeviceState(forker.cache, Driver(model.device), lines))
     forker.rehearse()
 
 

@@ -12,25 +12,25 @@ only checkpoints trained to exit early do well. It keeps nothing of its own betw
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...backends import Model, Part
+from ...backends import Passes, ResumableLayers
+from ...backends.cpu.first_layers import first_states
 from ...backends.linear import packs
+from ...backends.rows import rows_of
 from ...backends.weigh import weigh
-from ...engine.cache import Packing
-from ...engine.sampling import law, ranked
+from ...engine.batch import BatchBuilder
 from ...errors import ConfigError
-from ...types import Draft, Sequence, Tree
-from .. import Drafter, FirstLayers, Memory, Passes, Workspace, register
-from .._rollout import Growth, Rollout
-from ..head.drafter import insist_on_target, precision
-
-if TYPE_CHECKING:
-    from .network import Exit
+from ...models.speculators import read_head
+from ...types import Draft, Sequence
+from .. import Drafter, DraftRequest, Memory, Traits, Workspace, register
+from .._rollout import DraftVocabularyRollout, Growth
+from .._trained import insist_on_target, precision
+from .network import Exit
 
 
 class Alone:
@@ -43,33 +43,30 @@ class Alone:
 
     def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
         self.layers, self.drafted = layers, {seq.id: [] for seq in seqs}
-        packed = Packing(self.space.cache)
+        packed = BatchBuilder(self.space.cache)
         for seq in seqs:
             packed.pending(seq, len(seq.tokens) - 1, len(seq.tokens), want=False)
         return self._run(packed)
 
     def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
-        packed = Packing(self.space.cache)
+        packed = BatchBuilder(self.space.cache)
         for seq, token in zip(seqs, tokens, strict=True):
             chain = self.drafted[seq.id]
             chain.append(token)
             packed.nodes(seq, chain, list(range(-1, len(chain) - 1)), [len(chain) - 1], range(len(chain)))
         return self._run(packed)
 
-    def _run(self, packed: Packing) -> Tensor:
-        space, rows, last = self.space, packed.rows(), self.layers - 1
-        space.plane.written += 1
+    def _run(self, packed: BatchBuilder) -> Tensor:
         if self.passes is not None:
-            return self.passes.states(rows, self.layers)
-        part = Part(stop=self.layers, head=False)
-        return space.target.forward(rows, space.plane, part, taps=(last,)).hidden[last]  # [B, H]
+            return self.passes.states(packed, self.layers)
+        return first_states(self.space.target, rows_of(packed), self.space.plane, self.layers)  # [B, H]
 
 
-class ExitRollout(Rollout):
-    """Chains from the first layers and an exit. Verification looks after K/V: nothing is claimed here."""
+class ExitRollout(DraftVocabularyRollout):
+    """Chains from the first layers and an exit. Verification writes the K/V: nothing is claimed here."""
 
-    def __init__(self, exit: Exit, space: Workspace, first: FirstLayers) -> None:
-        super().__init__(space.target, space.cache, space.plane, source="exit")
+    def __init__(self, exit: Exit, space: Workspace, first: ResumableLayers) -> None:
+        super().__init__(exit, space.target, space.cache, space.plane, source="exit")
         self.exit, self.first = exit, first
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
@@ -85,21 +82,6 @@ class ExitRollout(Rollout):
     def _scores(self, states: Tensor) -> Tensor:
         return self.exit.scores(states).cpu()  # [B, D]
 
-    def _ranked(
-        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
-    ) -> list[tuple[int, float]]:
-        """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
-        if not seq.params.plain:
-            return ranked(self.exit.spread(logits), seq, emitted, width, spare)
-        if width + spare > 1:
-            shares, places = torch.softmax(logits, -1).topk(min(width + spare, logits.shape[-1]))
-            return list(zip(self.exit.ids[places].tolist(), shares.tolist(), strict=True))
-        place = int(logits.argmax())
-        return [(int(self.exit.ids[place]), float((logits[place] - logits.logsumexp(-1)).exp()))]
-
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(self.exit.spread(logits), seq, emitted)
-
     def _hold(self, seq: Sequence, tokens: int) -> None:
         pass
 
@@ -111,41 +93,33 @@ class ExitRollout(Rollout):
 class EarlyExit(Drafter):
     """Options: adapter (a folder), exit_layer (how many layers run), exit_reuse (false: verify from the start)."""
 
-    inside = True
-    takes = ("adapter", "exit_layer", "exit_reuse", "draft_dtype")
+    traits = Traits(
+        options=("adapter", "exit_layer", "exit_reuse", "draft_dtype"),
+        needs_layers=True,
+        auto=lambda workspace: workspace.option("adapter", default=None) is not None,
+        trial=lambda target: {"exit_layer": max(1, target.config.layers // 2)},  # its own head: poor guesses
+    )
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
-        self.exit = _load(space)
-        begun = space.begun if space.option("exit_reuse", default=True) else None
-        first = begun or Alone(space, space.passes(space.target, space.plane))
+        self.space, self.exit = space, _load(space)
+        reused = space.first_layers if space.option("exit_reuse", default=True) else None
+        first = reused or Alone(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)
-        self.rollout.shown = space.shown
+        self.rollout.shown = space.record_guesses
+        memory = lambda: Memory(weigh(self.exit, beside=space.target))  # noqa: E731  K/V is the target's own
+        self.traits = replace(self.traits, memory=memory)
 
-    @property
-    def added_memory(self) -> Memory:
-        return Memory(weigh(self.exit, beside=self.space.target))  # K/V is the target's own
+    def draft(self, request: DraftRequest) -> Draft:
+        # Drafting reads the target's K/V: while a prompt is pending there is none to read.
+        ready = [i for i, seq in enumerate(request.seqs) if request.budgets[i] and self._held(seq)]
+        self.rollout.stop_below = request.stop_below
+        return request.answer(ready, lambda part: self.rollout.chains(part.seqs, part.budgets))
 
-    @classmethod
-    def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"exit_layer": max(1, target.config.layers // 2)}  # its own head: poor guesses, and a fair trial
-
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        # Drafting leans on the target's K/V: where a prompt is still pending, there is nothing to lean on yet.
-        held = self.space.plane.held
-        ready = [i for i, seq in enumerate(seqs) if budget[i] and held.get(seq.id, 0) == len(seq.tokens) - 1]
-        trees = [Tree([], [])] * len(seqs)
-        if ready:
-            self.rollout.stop_below = self.stop_below
-            draft = self.rollout.chains([seqs[i] for i in ready], [budget[i] for i in ready])
-            for i, tree in zip(ready, draft.trees, strict=True):
-                trees[i] = tree
-        return Draft.pack(trees)
+    def _held(self, seq: Sequence) -> bool:
+        return self.space.plane.holds(seq.id) == len(seq.tokens) - 1
 
 
 def _load(space: Workspace) -> Exit:
-    from ...models.speculators import read_head
-    from .network import Exit
 
     folder = space.option("adapter", default=None)
     layers = space.option("exit_layer", default=None)

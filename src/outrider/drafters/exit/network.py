@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import Model, Part, device_of, ops
-from ...backends.linear import linear
-from ...backends.transformer import _summed
+from ...backends import Model, Part, ops
+from ...backends.linear import linear, summed
+from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...models.speculators import HeadConfig, block_name, check_head, target_ids
-from ...types import Rows
 
 
 class _Block(NamedTuple):
@@ -37,7 +36,7 @@ class Exit:
         self, layers: int, target: Model, adapter: tuple[HeadConfig, dict[str, Tensor]] | None, dtype: torch.dtype
     ) -> None:
         """layers: how many of the target's run; adapter: None for the target's own head alone."""
-        self.layers, self.target, self.compute, self.device = layers, target, dtype, device_of(target)
+        self.layers, self.target, self.compute, self.device = layers, target, dtype, target.device
         self.stream = torch.promote_types(dtype, torch.float32)
         self.eps = target.config.norm_eps
         self.blocks: list[_Block] = []
@@ -73,8 +72,8 @@ class Exit:
             delta = block.down(block.gate_up.gated(h))
         if self.head is not None:
             h = ops.add_norm(x, delta, self.norm, self.eps, self.compute)
-            return _summed(self.head(h)).to(self.stream)
-        return self._own_head(x if delta is None else x + _summed(delta))
+            return summed(self.head(h)).to(self.stream)
+        return self._own_head(x if delta is None else x + summed(delta))
 
     def spread(self, scores: Tensor) -> Tensor:
         """Scores over the drafted vocabulary [..., D] as logits over the target's [..., V]."""

@@ -7,26 +7,25 @@ It keeps features only until they are fed; what it misses costs acceptance, neve
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...backends import Model, device_of
+from ...backends import Model
 from ...backends.output import embedding_of
 from ...backends.weigh import weigh
 from ...errors import ConfigError
-from ...types import Draft, Sequence, Step, Tree
-from .. import Drafter, Memory, Workspace, register
+from ...models.speculators import random_head
+from ...types import Draft, Sequence, Step
+from .. import Drafter, DraftRequest, Memory, Traits, Workspace, register
+from .._trained import insist_on_target, precision
 from .features import Features, Kept
+from .find import head_for
+from .network import Head, read_head
 from .pace import Pace
 from .rollout import HeadRollout
-
-if TYPE_CHECKING:
-    from ...models.speculators import HeadConfig
-    from .network import Head
-
-_DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Begun(NamedTuple):
@@ -55,77 +54,75 @@ class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
     tree_width, tree_depth."""
 
-    takes = ("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth")
+    traits = Traits(
+        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth"),
+        auto=lambda workspace: chosen(workspace) is not None,
+        trial=lambda target: _trial(target),
+    )
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
+        self.space = space
         head = load_head(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
         runner: Any = head  # it runs as a model does, over rows and a plane
-        passes = space.passes(runner, plane)
+        passes: Any = space.passes(runner, plane)
         self.features: Features | Kept
-        drafts = None
+        drafts, taps = None, tuple[int, ...]()
         if passes is None:
-            self.taps = config.taps
-            self.features = Features(self.taps)
+            taps = config.taps
+            self.features = Features(taps)
         else:  # the target's passes leave their streams where they are found later: there is nothing to look at
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = Kept(config.taps, space.cache, space.plane)
-            drafts = passes.heads(space.plane, "head")
+            from .recorded import Heads  # needs triton
+
+            drafts = Heads(passes, space.plane, "head")
         self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
-        self.rollout.shown = space.shown
+        self.rollout.shown = space.record_guesses
         self.tree = bool(space.option("tree", default=False))
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
         given = space.option("stop_below", default=None)
         self.pace = Pace(None if given is None else float(given))
-        self.blind = drafts is not None and not self.tree
-        self.paced = head.device.type == "cpu" and not (self.tree or self.blind)
+        unread = drafts is not None and not self.tree
+        self.traits = replace(
+            self.traits,
+            taps=taps,
+            unread=unread,
+            self_limiting=head.device.type == "cpu" and not (self.tree or unread),
+            memory=lambda: Memory(weigh(self.rollout.head, beside=space.target), self.rollout.plane.bytes),
+        )
         self.asked: dict[int, int] = {}  # nodes, of each sequence in the last draft
         self.begun: Begun | None = None
+        self.stop_below = 0.0  # of the last request
 
-    @property
-    def added_memory(self) -> Memory:
-        return Memory(weigh(self.rollout.head, beside=self.space.target), self.rollout.plane.bytes)
-
-    @classmethod
-    def trial_options(cls, target: Model) -> dict[str, Any]:
-        from ...backends.toy import random_head
-        from .find import head_for
-        from .network import Head
-
-        if (found := head_for(target)) is not None:
-            return {"head": str(found)}
-        config, tensors = random_head(target.config)  # knows nothing: a fair trial of everything but its guesses
-        return {"head": Head(config, tensors, embedding_of(target), _dtype(target), device_of(target))}
-
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         self.rollout.runs = 0
-        ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self._ready(seq)]
-        trees, unread = [Tree([], [])] * len(seqs), None
-        self.asked = {seqs[i].id: budget[i] for i in ready}
+        seqs, budgets = request.seqs, request.budgets
+        ready = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and self._ready(seq)]
+        self.asked = {seqs[i].id: budgets[i] for i in ready}
         begun, self.begun = self.begun, None
-        if ready:
-            these, rooms = [seqs[i] for i in ready], [budget[i] for i in ready]
-            begun = begun if begun is not None and begun.suits(these, rooms) else None
-            draft = self._roll(these, rooms) if begun is None else begun.cut(rooms)
-            unread = draft.unread
-            for i, tree in zip(ready, draft.trees, strict=True):
-                trees[i] = tree
-                self.pace.heard(tree)
-        return Draft.pack(trees, unread)
 
-    def behind(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self.rollout.plane.held.get(seq.id, 0)
+        def roll(part: DraftRequest) -> Draft:
+            started = begun is not None and begun.suits(part.seqs, part.budgets)
+            draft = begun.cut(part.budgets) if begun is not None and started else self._roll(part)
+            for tree in draft.trees:
+                self.pace.heard(tree)
+            return draft
+
+        return request.answer(ready, roll)
+
+    def backlog(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
     def observe(self, step: Step) -> None:
         self.pace.observe(step, self.rollout.runs)
         self.rollout.runs = 0
         self.features.observe(step)
         self.features.tidy(self.space.cache.rows.keys())
-        if self.blind:
+        if self.traits.unread:
             self._go_on(step)
 
     def _go_on(self, step: Step) -> None:
@@ -134,7 +131,9 @@ class TrainedHead(Drafter):
         rooms = [min(self.asked.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
         goes_on = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
         if drafted and goes_on and min(rooms) > 0 and self.rollout.leaves_unread(step.seqs):
-            self.begun = Begun.of(step.seqs, rooms, self._roll(step.seqs, rooms))
+            self.begun = Begun.of(
+                step.seqs, rooms, self._roll(DraftRequest(step.seqs, rooms, stop_below=self.stop_below))
+            )
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
@@ -142,30 +141,34 @@ class TrainedHead(Drafter):
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has looked at all but the last token, and we have seen what it saw at the one before."""
         last = len(seq.tokens) - 2
-        return last >= 0 and self.space.plane.held.get(seq.id, 0) > last and self.features.known(seq.id, last)
+        return last >= 0 and self.space.plane.holds(seq.id) > last and self.features.known(seq.id, last)
 
-    def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.rollout.stop_below = self.stop_below
-        if self.tree and all(seq.rule == "match" for seq in seqs):
-            return self.rollout.trees(seqs, budget, self.width, self.depth)
-        self.rollout.floor = self.pace.floor(self.space.market() if self.paced else None)
-        return self.rollout.chains(seqs, budget)
+    def _roll(self, request: DraftRequest) -> Draft:
+        self.rollout.stop_below = self.stop_below = request.stop_below
+        if self.tree and all(seq.rule == "match" for seq in request.seqs):
+            return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
+        self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)
+        return self.rollout.chains(request.seqs, request.budgets)
+
+
+def _trial(target: Model) -> dict[str, Any]:
+    """The target's own head, or an untrained one: a fair trial of everything but its guesses."""
+    if (found := head_for(target)) is not None:
+        return {"head": str(found)}
+    config, tensors = random_head(target.config)
+    return {"head": Head(config, tensors, embedding_of(target), target.compute, target.device)}
 
 
 def chosen(space: Workspace) -> Any:
     """The head that was asked for, else the one that belongs to the target; None if there is none, or `head=none`."""
     wanted = space.option("head", default=None)
     if wanted is None:
-        from .find import head_for
-
         return head_for(space.target)
     return None if wanted == "none" else wanted
 
 
 def load_head(space: Workspace) -> Head:
     """The head that was asked for, or belongs to the target, in memory."""
-    from .network import Head, read_head  # heavy, and only needed here
-
     wanted = chosen(space)
     if wanted is None:
         raise ConfigError(
@@ -180,51 +183,13 @@ def load_head(space: Workspace) -> Head:
                 f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}."
             )
         dtype = precision(space)
-        if dtype is torch.int8 and device_of(space.target).type != "cpu":
+        if dtype is torch.int8 and space.target.device.type != "cpu":
             raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
         target, length = space.target, space.cache.length
-        return Head(config, tensors, embedding_of(target), dtype, device_of(target), length)
+        return Head(config, tensors, embedding_of(target), dtype, target.device, length)
     if not isinstance(wanted, Head):
         raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
     insist_on_target(wanted.config, space.target, "that was given")
-    if wanted.device != device_of(space.target):
-        raise ConfigError(f"The head that was given is on {wanted.device}, its target on {device_of(space.target)}.")
+    if wanted.device != space.target.device:
+        raise ConfigError(f"The head that was given is on {wanted.device}, its target on {space.target.device}.")
     return wanted
-
-
-def precision(space: Workspace) -> torch.dtype:
-    """In which a trained drafter computes: draft_dtype, or what suits the target."""
-    wish = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
-    if wish not in (*_DTYPES, "auto"):
-        raise ConfigError(f"There is no draft_dtype '{wish}' for a head. Choose one of: auto, {', '.join(_DTYPES)}.")
-    return _dtype(space.target) if wish == "auto" else _DTYPES[wish]
-
-
-def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
-    """A head of another target would only guess wrong: say so instead."""
-    for what, ours, theirs in (
-        ("a hidden size of", config.target_hidden_size, target.config.hidden_size),
-        ("a vocabulary of", config.vocab_size, target.config.vocab_size),
-    ):
-        if ours != theirs:
-            raise ConfigError(_refusal(config, name, f"its target has {what} {ours}, this one of {theirs}"))
-    layers = target.config.layers
-    if max(config.taps) >= layers:
-        raise ConfigError(_refusal(config, name, f"it reads layer {max(config.taps)}, but this target has {layers}"))
-    identity = getattr(target, "identity", None)
-    if config.target_hash and identity is not None and (hash := identity()) != config.target_hash:
-        raise ConfigError(_refusal(config, name, f"its target's hash is {config.target_hash}, this one's is {hash}"))
-
-
-def _refusal(config: HeadConfig, name: str, why: str) -> str:
-    whose = f" ({config.target_name})" if config.target_name else ""
-    return (
-        f"The head {name} was trained for another target{whose}: {why}. Choose a head of this target, or make one with "
-        f"`outrider train`."
-    )
-
-
-def _dtype(target: Any) -> torch.dtype:
-    """What the target computes in: eight bits beside eight bits on a CPU, where bytes are what a pass costs."""
-    dtype: torch.dtype = getattr(target, "compute", target.dtype)
-    return dtype

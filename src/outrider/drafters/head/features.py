@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...engine.cache import Cache, Packing, Plane
+from ...backends.rows import rows_of
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache, Plane
 from ...types import Sequence, Step
-from .._catch_up import CHUNK
+from .._rollout import CHUNK
 
 if TYPE_CHECKING:
     from .network import Head
@@ -45,7 +47,7 @@ class Features:
 
     def observe(self, step: Step) -> None:
         """Copy what the step has shown of positions that are committed now."""
-        packing, at, hidden = step.rows.packing, 0, step.output.hidden
+        packing, at, hidden = step.batch, 0, step.output.hidden
         if not hidden:  # nobody has asked for it
             return
         positions = step.rows.positions.tolist() if packing is None else packing.positions
@@ -140,7 +142,7 @@ class Kept:
         """Nothing is kept by name."""
 
 
-class HeadPacking(Packing):
+class HeadBatch(BatchBuilder):
     """Rows of a head: each has the token after its position."""
 
     def __init__(self, cache: Cache) -> None:
@@ -188,7 +190,7 @@ class TrueRows:
 
     def read(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         """Feed what is committed, and masks behind it: the wanted rows' scores [R, D] and outputs [R, H]."""
-        packed, features = HeadPacking(self.cache), []
+        packed, features = HeadBatch(self.cache), []
         for seq, more in zip(seqs, masks, strict=True):
             start, stop = self._catch_up(seq), len(seq.tokens) - 1
             packed.true(seq, start, stop, want=True)
@@ -198,17 +200,17 @@ class TrueRows:
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.read(packed.rows(), self.plane, torch.cat(features), masked)
+        scores, outputs = self.head.read(rows_of(packed), self.plane, torch.cat(features), masked)
         for seq in seqs:
             self.fed(seq, len(seq.tokens) - 1)
         return scores, outputs[packed.want]
 
     def fed(self, seq: Sequence, rows: int) -> None:
         """The plane holds this many true rows now."""
-        before, slots = self.plane.held.get(seq.id, 0), self.cache.rows[seq.id].slots
+        before, slots = self.plane.holds(seq.id), self.cache.rows[seq.id].slots
         for p in range(before, rows):
             self.tokens[slots[p]] = seq.tokens[p + 1]
-        self.plane.held[seq.id] = rows
+        self.plane.advance(seq.id, rows)
         self.features.forget(self.name(seq), rows - 1)
 
     def _catch_up(self, seq: Sequence) -> int:
@@ -221,10 +223,10 @@ class TrueRows:
             start += 1  # somebody who shares the slot has fed it, and knew its feature
         start = min(start, stop - 1)
         while stop - start > CHUNK:
-            packed = HeadPacking(self.cache)
+            packed = HeadBatch(self.cache)
             packed.true(seq, start, start + CHUNK, want=False)
             shown = self.features.between(name, start, start + CHUNK, self.blank)
-            self.head.read(packed.rows(), self.plane, shown)
+            self.head.read(rows_of(packed), self.plane, shown)
             self.fed(seq, start + CHUNK)
             start += CHUNK
         return start

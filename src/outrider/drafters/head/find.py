@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 def head_for(target: Any) -> Path | None:
     """The folder of a head for this model, if there is one."""
-    identity = getattr(target, "identity", None)
+    identity = target.identity()
     if identity is None:
         return None
     for folder in _folders():
@@ -28,7 +28,7 @@ def head_for(target: Any) -> Path | None:
             config = read_config(folder)
         except ModelError:
             continue
-        if config.kind in HEADS and config.target_hash == identity():
+        if config.kind in HEADS and config.target_hash == identity:
             return folder
     return None
 

@@ -10,64 +10,21 @@ from __future__ import annotations
 
 import struct
 from array import array
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...backends import ops
-from ...backends.cpu import native, quantise as quant
-from ...backends.cpu.int8 import Addresses, _Product
+from ...backends.cpu import native
+from ...backends.cpu.int8 import Addresses
+from ...backends.rows import Rows
 from ...engine.cache import Plane
-from ...types import Rows
 
 if TYPE_CHECKING:
     from .network import Head
 
 _LISTS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
-
-_PIECE = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
-
-
-class EightBits:
-    """y = x Wᵀ with rounded weights and rows, as `linear` makes products. x [T, in] -> [T, out] float32."""
-
-    exact = True
-
-    def __init__(self, weight: Tensor, gates: bool = False) -> None:
-        self.outputs, self.gates = weight.shape[0], gates
-        self.packed = _rounded(quant._interleaved(weight) if gates else weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._torch(x.float())[:, : self.outputs]
-
-    def finely(self, x: Tensor) -> Tensor:
-        """The same with two bytes for every input."""
-        x = x.float()
-        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 32639  # [T, 1]
-        whole = (x / scale).round().nan_to_num(0, 0, 0)  # [T, in]
-        high = ((whole + 128) / 256).floor()
-        y = self._torch.whole(high.to(torch.int8)) * 256.0 + self._torch.whole((whole - 256 * high).to(torch.int8))
-        return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
-
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up [T, out / 2]."""
-        gate, up = self._torch(x.float()).chunk(2, 1)  # [T, out / 2] each, padded
-        wide = self.outputs // 2
-        return ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1))
-
-    @cached_property
-    def _torch(self) -> _Product:
-        return _Product.of(self.packed, self.gates)
-
-
-def _rounded(weight: Tensor) -> quant.Quantised:
-    """weight [N, K] in pieces: a head is read while somebody waits, and what fits the cache is rounded faster."""
-    nothing = torch.zeros(weight.shape[1])
-    pieces = [quant.quantise(piece.float(), None, nothing, 0) for piece in weight.split(_PIECE)]
-    bytes_, scales = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
-    return quant.Quantised(bytes_, scales, None, pieces[0].outliers, weight.shape[0], weight.shape[1])
 
 
 class NativeHead(Addresses):
@@ -142,18 +99,18 @@ class NativeHead(Addresses):
 
 def _listed(rows: Rows) -> tuple[list[list[int]], Tensor]:
     """The rows' numbers as lists, and the table of slots. Planned rows have them already: no tensor is made of them."""
-    packing = rows.packing
+    packing = rows.batch
     if packing is None:
         return [getattr(rows, name).tolist() for name in _LISTS], ops._whole(rows.table, torch.int32)
-    return [getattr(packing, name) for name in _LISTS], ops._whole(packing.cache.table, torch.int32)
+    return [getattr(packing, name) for name in _LISTS], ops._whole(packing.table, torch.int32)
 
 
 def _tails(rows: Rows) -> tuple[int, array[int] | None]:
     """Drafted ancestors' slots: how many columns, and [T, columns] with -1 behind the last."""
-    if rows.packing is None:
+    if rows.batch is None:
         tails = [] if rows.ancestors is None else rows.ancestors.tolist()
     else:
-        tails = rows.packing.tails
+        tails = rows.batch.tails
     depth = max(map(len, tails), default=0)
     if not depth:
         return 0, None

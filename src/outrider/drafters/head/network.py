@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ...backends import PlaneShape, numbered, ops
-from ...backends.linear import linear
-from ...backends.transformer import _summed
+from ...backends.cpu.int8 import EightBits
+from ...backends.linear import linear, summed
+from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...models.speculators import HeadConfig, check_head, layer_name, read_head, target_hash, target_ids, write_head
-from ...types import Rows
-from .int8 import EightBits, NativeHead
+from .int8 import NativeHead
 
 _TAIL = 16  # drafted ancestors that a GPU's blocks have room for, or a multiple
 
@@ -84,7 +84,7 @@ class Head:
         joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
         if self.eight_bits:
             return self.fc.finely(joined)  # type: ignore[no-any-return]
-        return _summed(self.fc(joined.to(self.compute))).to(self.stream)
+        return summed(self.fc(joined.to(self.compute))).to(self.stream)
 
     @torch.inference_mode()
     def read(self, rows: Rows, plane: Plane, shown: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Head:
         h = ops.add_norm(x, delta, self.norm, eps, self.compute)  # and x is whole now
         if not rows.want.shape[0]:
             return x.new_zeros(0, self.config.draft_vocab_size), x
-        return _summed(self.head(h[rows.want])).to(self.stream), x
+        return summed(self.head(h[rows.want])).to(self.stream), x
 
     def spread(self, scores: Tensor) -> Tensor:
         """Scores over the head's vocabulary [..., D] as logits over the target's [..., V]."""

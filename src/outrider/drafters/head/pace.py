@@ -8,7 +8,7 @@ how much is drafted, never what: the shorter chain is the beginning of the longe
 from __future__ import annotations
 
 from ...types import Step, Tree
-from .. import Market
+from .. import Prices
 
 UNKNOWN = 0.3  # the floor before anything is known: a first chain that is too long would look like a dear drafter
 ROWS = 4  # what one more row costs is measured over so many: the first ones may be free
@@ -22,15 +22,15 @@ class Pace:
         self.seconds: float | None = None  # of one pass
         self.confidence = 0.6  # of a token after the first, in its own words
 
-    def floor(self, market: Market | None) -> float:
+    def floor(self, prices: Prices | None) -> float:
         """The survival that the last token must have for the next one to be worth its pass."""
         if self.given is not None:
             return self.given
-        if market is None:
+        if prices is None:
             return 0.0
         if self.seconds is None:
             return UNKNOWN
-        cost = market.speed * self.seconds + market.price(ROWS) / ROWS
+        cost = prices.speed * self.seconds + prices.price(ROWS) / ROWS
         return min(cost / max(self.confidence, 0.05), 1.0)
 
     def observe(self, step: Step, passes: int) -> None:

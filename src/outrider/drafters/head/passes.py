@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.cuda.capture import Field, Form, filled, mark
+from ...backends.cuda.capture import Field, Form, filled
 from ...backends.cuda.graphs import LAW, fill_laws, fill_rows, grouped
 from ...backends.cuda.kernels import choice, small
 from ...backends.cuda.kernels.choice import Laws
 from ...backends.cuda.state import DEPTHS, F32, F64, I32, I64, PATCH
-from ...engine.cache import Packing
+from ...engine.batch import BatchBuilder
 from ...engine.sampling import CHOICE, gumbel, key
 from ...types import Sequence
 
@@ -53,23 +53,23 @@ class First(ABC):
 
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
         self.heads, self.shape = heads, shape
-        t, desk = shape.rows, heads.desk
+        t, state = shape.rows, heads.state
         deep = next(depth for depth in DEPTHS if depth >= min(heads.head.config.block, DEPTHS[-1]))
         fields: dict[str, Field] = dict.fromkeys(("tokens", "positions", "slots"), (I64, (t,)))
         fields |= {"info": (I32, (t, 8)), "tail": (I32, (t, deep)), "want": (I64, (shape.wanted,))}
         fields |= {"masked": (torch.bool, (t,)), "place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
-        self.form = Form(desk.device, fields | self.more())
+        self.form = Form(state.driver, fields | self.more())
         self.fill(None, [], [])
         self.form.send()
-        self.recording = desk.record(self._work)
+        self.recording = state.record(self._work)
 
     def more(self) -> dict[str, Field]:
         return {}
 
-    def fill(self, packed: Packing | None, seqs: list[Sequence], lengths: list[int]) -> None:
+    def fill(self, packed: BatchBuilder | None, seqs: list[Sequence], lengths: list[int]) -> None:
         """The numbers of these rows (or of none); lengths[i] tokens are drafted for each sequence."""
         a = self.form.next()
-        fill_rows(a, packed, [] if packed is None else grouped(packed, self.heads.graphs.together), self.heads.desk)
+        fill_rows(a, packed, [] if packed is None else grouped(packed, self.heads.graphs.together), self.heads.state)
         filled(a["masked"], [] if packed is None else [bool(tail) for tail in packed.tails], False)
         self._fill_more(a, seqs, lengths)
 
@@ -83,9 +83,9 @@ class First(ABC):
 
     def _first(self) -> tuple[Tensor, Tensor]:
         """Scores of the wanted rows [R, D] and every row's output [T, H]."""
-        d, heads, desk = self.form.device, self.heads, self.heads.desk
-        tokens = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [T]
-        at = d["slots"].clamp(max=desk.padding)  # [T] a mask has no feature, and its slot no stream
+        d, heads, state = self.form.device, self.heads, self.heads.state
+        tokens = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
+        at = d["slots"].clamp(max=state.padding)  # [T] a mask has no feature, and its slot no stream
         features = heads.head.fuse([stream[at] for stream in heads.streams])  # [T, H]
         masked = d["masked"] if heads.head.masks else None
         return heads.run(tokens, d["positions"], d["slots"], d["want"], d["info"], d["tail"], features, masked)
@@ -117,7 +117,7 @@ class Masks(First):
         d, at = self.form.device, self.heads.at
         scores, _ = self._first()
         tokens, _, _ = choice.choose(self._logits(scores), Laws(*(d[name] for name in LAW)), self.shape.drawn)  # [R]
-        self.heads.desk.unread[at : at + self.shape.wanted].copy_(tokens)
+        self.heads.state.unread[at : at + self.shape.wanted].copy_(tokens)
 
 
 class Chain(First):
@@ -155,7 +155,7 @@ class Chain(First):
         d, b, at = self.form.device, self.shape.wanted, self.heads.at
         law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
         tokens, _, _ = choice.choose(self._logits(scores), law, self.shape.drawn)
-        self.heads.desk.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
+        self.heads.state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
         return tokens
 
 
@@ -164,7 +164,7 @@ class Rankings(First):
 
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
         r, w = shape.wanted, shape.width
-        self.reply = Form(heads.desk.device, {"tokens": (I64, (r, w)), "chances": (F32, (r, w))})
+        self.reply = Form(heads.state.driver, {"tokens": (I64, (r, w)), "chances": (F32, (r, w))})
         super().__init__(heads, shape)
 
     def more(self) -> dict[str, Field]:
@@ -240,7 +240,7 @@ def fill_guesses(info: Any, positions: Any, heads: Heads, depth: Any, n: Any, li
 
     Where a text ends, nothing lies beyond the table's length: such rows are in vain, and must only not go astray.
     """
-    length = heads.desk.cache.length
+    length = heads.state.cache.length
     positions[...] = np.clip(n - 2 + depth, 0, length - 1)
     columns = (np.arange(info.shape[-2]), 1, lines, n - 1, np.minimum(n - 1 + depth, length))
     for column, values in enumerate(columns):
@@ -249,14 +249,14 @@ def fill_guesses(info: Any, positions: Any, heads: Heads, depth: Any, n: Any, li
 
 def lines_of(heads: Heads, seqs: list[Sequence]) -> Any:
     """Each sequence's line in the table, [B]."""
-    return np.array([heads.desk.cache.rows[seq.id].line for seq in seqs], dtype=np.int64)
+    return np.array([heads.state.cache.rows[seq.id].line for seq in seqs], dtype=np.int64)
 
 
 def received(reply: Form, heads: Heads) -> dict[str, Any]:
     """What a replay has left in its reply, once it is over."""
     arrays = reply.next()
     reply.receive()
-    end = mark(heads.desk.device)
-    end.record(heads.desk.stream)
+    end = heads.state.driver.event()
+    end.record(heads.state.driver.stream)
     end.synchronize()
     return arrays

@@ -20,9 +20,11 @@ from ...backends.cuda.chains import BATCHES, LENGTHS
 from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, filters, rung
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.state import DEPTHS
-from ...engine.cache import Packing, Plane
+from ...backends.rows import Rows
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Plane
 from ...engine.sampling import adjusts
-from ...types import Draft, Rows, Sequence, Tree
+from ...types import Draft, Sequence, Tree
 from .passes import Chain, First, HeadShape, Masks, Rankings, Reading
 from .trees import Growing, Grown
 
@@ -36,7 +38,7 @@ Ranking = list[tuple[int, float]]  # tokens with their chances, best first
 Kind = TypeVar("Kind", bound=First)
 
 
-class HeadRows(Packing):
+class HeadRows(BatchBuilder):
     """Rows of a head, packed: each has the token after its position."""
 
     def true(self, seq: Sequence, start: int, stop: int, want: bool = False) -> None:
@@ -59,16 +61,16 @@ class Heads:
     """One head over its plane."""
 
     def __init__(self, graphs: Graphs, shown: Plane, source: str) -> None:
-        self.graphs, self.desk, self.source = graphs, graphs.desk, source
+        self.graphs, self.state, self.source = graphs, graphs.state, source
         self.head = cast(Any, graphs.model)
         self.streams = [shown.streams[tap] for tap in self.head.config.taps]  # [S, H] each
-        self.at = self.desk.claim()  # of its tokens among the unread
-        first, device = graphs.plane.add_scratch(self.desk.lanes * PLACES), self.desk.device
-        self.lanes = first + torch.arange(self.desk.lanes * PLACES, device=device).view(-1, PLACES)  # [lanes, PLACES]
+        self.at = self.state.claim()  # of its tokens among the unread
+        first, device = graphs.plane.add_scratch(self.state.lanes * PLACES), self.state.device
+        self.lanes = first + torch.arange(self.state.lanes * PLACES, device=device).view(-1, PLACES)  # [lanes, PLACES]
         self.tails, self.columns = self.lanes.int(), self.lanes.T.contiguous()  # [lanes, PLACES], [PLACES, lanes]
         self.slots: list[list[int]] = self.lanes.tolist()  # the same on the host
-        self.every = torch.arange(self.desk.lanes * PLACES, device=device)  # the numbers of any rows, if all are wanted
-        self.ids: Tensor = self.head.ids.to(self.desk.device)  # [D]
+        self.every = torch.arange(self.state.lanes * PLACES, device=device)  # row numbers
+        self.ids: Tensor = self.head.ids.to(self.state.device)  # [D]
         self.recorded: dict[HeadShape, First] = {}
         self.missed: dict[HeadShape, int] = {}
 
@@ -92,7 +94,7 @@ class Heads:
         else:
             places = self._chain(seqs, starts, budget, filtered)
         trees = (Tree([-1 - at for at in some], list(range(-1, len(some) - 1)), source=self.source) for some in places)
-        return Draft.pack(trees, self.desk.unread)
+        return Draft.pack(trees, self.state.unread)
 
     def _chain(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         """Where each sequence's tokens are among the unread."""
@@ -102,7 +104,7 @@ class Heads:
         step = self._recorded(wished, Chain)
         step.fill(packed, seqs, budget)
         share = max(budget) / step.shape.length  # a longer one may stand in for what is not recorded yet
-        self.desk.replay("draft", step.recording, step.form, min(share, 1.0))
+        self.state.replay("draft", step.recording, step.form, min(share, 1.0))
         return [[self.at + j * step.shape.wanted + i for j in range(k)] for i, k in enumerate(budget)]
 
     def _masks(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
@@ -110,7 +112,7 @@ class Heads:
         wished = HeadShape("masks", feed(len(packed.tokens)), rung(len(packed.want)), drawn=filtered)
         step = self._recorded(wished, Masks)
         step.fill(packed, seqs, budget)
-        self.desk.replay("draft", step.recording, step.form)
+        self.state.replay("draft", step.recording, step.form)
         at = iter(range(self.at, self.at + len(packed.want)))
         return [[next(at) for _ in range(k)] for k in budget]
 
@@ -122,7 +124,7 @@ class Heads:
         wished = HeadShape("rankings", feed(len(packed.tokens)), rung(len(packed.want)), width=width, drawn=drawn)
         step = self._recorded(wished, Rankings)
         step.fill(packed, seqs, lengths)
-        self.desk.replay("draft", step.recording, step.form)
+        self.state.replay("draft", step.recording, step.form)
         rows = iter(step.read(len(packed.want)))
         return [[next(rows) for _ in range(k)] for k in lengths]
 
@@ -134,14 +136,14 @@ class Heads:
         wished = HeadShape("tree", feed(len(packed.tokens)), lanes_for(len(seqs)), depth, width, drawn)
         step = self._recorded(wished, Growing)
         step.fill(packed, seqs, [])
-        self.desk.replay("draft", step.recording, step.form)
+        self.state.replay("draft", step.recording, step.form)
         return step.read(len(seqs))
 
     # ------------------------------------------------------------ what is fed
 
     def _read_ahead(self, seqs: list[Sequence], starts: list[int]) -> list[int]:
         """Feed a prompt's true rows, all but the last one; returns where each sequence's draft begins."""
-        packed, after = HeadRows(self.desk.cache), []
+        packed, after = HeadRows(self.state.cache), []
         for seq, start in zip(seqs, starts, strict=True):
             stop = len(seq.tokens) - 2
             if stop + 1 - start <= FEW:
@@ -153,7 +155,7 @@ class Heads:
                 start = end
                 if len(packed.tokens) == FEEDS[-1]:
                     self._read(packed)
-                    packed = HeadRows(self.desk.cache)
+                    packed = HeadRows(self.state.cache)
             after.append(stop)
         if packed.tokens:
             self._read(packed)
@@ -163,17 +165,17 @@ class Heads:
         size = next((n for n in READINGS if n >= len(packed.tokens)), feed(len(packed.tokens)))
         step = self._recorded(HeadShape("reading", size, 0), Reading)
         step.fill(packed, [], [])
-        self.desk.replay("read", step.recording, step.form)
+        self.state.replay("read", step.recording, step.form)
 
     def _true_rows(self, seqs: list[Sequence], starts: list[int]) -> HeadRows:
-        packed = HeadRows(self.desk.cache)
+        packed = HeadRows(self.state.cache)
         for seq, start in zip(seqs, starts, strict=True):
             packed.true(seq, start, len(seq.tokens) - 1, want=True)
         return packed
 
     def _masked_rows(self, seqs: list[Sequence], starts: list[int], lengths: list[int]) -> HeadRows:
         """True rows, and behind them masks in the sequence's lane; lengths[i] of them are wanted."""
-        packed = HeadRows(self.desk.cache)
+        packed = HeadRows(self.state.cache)
         for seq, start, length, lane in zip(seqs, starts, lengths, self.slots, strict=False):
             packed.true(seq, start, len(seq.tokens) - 1, want=True)
             packed.masks(seq, lane[: length - 1])
@@ -186,8 +188,8 @@ class Heads:
         features: Tensor, masked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Scores of the wanted rows [R, D] and every row's output [T, H]. tokens … [T], want [R], features [T, H]."""
-        blocks = Blocks(info, tail, self.desk.table, self.desk.scratch(self.head))
-        rows = Rows(tokens, positions, slots, slots, slots, self.desk.table, None, want, blocks=blocks)
+        blocks = Blocks(info, tail, self.state.table, self.state.scratch(self.head))
+        rows = Rows(tokens, positions, slots, slots, slots, self.state.table, None, want, blocks=blocks)
         scores, outputs = self.head.scores(rows, self.graphs.plane, features, masked)
         return scores, outputs
 

@@ -12,34 +12,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...backends import ops
+from ...backends.rows import rows_of
 from ...engine.cache import Cache, Plane
-from ...engine.sampling import law, ranked
 from ...types import Draft, Sequence
-from .. import RecordedHeads
-from .._rollout import Growth, Rollout
-from .features import Features, HeadPacking, Kept, TrueRows
+from .._rollout import DraftVocabularyRollout, Growth
+from .features import Features, HeadBatch, Kept, TrueRows
 
 if TYPE_CHECKING:
     from .network import Head
+    from .recorded import Heads
 
 Ranking = list[tuple[int, float]]  # tokens with their chances, best first
 
 
-class HeadRollout(Rollout):
+class HeadRollout(DraftVocabularyRollout):
     """A head over its plane, drafting chains or trees as its kind does."""
 
     def __init__(
-        self, head: Head, cache: Cache, plane: Plane, features: Features | Kept, drafts: RecordedHeads | None = None
+        self, head: Head, cache: Cache, plane: Plane, features: Features | Kept, drafts: Heads | None = None
     ) -> None:
-        model: Any = head  # Rollout only keeps it: what runs it is overridden here
-        super().__init__(model, cache, plane, source="head")
+        super().__init__(head, head, cache, plane, source="head")
         self.head, self.drafts = head, drafts
         self.true = TrueRows(head, cache, plane, features)
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
-        self.floor = 0.0  # survival below which a chain ends
-        self.runs = 0  # passes since somebody last set this to 0
-        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
+        self.runs = 0  # passes of the draft at hand
 
     # ------------------------------------------------------------ block: all in one pass
 
@@ -121,33 +117,6 @@ class HeadRollout(Rollout):
         scores, _ = self._forward_true(seqs, [k - 1 for k in lengths])
         return list(scores.split(lengths))
 
-    # ------------------------------------------------------------ choosing, without the words a head does not know
-
-    def _goes_on(self, growth: Growth) -> bool:
-        own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
-        return own and super()._goes_on(growth)
-
-    def _ranked(
-        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
-    ) -> list[tuple[int, float]]:
-        """As `sampling.ranked`; scores [D] stay as short as they are where nothing depends on the others."""
-        if seq.params.plain and width + spare == 1:
-            return self._likeliest(logits[None])
-        if seq.params.plain:
-            confidence, place = torch.softmax(logits, -1).topk(min(width + spare, logits.shape[-1]))
-            choices = list(zip(self.head.ids[place].tolist(), confidence.tolist(), strict=True))
-        else:
-            choices = ranked(self.head.spread(logits), seq, emitted, width, spare)
-        return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
-
-    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
-        """The best word of each row of scores [R, D], with its confidence."""
-        places, shares = ops.top_shares(rows)
-        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
-
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(self.head.spread(logits), seq, emitted)
-
     # ------------------------------------------------------------ running
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
@@ -158,14 +127,14 @@ class HeadRollout(Rollout):
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         """Feed these nodes, each going on from its parent's output; scores after each. [sum of nodes, D]"""
-        packed, features = HeadPacking(self.cache), []
+        packed, features = HeadBatch(self.cache), []
         for growth, nodes in batch:
             for node in nodes:
                 growth.places[node] = len(growth.places)
                 packed.guessed(growth.seq, growth.tokens[node], _places(growth, node))
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
         self.runs += 1
-        scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
+        scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
         rows = iter(outputs)
         for growth, nodes in batch:
             self.outputs[growth.seq.id] |= {node: next(rows) for node in nodes}

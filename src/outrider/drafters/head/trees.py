@@ -48,7 +48,7 @@ class Growing(First):
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
         nodes = (shape.wanted, shape.width + (shape.length - 1) * shape.width**2)
         self.reply = Form(
-            heads.desk.device, {"tokens": (I64, nodes), "parents": (I64, nodes), "survival": (F64, nodes)}
+            heads.state.driver, {"tokens": (I64, nodes), "parents": (I64, nodes), "survival": (F64, nodes)}
         )
         super().__init__(heads, shape)
 

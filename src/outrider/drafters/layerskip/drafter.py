@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from ...errors import ConfigError
 from ...models.tuning_profile import noted
-from ...types import Draft, Sequence, Step, Tree
-from .. import Drafter, Workspace, register
+from ...types import Draft, Sequence, Step
+from .. import Drafter, DraftRequest, Traits, Workspace, register
 from .._rollout import Rollout
 from .refine import Refinement
 from .search import NOTE, Skip
@@ -39,33 +39,31 @@ class LayerSkip(Drafter):
     """Options: skip_layers, skip_attention, skip_mlp (lists of layer numbers), draft_vocab (only the first so many ids
     are drafted), refine, tree, tree_width, tree_depth."""
 
-    takes = ("skip_layers", "skip_attention", "skip_mlp", "draft_vocab", "refine", "tree", "tree_width", "tree_depth")
+    traits = Traits(
+        options=(
+            "skip_layers", "skip_attention", "skip_mlp", "draft_vocab", "refine", "tree", "tree_width", "tree_depth"
+        )
+    )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
+        self.space = space
         skip = _skip(space)
         passes = space.passes(space.target, space.plane)
         self.rollout = Scratch(space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes)
-        self.rollout.shown = space.shown
+        self.rollout.shown = space.record_guesses
         # Where layers are left out whole or not at all, half-skipped sets are not worth trying.
-        share = _share(space) if getattr(space.target, "open", True) else 0.0
+        share = _share(space) if space.target.has_layers else 0.0
         # Captured passes would have to be recorded anew for every set: there it stays as it is.
         self.refinement = Refinement(space, skip, share) if share and passes is None else None
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        # Drafting leans on the target's K/V: where a prompt is still pending, there is nothing to lean on yet.
-        held = self.space.plane.held
-        ready = [i for i, seq in enumerate(seqs) if held.get(seq.id, 0) == len(seq.tokens) - 1]
-        trees, unread = [Tree([], [])] * len(seqs), None
-        if ready:
-            draft = self._roll([seqs[i] for i in ready], [budget[i] for i in ready])
-            unread = draft.unread
-            for i, tree in zip(ready, draft.trees, strict=True):
-                trees[i] = tree
-        return Draft.pack(trees, unread)
+    def draft(self, request: DraftRequest) -> Draft:
+        # Drafting reads the target's K/V: while a prompt is pending there is none to read.
+        plane = self.space.plane
+        ready = [i for i, seq in enumerate(request.seqs) if plane.holds(seq.id) == len(seq.tokens) - 1]
+        return request.answer(ready, self._roll)
 
     def observe(self, step: Step) -> None:
         if self.refinement is not None and self.refinement.observe(step):
@@ -75,11 +73,11 @@ class LayerSkip(Drafter):
         if self.refinement is not None:
             self.refinement.end(seq)
 
-    def _roll(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        self.rollout.stop_below = self.stop_below
-        if self.tree and all(seq.rule == "match" for seq in seqs):
-            return self.rollout.trees(seqs, budget, self.width, self.depth)
-        return self.rollout.chains(seqs, budget)
+    def _roll(self, request: DraftRequest) -> Draft:
+        self.rollout.stop_below = request.stop_below
+        if self.tree and all(seq.rule == "match" for seq in request.seqs):
+            return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
+        return self.rollout.chains(request.seqs, request.budgets)
 
 
 def _skip(space: Workspace) -> Skip:
@@ -113,8 +111,8 @@ def _numbers(space: Workspace, name: str) -> frozenset[int]:
 
 def _noted(space: Workspace) -> Skip | None:
     """What `outrider tune` found for this very target, on whichever device."""
-    identity = getattr(space.target, "identity", None)
-    facts = noted(NOTE, identity()) if identity is not None else {}
+    identity = space.target.identity()
+    facts = noted(NOTE, identity) if identity is not None else {}
     try:
         vocab = int(facts.get("draft_vocab") or space.target.config.vocab_size)
         skip = Skip(frozenset(facts["skip_attention"]), frozenset(facts["skip_mlp"]), vocab)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...backends import Part
+from ...backends.rows import Rows
 from ...engine.sampling import choose, widened
-from ...types import Rows, Sequence, Step
+from ...types import Sequence, Step
 from .. import Workspace
 from .search import Price, Skip, expected, neighbour, seconds_of, spared
 
@@ -74,7 +75,7 @@ class Refinement:
 
     def _stop(self, seq: Sequence) -> int:
         """Positions below this one have all their K/V, and the target has said what follows."""
-        return min(len(seq.tokens) - 1, self.space.plane.held.get(seq.id, 0))
+        return min(len(seq.tokens) - 1, self.space.plane.holds(seq.id))
 
     def _fresh(self, seq: Sequence) -> int:
         """Positions of an answer that nobody has looked at."""
@@ -144,7 +145,6 @@ class Refinement:
         )
 
     def _forward(self, rows: Rows, part: Part) -> torch.Tensor:
-        self.space.plane.written += 1
         logits = self.space.target.forward(rows, self.space.plane, part).logits
         return widened(logits, self.space.target.config.vocab_size)  # [R, V]
 
@@ -155,7 +155,7 @@ class Refinement:
 
     def _learn_slope(self, step: Step) -> None:
         """What more rows add to a pass, from passes of one sequence that had some."""
-        rows = step.rows.count
+        rows = step.batch.count
         if self.price is not None and len(step.turns) == 1 and step.turns[0].feed == 1 and rows > 1:
             seen = max(step.clock["verify"] / self.price.whole - 1, 0.0) / (rows - 1)
             self.slope += 0.05 * (min(seen, 1.0) - self.slope)

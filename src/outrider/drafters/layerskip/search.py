@@ -20,10 +20,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...backends import WHOLE, Model, Part, device_of
-from ...engine.cache import Cache, Packing, Plane
+from ...backends import WHOLE, Model, Part
+from ...backends.rows import Rows, rows_of
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache, Plane
 from ...measure.statistics import expected_tokens
-from ...types import Rows, Sequence
+from ...types import Sequence
 from .seeds import KINDS, seeds
 
 NOTE = "skip"  # what is noted about a target is called so
@@ -81,7 +83,7 @@ class Found(NamedTuple):
 class Device(Protocol):
     """How a text's passes run where a model is not called on the CPU."""
 
-    def rows(self, packing: Packing) -> Rows: ...
+    def rows(self, packing: BatchBuilder) -> Rows: ...
 
     def seconds(self, seq: Sequence, part: Part) -> float: ...
 
@@ -101,7 +103,7 @@ class Text:
         each = max(1, most // max(len(answers), 1))
         texts = [(prompt, said[: each + 1]) for prompt, said in answers if len(said) > 1]
         room = [len(prompt) + 2 * len(said) for prompt, said in texts] or [1]  # a said token has a second place
-        self.cache = Cache(sum(room), len(room), max(room), device_of(model))
+        self.cache = Cache(sum(room), len(room), max(room), model.device)
         self.plane: Plane = self.cache.add_plane(*model.plane_shape)
         self.seqs = [self._place(i, *text) for i, text in enumerate(texts)]
         self.device = device(model, self.cache, self.plane) if device else None  # sees the places that were given
@@ -129,7 +131,7 @@ class Text:
     def seeds(self) -> Iterator[Skip]:
         """Sets to begin with, of every size, by the stream's direction; none where a model only runs as a whole."""
         layers = self.model.config.layers
-        if not self.positions or layers < 3 or not getattr(self.model, "open", True):
+        if not self.positions or layers < 3 or not self.model.has_layers:
             return
         for kind, blocks in KINDS.items():
             for out in seeds(self._layer, layers, kind, max(1, round(SEED_SHARE * layers))):
@@ -145,21 +147,21 @@ class Text:
     def _fill(self, seq: Sequence) -> None:
         """Exact K/V of a whole text."""
         for start in range(0, len(seq.tokens), 512):
-            packed = Packing(self.cache)
+            packed = BatchBuilder(self.cache)
             packed.pending(seq, start, min(start + 512, len(seq.tokens)), want=False)
             self.model.forward(self._rows(packed), self.plane, Part(head=False))
 
-    def _packed(self) -> Packing:
+    def _packed(self) -> BatchBuilder:
         """One row per said token: it reads the exact K/V before it and writes its own into a place of its own."""
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for seq, begin in self.seqs:
             own = self.cache.spare(seq)
             for offset, position in enumerate(range(begin, len(seq.tokens) - 1)):
                 packed.again(seq, position, own[offset])
         return packed
 
-    def _rows(self, packed: Packing) -> Rows:
-        return packed.rows() if self.device is None or not packed.tokens else self.device.rows(packed)
+    def _rows(self, packed: BatchBuilder) -> Rows:
+        return rows_of(packed) if self.device is None or not packed.tokens else self.device.rows(packed)
 
     def _run(self, part: Part) -> Tensor:
         if not self.positions:
@@ -174,9 +176,9 @@ class Text:
         return self.model.forward(self.few, self.plane, part, x, (layer,)).hidden[layer]
 
 
-def _thinned(packed: Packing) -> Packing:
+def _thinned(packed: BatchBuilder) -> BatchBuilder:
     """Every so manieth row."""
-    few = Packing(packed.cache)
+    few = BatchBuilder(packed.cache)
     step = max(1, len(packed.tokens) // SEED_ROWS)
     for name in ("tokens", "positions", "slots", "lines", "context", "tails", "owners"):
         setattr(few, name, getattr(packed, name)[::step])

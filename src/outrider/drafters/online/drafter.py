@@ -11,22 +11,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...types import REJECTED, Draft, Sequence, Step, Tree, Verdict
-from .. import Drafter, Workspace, register
-from ..head.drafter import TrainedHead, _dtype, chosen
+from ...types import REJECTED, Draft, Sequence, Step, Verdict
+from .. import Drafter, DraftRequest, Traits, Workspace, lookup, names, register
 from . import store
 from .buffer import Seen
 from .learner import Learner, Plan, warm
-from .taps import AdaptedHead, Last, Tap, TapRollout, head_rollout
-
-if TYPE_CHECKING:
-    from ...backends import Model
+from .taps import Last, Tap, TapRollout
 
 _PHASES = ("draft", "verify", "judge")  # of a step's time; learning is within the second
 _VOCABULARY = {"cpu": 8192, "cuda": 32768}  # words that a bare tap drafts from: the first ids, the commonest pieces
@@ -57,20 +53,16 @@ class BareTap(Drafter):
     name = "tap"
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
-        tap = Tap(space.target, _vocabulary(space), _dtype(space.target))
-        self.taps = tap.config.taps
-        self.last = Last(self.taps[0])
-        self.rollout = TapRollout(tap, space.cache, self.last)
+        self.space = space
+        tap = Tap(space.target, _vocabulary(space), space.target.compute)
+        self.last = Last(tap.config.taps[0])
+        self.rollout, self.network = TapRollout(tap, space.cache, self.last), tap
+        self.traits = Traits(taps=tap.config.taps)
 
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        ready = [i for i, seq in enumerate(seqs) if budget[i] > 0 and self.last.knows(seq, len(seq.tokens) - 2)]
-        trees = [Tree([], [])] * len(seqs)
-        if ready:
-            draft = self.rollout.chains([seqs[i] for i in ready], [budget[i] for i in ready])
-            for i, tree in zip(ready, draft.trees, strict=True):
-                trees[i] = tree
-        return Draft.pack(trees)
+    def draft(self, request: DraftRequest) -> Draft:
+        pairs = enumerate(zip(request.seqs, request.budgets, strict=True))
+        ready = [i for i, (seq, budget) in pairs if budget > 0 and self.last.knows(seq, len(seq.tokens) - 2)]
+        return request.answer(ready, lambda part: self.rollout.chains(part.seqs, part.budgets))
 
     def observe(self, step: Step) -> None:
         self.last.observe(step)
@@ -86,18 +78,19 @@ class Online(Drafter):
     """Options: head, draft_dtype, draft_vocab, learn, learn_from, learn_every, learn_cap_ms, learn_share,
     learn_rate."""
 
-    inside = True
-    takes = (
-        "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_share",
-        "learn_rate",
+    traits = Traits(
+        options=(
+            "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_share",
+            "learn_rate",
+        ),
+        needs_layers=True,
+        trial=lambda target: {"learn_every": 2, "learn_share": 1.0},
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space)
-        self.inner: Any = BareTap(space) if chosen(space) is None else _adapted(space)
+        self.inner = _inner(space)
         self.rollout: Any = self.inner.rollout  # a `Remembering`
-        self.taps = self.inner.taps
-        head: Any = self.rollout.head
+        head: Any = self.rollout.network
         self.frozen = head.frozen
         plan = _plan(space)
         weights = self.frozen.fresh(plan.rank)
@@ -110,22 +103,21 @@ class Online(Drafter):
             warm(self.learner)
         else:
             self.learner.stop("off", "learning is switched off")
+        self.traits = replace(self.traits, taps=self.inner.traits.taps, learning=self)
+        self._update_traits()
 
-    @classmethod
-    def trial_options(cls, target: Model) -> dict[str, Any]:
-        return {"learn_every": 2, "learn_share": 1.0}
+    def _update_traits(self) -> None:
+        due = self.learner.due
+        if due != self.traits.overlaps:
+            self.traits = replace(self.traits, overlaps=due)
 
-    @property
-    def overlaps(self) -> bool:
-        return self.learner.due
-
-    def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         self.learner.swap()
         self.rollout.states.clear()
-        self.rollout.head.seen.clear()
-        draft: Draft = self.inner.draft(seqs, budget)
+        self.rollout.seen.clear()
+        draft: Draft = self.inner.draft(request)
         if self.learner.report.state == "on":
-            for seq, tree in zip(seqs, draft.trees, strict=True):
+            for seq, tree in zip(request.seqs, draft.trees, strict=True):
                 states = self.rollout.states.get(seq.id, [])
                 self.proposals[seq.id] = Proposal(len(seq.tokens), tree.tokens, states)
         return draft
@@ -145,6 +137,7 @@ class Online(Drafter):
         self.learner.pay(sum(step.clock.get(phase, 0.0) for phase in _PHASES), time.thread_time() - begin)
         self.inner.observe(step)
         self.learner.swap()
+        self._update_traits()
 
     def end(self, seq: Sequence) -> None:
         self.proposals.pop(seq.id, None)
@@ -153,17 +146,18 @@ class Online(Drafter):
     def inherit(self, old: Drafter) -> None:
         if isinstance(old, Online) and store.same(store.identity(self.frozen), store.identity(old.frozen)):
             self.learner = old.learner
+            self._update_traits()
 
     # ------------------------------------------------------------ what is learnt
 
-    def learning(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """How learning goes: state, reason, counts and times."""
         kind = "tap" if isinstance(self.inner, BareTap) else "head"
         return {"drafter": kind, "vocabulary": len(self.frozen.ids)} | self.learner.as_json()
 
     def save(self, folder: Path | str, **facts: Any) -> None:
         """Keep the best of what was learnt."""
-        said = {"identity": store.identity(self.frozen), "learning": self.learning()}
+        said = {"identity": store.identity(self.frozen), "learning": self.report()}
         store.save(folder, self.learner.weights(), facts | said)
 
     def _verified(self, step: Step, i: int) -> list[Node]:
@@ -198,20 +192,20 @@ def _seen(step: Step, nodes: list[Node]) -> Seen:
     return Seen(states, beside, drafted, accepted, logits)
 
 
-def _adapted(space: Workspace) -> TrainedHead:
-    """The drafter `head`, with an adapter behind it."""
-    inner = TrainedHead(space)
-    plain = inner.rollout
-    inner.tree = False  # what is learnt are chains
-    inner.rollout = head_rollout(AdaptedHead(plain.head), space.cache, plain.plane, inner.features)
-    return inner
+def _inner(space: Workspace) -> Any:
+    """Drafts with the trained head, where the drafter `head` exists and has one for this target; else a bare tap."""
+    uses_head = lookup("head").traits.auto if "head" in names() else None
+    if uses_head is None or not uses_head(space):
+        return BareTap(space)
+    from .heads import adapted_head
+
+    return adapted_head(space)
 
 
 def _vocabulary(space: Workspace) -> Tensor:
     """What a bare tap can draft [D]: a tokenizer's first ids, which are its commonest pieces, and what ends texts."""
     c = space.target.config
-    home = str(getattr(getattr(space.target, "device", None), "type", "cpu"))
-    size = int(space.option("draft_vocab", default=0)) or _VOCABULARY.get(home, _VOCABULARY["cpu"])
+    size = int(space.option("draft_vocab", default=0)) or _VOCABULARY.get(space.target.device.type, _VOCABULARY["cpu"])
     if not size >= 1:
         raise ConfigError(f"draft_vocab is {size}, but it must be at least 1, or 0 for the default.")
     words = {*range(min(size, c.vocab_size)), *(i for i in c.eos_ids if i < c.vocab_size)}
@@ -220,7 +214,7 @@ def _vocabulary(space: Workspace) -> Tensor:
 
 def _plan(space: Workspace) -> Plan:
     plan = Plan()
-    if str(getattr(space.target, "device", "cpu")).startswith("cuda"):
+    if space.target.device.type == "cuda":
         plan = replace(plan, slice=plan.batch)  # nobody waits for a slice there
     return replace(
         plan,

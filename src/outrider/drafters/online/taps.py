@@ -1,10 +1,9 @@
-"""The drafters that can learn: a trained head with an adapter behind it, and a bare tap with one.
+"""Drafting from the target's last hidden state (a bare tap), and remembering the state behind each drafted token.
 
-Both draft chains as `_head` does and remember, for every token they draft, the state it was chosen from: that is what
-learning needs when the target has spoken. They know how to draft; when and how to learn is `learn.learner`'s.
+A bare tap's row has the last layer's hidden state of position p and the token at p + 1, as a head's row has. Its output
+stands for the hidden state of p + 1, which the target's own output turns into scores. No K/V, no pass.
 
-A bare tap's row has the last layer's hidden state of position p and the token at p + 1, as a head's row; what it makes
-of them stands for the hidden state of p + 1, which the target's own output turns into words. No K/V, no pass.
+It knows how to draft; when and how to learn is `learner`'s.
 """
 
 from __future__ import annotations
@@ -12,56 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.linear import linear
-from ...backends.output import embedding_of, output_norm, output_rows, product_rows
+from ...backends.cpu.int8 import EightBits
+from ...backends.linear import linear, summed
+from ...backends.output import embedding_of, output_norm, output_rows
 from ...engine.cache import Cache
-from ...types import Rows, Sequence, Step
-from .._rollout import Growth, Rollout
-from ..head.features import Features, Kept
-from ..head.int8 import EightBits
-from ..head.rollout import HeadRollout
+from ...types import Sequence, Step
+from .._rollout import DraftVocabularyRollout, Growth, Rollout
 from .adapter import Frozen, Weights
 
-if TYPE_CHECKING:
-    from ..head.network import Head
-
 Live = Callable[[], Weights]  # the weights that draft now
-
-
-class AdaptedHead:
-    """A trained head whose last output is corrected before its words are scored. All else is the head's own."""
-
-    def __init__(self, head: Head) -> None:
-        self.bare = head
-        c, ids = head.config, head.ids.to(head.device)
-        table = product_rows(head.head, c.hidden_size, head.compute, head.device, None)
-        kept = table if head.device.type == "cuda" else table.to(head.stream)
-        self.frozen = Frozen.of(kept, ids, c.vocab_size, head.norm, c.norm_eps, None)
-        self.live: Live = dict
-        self.seen: deque[tuple[Tensor, int]] = deque()  # state [H] of each wanted row, and the token beside it
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.bare, name)
-
-    def read(self, rows: Rows, plane: Any, shown: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `Head.read`."""
-        return self.scores(rows, plane, self.bare.fuse([shown]), masked)
-
-    @torch.inference_mode()
-    def scores(self, rows: Rows, plane: Any, features: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `Head.scores`: [R, D] and [T, H]."""
-        _, x = self.bare.scores(_unwanted(rows), plane, features, masked)
-        if not rows.want.shape[0]:
-            return x.new_zeros(0, self.config.draft_vocab_size), x
-        state = x[rows.want.to(x.device)]  # [R, H]
-        self.seen.extend((each, 0) for each in state)
-        normed = self.frozen.adapted(self.live(), state, state.new_zeros(0, dtype=torch.long)).normed
-        return _summed(self.bare.head(normed.to(self.compute))).to(self.stream), x
 
 
 @dataclass(frozen=True)
@@ -98,7 +61,7 @@ class Tap:
         """Scores [n, D] of what follows the tokens [n] after these states [n, H], and the states to go on from."""
         self.seen.extend(zip(state, tokens, strict=True))
         adapted = self.frozen.adapted(self.live(), state, torch.tensor(tokens, device=self.device))
-        return _summed(self.product(adapted.normed.to(self.compute))).to(self.stream), adapted.stream
+        return summed(self.product(adapted.normed.to(self.compute))).to(self.stream), adapted.stream
 
     def spread(self, scores: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., D] as logits over the target's [..., V]."""
@@ -107,42 +70,43 @@ class Tap:
         return logits
 
 
-class Remembering(HeadRollout):
-    """A head's rollout that remembers the state behind each drafted token."""
+class Remembering(Rollout):
+    """A rollout that remembers the state behind each drafted token. Its network fills `seen`."""
 
+    seen: deque[tuple[Tensor, int]]  # state [H] of each scored row, and the token beside it
     states: dict[int, list[tuple[Tensor, int]]]  # sequence -> for each node, its state [H] and the token beside it
 
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         super()._extend(growth, logits)
-        if self.head.seen:  # type: ignore[attr-defined]
-            seen = self.head.seen.popleft()  # type: ignore[attr-defined]
-            self.states.setdefault(growth.seq.id, []).append(seen)
+        if self.seen:
+            self.states.setdefault(growth.seq.id, []).append(self.seen.popleft())
 
 
-class TapRollout(Remembering):
+class TapRollout(Remembering, DraftVocabularyRollout):
     """Drafting from a bare tap: no plane, nothing to catch up with."""
 
     def __init__(self, tap: Tap, cache: Cache, last: Last) -> None:
-        nothing: Any = None
-        Rollout.__init__(self, nothing, cache, nothing, source="online")
-        self.head: Any = tap
-        self.last = last
-        self.outputs, self.states, self.drafts = {}, {}, None
-        self.floor, self.runs, self.words = 0.0, 0, tap.ids.tolist()
+        super().__init__(tap, None, cache, None, source="online")
+        self.tap, self.last, self.seen = tap, last, tap.seen
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] what its children go on from
+        self.states = {}
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         state = torch.stack([self.last.at(seq, len(seq.tokens) - 2) for seq in seqs])  # [B, H]
-        scores, outputs = self.head.guess(state, [seq.tokens[-1] for seq in seqs])
+        scores, outputs = self.tap.guess(state, [seq.tokens[-1] for seq in seqs])
         self.outputs = {seq.id: {-1: output} for seq, output in zip(seqs, outputs, strict=True)}
-        return _home(scores)
+        return scores.cpu()
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
         rows = [(growth, node) for growth, nodes in batch for node in nodes]
         state = torch.stack([self.outputs[growth.seq.id][growth.parents[node]] for growth, node in rows])
-        scores, outputs = self.head.guess(state, [growth.tokens[node] for growth, node in rows])
+        scores, outputs = self.tap.guess(state, [growth.tokens[node] for growth, node in rows])
         for (growth, node), output in zip(rows, outputs, strict=True):
             self.outputs[growth.seq.id][node] = output
-        return _home(scores)
+        return scores.cpu()
+
+    def _keep(self, seq: Sequence, nodes: Any) -> None:
+        """Nothing: there is no plane."""
 
 
 class Last:
@@ -167,27 +131,3 @@ class Last:
     def at(self, seq: Sequence, position: int) -> Tensor:
         assert self.knows(seq, position)
         return self.states[seq.id][1]
-
-
-def head_rollout(head: AdaptedHead, cache: Cache, plane: Any, features: Features | Kept) -> Remembering:
-    bare: Any = head
-    rollout = Remembering(bare, cache, plane, features)
-    rollout.source, rollout.states = "online", {}
-    return rollout
-
-
-def _unwanted(r: Rows) -> Rows:
-    """The same rows, with nobody asking for scores."""
-    return Rows(
-        r.tokens, r.positions, r.slots, r.lines, r.context, r.table, r.ancestors, r.want[:0], blocks=r.blocks
-    )  # fmt: skip
-
-
-def _home(scores: Tensor) -> Tensor:
-    """Where choices are made."""
-    return scores.cpu()
-
-
-def _summed(parts: Any) -> Tensor:
-    total: Tensor = parts if isinstance(parts, Tensor) else parts.total()
-    return total

@@ -38,8 +38,8 @@ class ShadowCache(Cache):
         self._drop(row.slots[tokens:])
         row.slots, row.tokens = row.slots[:tokens], row.tokens[:tokens]
         for plane in self.planes:
-            plane.nodes.pop(seq.id, None)
-            plane.held[seq.id] = min(plane.held.get(seq.id, 0), tokens)
+            plane.wrote(seq.id, ())
+            plane.advance(seq.id, min(plane.holds(seq.id), tokens))
 
 
 @dataclass

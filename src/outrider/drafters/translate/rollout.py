@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import WHOLE, Model, device_of
-from ...engine.cache import Packing
+from ...backends import WHOLE, Model
+from ...engine.batch import BatchBuilder
 from ...engine.sampling import DRAFT, draw, key, law, ranked
 from ...errors import ConfigError
 from ...types import Draft, Sequence, Tree, chain
 from .. import Workspace
-from .._catch_up import catch_up
-from .._rollout import Growth, Rollout
+from .._rollout import Growth, Rollout, catch_up
 from .alignment import NONE, Dictionary, Words, bytes_of, dictionary
 from .draft_cache import SPARE, Shadow, ShadowCache, Shadows
 from .retokenise import Mapped, Pair, Retold, ends_of
@@ -48,7 +47,7 @@ class Translated(Rollout, ABC):
     def __init__(self, model: Model, space: Workspace, pair: Pair) -> None:
         slots, lines = space.cache.slots, space.cache.table.shape[0]
         length = min(longest_of(model), LONGER * space.cache.length)
-        cache = ShadowCache(max(slots, length + SPARE), lines, length, device_of(model))
+        cache = ShadowCache(max(slots, length + SPARE), lines, length, model.device)
         plane = cache.add_plane(*model.plane_shape)
         super().__init__(model, cache, plane, WHOLE, "model")
         self.passes = space.passes(model, plane, cache)  # one captured pass at a time: choices are the host's
@@ -196,7 +195,7 @@ class Retelling(Translated):
     def _feed_ends(self, seqs: list[Sequence]) -> list[tuple[Tensor | None, Tensor]]:
         """Logits after each sequence's last token, and after the one before it, where there is one. [D] each"""
         starts = [min(catch_up(self.cache, self.plane, seq, self._read), max(len(seq.tokens) - 2, 0)) for seq in seqs]
-        packed = Packing(self.cache)
+        packed = BatchBuilder(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             last = len(seq.tokens) - 1
             if last:

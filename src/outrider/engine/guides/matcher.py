@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...types import common_prefix
 from .formats import GRAMMAR, JSON_SCHEMA, Format, format_of
 
 KEPT = 64  # compiled guides of a tokenizer that are remembered
@@ -154,7 +155,7 @@ class State:
 
     def at(self, said: list[int]) -> bool:
         """Go there; False if the guide does not allow this text, or if it has ended before."""
-        shared = _common(self.said, said)
+        shared = common_prefix(self.said, said)
         if not self.guide.ends.isdisjoint(said[shared:]):
             return False
         if self.grammar.is_error() or (shared < len(self.said) and not self._back(len(self.said) - shared)):
@@ -223,14 +224,6 @@ def _grammar(form: Format) -> str:
     if form.kind == GRAMMAR:
         return LLMatcher.grammar_from_lark(form.text)
     return LLMatcher.grammar_from_regex(form.text)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """How many first tokens are the same. Mostly one is the beginning of the other."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
 
 
 class _Words(TokenizerWrapper):

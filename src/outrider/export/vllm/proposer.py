@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...drafters import Workspace, make
+from ...drafters import DraftRequest, Workspace, make
 from ...engine.request_drafts import propose as draft_for
 from ...types import Sequence, Turn
 from .rows import Rows
@@ -64,7 +64,8 @@ class Proposer:
         asking = [i for i, seq in enumerate(followed) if seq is not None and sampled[i]]
         turns = [self._turn(followed[i]) for i in asking]
         drafts: list[list[int]] = [[] for _ in sampled]
-        for i, tree in zip(asking, draft_for(self.drafter, turns).trees, strict=True):
+        request = DraftRequest([turn.seq for turn in turns], [turn.budget for turn in turns])
+        for i, tree in zip(asking, draft_for(self.drafter, turns, request).trees, strict=True):
             drafts[i] = list(tree.tokens)[: self.k]
         return drafts
 

@@ -10,17 +10,24 @@ It lives in the target's process (`features` is written by one thread and read b
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...backends import ops
+from ...backends import Model, ops
+from ...backends.rows import rows_of
 from ...engine.sampling import law
+from ...errors import ConfigError
+from ...models.speculators import read_config
 from ...types import Sequence
-from ..ahead.forks import Forker, Plan
-from .features import Features, HeadPacking, Kept, TrueRows
-from .network import Head
+from .. import Workspace
+from ..head.drafter import TrainedHead, load_head
+from ..head.features import Features, HeadBatch, Kept, TrueRows
+from ..head.find import head_for
+from ..head.network import Head
+from .forks import Forker, Plan
 
 
 class HeadForker(Forker):
@@ -73,11 +80,11 @@ class HeadForker(Forker):
     def _run(self, nodes: list[tuple[Plan, int]]) -> Tensor:
         """Feed these nodes, each going on from its parent's output; scores after each. [nodes, D]"""
         self.beat()
-        packed, features = HeadPacking(self.cache), []
+        packed, features = HeadBatch(self.cache), []
         for plan, node in nodes:
             packed.guessed(plan.seq, plan.tokens[node], plan.path(node))
             features.append(self.outputs[plan.seq.id][plan.parents[node]])
-        scores, outputs = self.head.scores(packed.rows(), self.plane, torch.stack(features))
+        scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
         for (plan, node), output in zip(nodes, outputs, strict=True):
             self.outputs[plan.seq.id][node] = output
         return scores.cpu()
@@ -98,3 +105,36 @@ class HeadForker(Forker):
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.head.spread(logits), seq, emitted)
+
+
+class HeadSource(NamedTuple):
+    """A head that prepares, and the same head for drafts just in time."""
+
+    head: Head
+    features: Features | Kept
+    taps: tuple[int, ...]
+    own: TrainedHead
+
+
+def head_source(space: Workspace) -> HeadSource:
+    """The head that was given or belongs to the target; refused unless it can continue from its own guesses."""
+    head = load_head(space)
+    if head.config.kind != "eagle3":
+        raise ConfigError(
+            f"A head of the kind '{head.config.kind}' cannot continue from its own guesses, as drafting ahead needs: "
+            f"give an eagle3 head or a draft model, or use --drafter head."
+        )
+    taps = head.config.taps
+    features: Features | Kept = Features(taps)
+    if head.device.type == "cuda":  # the target's passes leave their hidden states where they are found later
+        space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
+        features, taps = Kept(taps, space.cache, space.plane), ()
+    own = TrainedHead(replace(space, options=space.options | {"tree": False, "head": head}))
+    own.traits = replace(own.traits, self_limiting=False)  # how much to draft is decided ahead and just in time alike
+    return HeadSource(head, features, tuple(sorted({*taps, *own.traits.taps})), own)
+
+
+def eagle_head(target: Model) -> str | None:
+    """A head that belongs to this target and can draft ahead."""
+    found = head_for(target)
+    return str(found) if found is not None and read_config(found).kind == "eagle3" else None

@@ -1,14 +1,14 @@
-"""A glance: looking for a draft while a pass runs that was started without one. The device is `test_never_slower`'s."""
+"""Dry drafts: looking for a draft while a pass runs that was started without one, on an invented device."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from outrider.control.adaptive import Adaptive
 from outrider.control.costs import Costs
+from outrider.drafters import DraftRequest, Traits
 from outrider.drafters.suffix import Suffix
 from outrider.types import Draft, SamplingParams, Sequence, Turn, chain
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 class Steps(Run):
     """One text that is new for `fresh` tokens and then says the same again, and what each step did."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, drafter: str, fresh: int) -> None:
-        super().__init__(patch, drafter, 1, "fresh")
+    def __init__(self, drafter: str, fresh: int) -> None:
+        super().__init__(drafter, 1, "fresh")
         rnd = random.Random(3)
         said = [rnd.randrange(40_000) for _ in range(40 + fresh)]
         self.texts = {1: (said + said * 8)[: 40 + TOKENS + 80]}
@@ -45,53 +45,57 @@ class Steps(Run):
 
 @pytest.mark.parametrize("drafter", ["suffix", "ngram", "cascade"])
 def test_what_is_new_takes_no_longer_and_what_repeats_is_noticed_at_once(drafter: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        plain = Steps(patch, "off", fresh=160)
-        plain.answer()
-    with pytest.MonkeyPatch.context() as patch:
-        run = Steps(patch, drafter, fresh=160)
-        run.answer()
+    plain, run = Steps("off", fresh=160), Steps(drafter, fresh=160)
+    plain.answer()
+    run.answer()
     assert run.seconds(1, 100) < 1.01 * plain.seconds(1, 100)  # it would be a fifth more if the host were waited for
     drafted = next(tokens for tokens, _ in run.moments if tokens > 165)
     assert drafted > 166  # the text repeats itself from token 160 on: by 166 somebody has drafted
     assert run.world.now < 0.8 * plain.world.now
 
 
-def test_a_glance_that_fails_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def glance(self: Any, seqs: list[Sequence], budget: list[int]) -> Draft:
-        raise ValueError("what a sight")
+def test_a_dry_draft_that_fails_costs_nothing_but_itself() -> None:
+    run = Steps("suffix", fresh=160)
+    draft = run.engine.drafter.draft
 
-    monkeypatch.setattr(Suffix, "glance", glance)
-    run = Steps(monkeypatch, "suffix", fresh=160)
+    def fails_dry(request: DraftRequest) -> Draft:
+        if request.dry:
+            raise ValueError("no dry drafts")
+        return draft(request)
+
+    run.engine.drafter.draft = fails_dry  # type: ignore[method-assign]
     run.answer()
-    assert run.engine.last_failure == "glance: ValueError: what a sight"
+    assert [*run.engine.failures] == ["dry draft: ValueError: no dry drafts"]
+
+
+DRY = Traits(dry=True)
 
 
 def resting(batch: int) -> tuple[Adaptive, list[Turn]]:
     """A controller whose drafter rests, in a step whose pass is under way."""
-    controller = Adaptive(Costs({(n, rows): 0.004 for n in (1, 16) for rows in (n, 64 * n)}), glances=True)
+    controller = Adaptive(Costs({(n, rows): 0.004 for n in (1, 16) for rows in (n, 64 * n)}))
     turns = [Turn(Sequence(i, [1, 2, 3]), 1, whole=True) for i in range(batch)]
     controller.draft_node = controller.draft_call = 1e-6
     controller.asking.hides, controller.asking.rest = True, 100
     for _ in range(2):
-        controller.budget(turns)
+        controller.budget(turns, DRY)
     return controller, turns
 
 
 def test_one_looks_only_while_a_pass_is_under_way() -> None:
     controller, turns = resting(1)
-    assert [turn.budget for turn in controller.glance(turns)] == [controller.k_max]
+    assert [turn.budget for turn in controller.dry_turns(turns)] == [controller.k_max]
     controller.asking.rest = 0
-    controller.budget(turns)  # it is asked in earnest
-    assert not controller.glance(turns)
-    assert not Adaptive(controller.costs).glance(turns)
+    controller.budget(turns, DRY)  # it is asked in earnest
+    assert not controller.dry_turns(turns)
+    assert not Adaptive(controller.costs).dry_turns(turns)
 
 
 def test_a_small_batch_is_looked_at_whole_and_a_large_one_not_at_all() -> None:
     controller, turns = resting(Adaptive.GLANCES)
-    assert [turn.seq.id for turn in controller.glance(turns)] == list(range(Adaptive.GLANCES))
+    assert [turn.seq.id for turn in controller.dry_turns(turns)] == list(range(Adaptive.GLANCES))
     controller, turns = resting(Adaptive.GLANCES + 1)
-    assert not controller.glance(turns)
+    assert not controller.dry_turns(turns)
 
 
 @pytest.mark.parametrize(("chance", "wakes"), [(0.95, True), (0.05, False)])
@@ -99,38 +103,39 @@ def test_the_next_pass_waits_for_a_draft_that_promises_something(chance: float, 
     controller, turns = resting(1)
     for hidden, seconds in ((True, 0.0), (False, 0.001)):
         controller.asking.spent(1, hidden, seconds)
-    looked = controller.glance(turns)
-    controller.glanced(looked, Draft.pack([chain([5, 6], survival=[chance, chance**2])]))
+    looked = controller.dry_turns(turns)
+    controller.observe_dry(looked, Draft.pack([chain([5, 6], survival=[chance, chance**2])]))
     assert controller.steady is not wakes
-    assert any(turn.budget for turn in controller.budget(turns)) is wakes
+    assert any(turn.budget for turn in controller.budget(turns, DRY)) is wakes
 
 
 def test_where_nothing_is_found_the_host_is_not_waited_for() -> None:
     controller, turns = resting(1)
     controller.asking.rest = 0
-    asked = controller.budget(turns)
+    asked = controller.budget(turns, DRY)
     assert asked[0].budget
     assert not controller.steady
     controller.prune(asked, Draft.empty(1))
     assert controller.steady  # the next pass starts at once
-    assert not any(turn.budget for turn in controller.budget(turns))
-    assert controller.glance(turns)
+    assert not any(turn.budget for turn in controller.budget(turns, DRY))
+    assert controller.dry_turns(turns)
 
 
 def test_auto_glances_with_what_is_free_and_remembers_how_long_the_others_have_waited() -> None:
     class Costly(Suffix):
         name = "head"
 
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
             raise AssertionError("it costs passes")
 
     class Free(Suffix):
-        def draft(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        def draft(self, request: DraftRequest) -> Draft:
+            seqs = request.seqs
             return Draft.pack([chain([7], survival=[0.9]) if seq.id else chain([]) for seq in seqs])
 
-    auto = auto_with(Costly.__new__(Costly), row=0.01)
+    auto = auto_with(Costly.__new__(Costly))
     auto.free = [Free.__new__(Free)]
     seqs = [Sequence(i, [1, 2]) for i in range(2)]
-    draft = auto.glance(seqs, [4, 4])
+    draft = auto.draft(DraftRequest(seqs, [4, 4], dry=True))
     assert [tree.tokens for tree in draft.trees] == [[], [7]]
     assert (auto.waits[0, "head"].idle, auto.waits[1, "head"].idle) == (1, 0)

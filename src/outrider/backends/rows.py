@@ -1,0 +1,76 @@
+"""The tensors of a pass, made from a batch when a model reads them.
+
+Captured passes take a batch's lists instead and never make these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import Batch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a model runs."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T] root position + depth for nodes
+    slots: Tensor  # [T] where each row's K/V goes
+    lines: Tensor  # [T] the sequence's line in the table
+    context: Tensor  # [T] how many table entries of its line a row reads: itself included for pending rows
+    table: Tensor  # [lines, length] int32, slot of each committed position
+    ancestors: Tensor | None  # [T, D] int32 slots of drafted ancestors, self last, then -1; None: no drafts
+    want: Tensor  # [R] rows whose logits are needed
+    blocks: Any = None  # how the rows are grouped for kernels that need it; made by whoever runs them
+    batch: Batch | None = None  # the same as lists, where there are any
+
+    @property
+    def count(self) -> int:
+        """T"""
+        return self.tokens.shape[0]
+
+
+class _LazyRows(Rows):
+    """Rows whose tensors are made on first use: kernels that read the batch's lists never use them."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.__dict__.update(batch=batch, blocks=None)  # the rest is missing, and so found by __getattr__
+
+    @property
+    def count(self) -> int:
+        assert self.batch is not None
+        return self.batch.count
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Rows.__dataclass_fields__:
+            raise AttributeError(name)
+        self.__dict__.update(self._tensors())
+        return self.__dict__[name]
+
+    def _tensors(self) -> dict[str, Any]:
+        b = self.batch
+        assert b is not None
+        depth = max(map(len, b.tails), default=0)
+        padded = [tail + [-1] * (depth - len(tail)) for tail in b.tails] if depth else None
+        tokens, positions, slots = torch.tensor((b.tokens, b.positions, b.slots), dtype=torch.long)
+        lines, context = torch.tensor((b.lines, b.context), dtype=torch.int32)
+        return {
+            "tokens": tokens,
+            "positions": positions,
+            "slots": slots,
+            "lines": lines,
+            "context": context,
+            "table": b.table,
+            "ancestors": None if padded is None else torch.tensor(padded, dtype=torch.int32),  # [T, D]
+            "want": torch.tensor(b.want, dtype=torch.long),
+        }
+
+
+def rows_of(batch: Batch) -> Rows:
+    """The tensors of a batch."""
+    return _LazyRows(batch)

@@ -1,0 +1,126 @@
+"""The contract between the engine and a drafter: one request, one draft, and a few optional verbs.
+
+A drafter proposes tokens that the target has not chosen yet. It speaks target token ids. Whatever it does wrong costs
+speed, never correctness: skipping, delaying, repeating or crashing in any of these calls leaves the text as it is
+(`outrider.testing.check_drafter` asserts exactly that). What the engine knows about a drafter is in its `Traits`; what
+a drafter knows about the step is in its `DraftRequest`. Neither side looks at anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from ..types import Draft, Sequence, Step, Tree
+
+
+class Prices(Protocol):
+    """What the step at hand costs, in tokens that plain decoding would emit in that time."""
+
+    speed: float  # tokens per second, recently
+
+    def price(self, rows: int) -> float:
+        """The cost of this many more rows in the target's pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """Propose at most budgets[i] nodes after seqs[i].tokens, best first."""
+
+    seqs: list[Sequence]  # [B]
+    budgets: list[int]  # [B]
+    prices: Prices | None = None  # None: K is fixed
+    stop_below: float = 0.0  # a node that survives less often than this is not worth extending
+    dry: bool = False  # nobody verifies this draft; it only tells whether the next pass should wait for one
+
+    def select(self, indices: Iterable[int]) -> DraftRequest:
+        """The same request for some of its sequences."""
+        chosen = list(indices)
+        return replace(self, seqs=[self.seqs[i] for i in chosen], budgets=[self.budgets[i] for i in chosen])
+
+    def answer(self, indices: Iterable[int], draft: Callable[[DraftRequest], Draft]) -> Draft:
+        """What `draft` proposes for some of the sequences, and an empty tree for each of the others."""
+        chosen = list(indices)
+        if not chosen:
+            return Draft.empty(len(self.seqs))
+        proposed = draft(self.select(chosen))
+        trees = dict(zip(chosen, proposed.trees, strict=True))
+        return replace(proposed, trees=tuple(trees.get(i, Tree([], [])) for i in range(len(self.seqs))))
+
+
+class Memory(NamedTuple):
+    """Bytes that a drafter adds to the target's."""
+
+    weights: int = 0
+    kv: int = 0
+
+
+class Learning(Protocol):
+    """A drafter that learns while it serves."""
+
+    def report(self) -> dict[str, Any]:
+        """State, reason, counts and times."""
+        ...
+
+    def save(self, folder: Path | str, **facts: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter needs and promises. A drafter whose traits change replaces them as a whole."""
+
+    options: tuple[str, ...] | None = None  # the options it reads; None: any
+    taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
+    needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
+    dry: bool = False  # drafts on the host in microseconds; answers dry requests
+    self_limiting: bool = False  # ends a chain by itself where going on does not pay: may be given any budget
+    weighs_cost: bool = False  # leaves its costly parts alone where they do not pay: may be asked in every step
+    unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget
+    overlaps: bool = False  # does something in `overlap`, so that the target runs in another thread
+    mode: str = ""  # drafting mode, where it has several: the cost of each is learnt separately
+    members: tuple[str, ...] = ()  # drafters that work together in it; a sequence may ask for one (`Sequence.only`)
+    learning: Learning | None = None
+    memory: Callable[[], Memory] = Memory
+    # Asked of the class, before there is a drafter:
+    auto: Callable[[Any], bool] | None = None  # given a workspace: does `auto` use it? None: never
+    trial: Callable[[Any], dict[str, Any]] = lambda target: {}  # options with which it runs on any target
+
+
+class Drafter:
+    """Only `draft` is mandatory. Built with a `drafters.Workspace`."""
+
+    name: ClassVar[str] = ""
+    traits: Traits = Traits()
+
+    def __init__(self, workspace: Any) -> None:
+        self.space = workspace
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A tree for each sequence of the request; an empty tree is always right."""
+        raise NotImplementedError(f"The drafter '{type(self).__name__}' has no method draft(request).")
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence arrived."""
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        """The target is busy with this draft: what is done here is hidden."""
+
+    def observe(self, step: Step) -> None:
+        """The target has verified; the sequences already hold what was emitted."""
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence finished or was cancelled."""
+
+    def backlog(self, seq: Sequence) -> int:
+        """Tokens that it must read before it can draft for this sequence."""
+        return 0
+
+    def notes(self) -> dict[str, Any]:
+        """Facts about its work for statistics and traces, under its name."""
+        return {}
+
+    def inherit(self, old: Drafter) -> None:
+        """It replaces an interrupted engine's drafter: take over what that one has learnt."""
