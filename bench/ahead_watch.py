@@ -41,7 +41,7 @@ class Heard:
 class Watch:
     """Listens to an engine that answers one request at a time."""
 
-    reads_logits = False
+    reads_logits = reads_guesses = False
 
     def __init__(self, llm: LLM) -> None:
         self.engine: Any = llm.engine

@@ -26,7 +26,7 @@ WAYS = {"reused": True, "again": False}
 class Watch:
     """Listens to steps: phases of those with drafts (or of any, in plain decoding), in milliseconds."""
 
-    reads_logits = False
+    reads_logits = reads_guesses = False
 
     def __init__(self) -> None:
         self.draft: list[float] = []

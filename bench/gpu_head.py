@@ -12,8 +12,8 @@ from typing import Any
 
 from gpu_common import Lab
 from gpu_race import Contender, contender, device_seconds, figures, race
-from outrider.models.speculators import random_head
 from outrider.drafters.head.network import Head
+from outrider.models.speculators import random_head
 
 KS = (4, 8)
 

@@ -120,7 +120,7 @@ def plot(search: Search, name: str) -> str:
 class Watch:
     """Listens to decoding steps: seconds of a drafted token and of a pass."""
 
-    reads_logits = False
+    reads_logits = reads_guesses = False
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {"draft": [], "verify": []}

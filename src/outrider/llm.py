@@ -33,12 +33,12 @@ from .drafters import Drafter, Workspace, about, make
 from .engine.cache import Cache, Plane
 from .engine.prediction import Prediction
 from .engine.scheduler import Scheduler
-from .engine.step import Engine, Listener
+from .engine.step import Engine
 from .engine.trace import Recorder
 from .errors import ConfigError
 from .models.detokenizer import Piece, Reader
 from .models.tuning_profile import load_profile
-from .types import ACCEPTED, SamplingParams, Sequence, Stats, Step, TokenLogprob
+from .types import ACCEPTED, Listener, SamplingParams, Sequence, Stats, Step, TokenLogprob
 
 if TYPE_CHECKING:
     from .engine.guides.matcher import Guide
@@ -74,10 +74,10 @@ class Result:
         raise AttributeError(name)
 
 
-class LLM:
+class LLM(Listener):
     """A target with a drafter. Hugging Face's and vLLM's argument names are understood too."""
 
-    reads_logits = reads_guesses = False  # as a listener of its own engine
+    reads_logits = False  # as a listener of its own engine
 
     def __init__(
         self,

@@ -380,6 +380,16 @@ class Step:
         return [turn.seq for turn in self.turns]
 
 
+class Listener:
+    """Sees every step."""
+
+    reads_logits = True  # False: the step's logits may be gone when `observe` is called
+    reads_guesses = False  # True: drafters keep what else they thought likely (`Tree.guesses`)
+
+    def observe(self, step: Step) -> None:
+        raise NotImplementedError
+
+
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
     low, high = 0, min(len(a), len(b))

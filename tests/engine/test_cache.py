@@ -190,7 +190,7 @@ def test_the_next_free_slots_are_told_before_they_are_taken() -> None:
 
 
 def test_rows_are_tensors_only_when_asked() -> None:
-    """`Planned` stands for the very tensors that its lists describe."""
+    """The tensors are those that the lists describe."""
     cache = Cache(40, 4, 20)
     cache.add_plane(1, 1, 2, torch.float32)
     one, two = filled(cache, [5, 6, 7], 1), filled(cache, [8, 9], 2)

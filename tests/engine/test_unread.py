@@ -19,7 +19,7 @@ from outrider.drafters import Drafter, DraftRequest, Workspace, register
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
-from outrider.types import Batch, Draft, Output, SamplingParams, Sequence, Step, Tree, chain
+from outrider.types import Batch, Draft, Listener, Output, SamplingParams, Sequence, Step, Tree, chain
 
 PLACES = 64
 TARGET = toy()
@@ -72,7 +72,7 @@ class Telling:
         return Told()
 
 
-class Listening:
+class Listening(Listener):
     """What listeners see of drafts."""
 
     def __init__(self) -> None:

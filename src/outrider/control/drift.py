@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.paths import cache_folder, write_quietly
-from ..types import REJECTED, Step
+from ..types import REJECTED, Listener, Step
 
 BLOCK = 48  # nodes that a block has at least; it ends with a request, because one request's nodes are of a kind
 WARM = 24  # blocks before anything is said
@@ -101,10 +101,10 @@ class Watch:
         self.squares += apart * (value - self.mean)
 
 
-class Monitor:
+class Monitor(Listener):
     """A listener that keeps a watch for each drafter and kind, and a note of them on disk if it has a name."""
 
-    reads_logits = reads_guesses = False
+    reads_logits = False
 
     def __init__(self, *names: str) -> None:
         place = re.sub(r"[^\w.-]+", "_", "-".join(names))

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from ..control import Controller
 from ..errors import ConfigError, ModelError
-from ..types import Batch, Draft, Output, Sequence, Step, Tree, Turn, Verdict
+from ..types import Batch, Draft, Listener, Output, Sequence, Step, Tree, Turn, Verdict
 from .batch import pack
 from .cache import Cache, Plane
 from .drafter import Drafter, DraftRequest
@@ -49,13 +49,6 @@ class Runner(Protocol):
         """Start a pass. `overlapped`: the drafter works meanwhile; `steady`: the next pass is expected to have one row
         per sequence too, so that it may be started before this one is read."""
         ...
-
-
-class Listener(Protocol):
-    reads_logits: bool  # False: the step's logits may be gone when `observe` is called
-    reads_guesses: bool  # True: drafters keep what else they thought likely (`Tree.guesses`)
-
-    def observe(self, step: Step) -> None: ...
 
 
 class Engine:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OutriderError
-from ..types import Step, Tree, Verdict
+from ..types import Listener, Step, Tree, Verdict
 from .judge import RULES
 from .sampling import CHOICE, gumbel, key
 
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 Guess = Callable[[], list[tuple[int, float]]]
 
 
-class Recorder:
+class Recorder(Listener):
     """Listens to an engine. `lines` grows in memory, or each line goes to `file` as it happens."""
 
     def __init__(self, level: str = "off", file: TextIO | None = None) -> None:

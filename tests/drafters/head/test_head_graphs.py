@@ -19,7 +19,7 @@ from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
-from outrider.drafters import DraftRequest, Workspace
+from outrider.drafters import DraftRequest, Traits, Workspace
 from outrider.drafters.head import recorded as recorded_heads
 from outrider.drafters.head.drafter import TrainedHead
 from outrider.drafters.head.network import Head
@@ -310,11 +310,11 @@ class Napping(Fixed):
         super().__init__(k)
         self.steps, self.most = 0, k
 
-    def budget(self, turns: list[Turn]) -> list[Turn]:
+    def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         self.steps += 1
         resting = 3 <= self.steps < 7
         self.steady, self.k = 2 <= self.steps < 6, 0 if resting else self.most
-        return super().budget(turns)
+        return super().budget(turns, traits)
 
 
 def test_the_target_goes_ahead_while_nothing_is_drafted_and_nothing_is_missed(
