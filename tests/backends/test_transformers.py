@@ -13,15 +13,15 @@ import torch
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.backends import opening
-from outrider.backends.transformers.load import Foreign, shape
-from outrider.backends.transformers.model import PROMPT, HFModel
-from outrider.backends.transformers.states import States
+from outrider.backends.transformers.model import PROMPT, HFModel, load_foreign
+from outrider.backends.transformers.prefix_cache import PrefixCache
 from outrider.build import build_engine
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.control.aligned import Aligned
 from outrider.drafters import Drafter, Workspace, lookup
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.foreign import ForeignWeights, foreign_config
 from outrider.types import Draft, Sequence, Tree, Turn, chain
 
 from support import foreign
@@ -34,9 +34,12 @@ CASES = [(kind, torch.float32) for kind in EVERY] + [
 ]
 
 
+def loaded(module: Any) -> HFModel:
+    return load_foreign(ForeignWeights(Path(), "", module), foreign_config(module.config), "auto", torch.device("cpu"))
+
+
 def hosted(kind: str, dtype: torch.dtype = torch.float32, blur: float = 0.0) -> HFModel:
-    module = foreign.module(kind, blur=blur, dtype=dtype)
-    return Foreign(Path(), "", module).load(shape(module.config), "auto", torch.device("cpu"))
+    return loaded(foreign.module(kind, blur=blur, dtype=dtype))
 
 
 def decode(model: HFModel, drafter: Any, temperature: float, k: int = 5, tokens: int = 16, **given: Any) -> Any:
@@ -128,7 +131,7 @@ def test_what_each_model_can_be_trusted_with() -> None:
     assert hosted("gpt2").block == 8
     banned = foreign.module("marian")
     banned.generation_config.bad_words_ids = [[2]]
-    model = Foreign(Path(), "", banned).load(shape(banned.config), "auto", torch.device("cpu"))
+    model = loaded(banned)
     assert model.cached, "what is never said must not look like a broken cache"
     assert model._call([2, 5], (), None)[0][:, 2].max() == -torch.inf
 
@@ -153,7 +156,7 @@ def test_a_model_whose_rows_see_the_future_gets_a_pass_for_each_token(monkeypatc
         return out
 
     monkeypatch.setattr(module, "forward", seeing)
-    model = Foreign(Path(), "It.", module).load(shape(module.config), "auto", torch.device("cpu"))
+    model = loaded(module)
     assert model.block == 1
     assert "drafts save nothing" in model.said
     assert decode(model, "ngram", 0.0, 4, 16)[0] == decode(model, "off", 0.0, 0, 16)[0]
@@ -186,14 +189,14 @@ def test_long_prompts_run_in_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> N
         while engine.busy:
             engine.step()
         texts.append(seq.generated)
-        model.states = States()  # nothing that the first run has kept
+        model.prefixes = PrefixCache()  # nothing of the first run
     assert texts[0] == texts[1]
     assert set(shapes) == {PROMPT, model.block}
     assert shapes.count(PROMPT) == 2
 
 
 def test_states_are_found_by_their_tokens_and_bounded() -> None:
-    states = States()
+    states = PrefixCache()
     grid: Callable[[int], int] = lambda at: at + 4  # noqa: E731
     for n in range(1, 30):
         states.put((), [n] * 8, f"{n}", 40, grid)
@@ -203,7 +206,7 @@ def test_states_are_found_by_their_tokens_and_bounded() -> None:
     assert states.longest((), [29] * 12, 7, grid) == (0, None)
     assert states.longest((7,), [29] * 12, 12, grid) == (4, "other 29")
     assert states.longest((), [1] * 12, 12, grid) == (0, None)
-    assert len(states._roots[()].after) < 10, "what was dropped leaves nothing behind"
+    assert len(states._roots[()].children) < 10, "what was dropped leaves nothing behind"
 
 
 def test_budgets_end_with_the_block() -> None:
@@ -278,5 +281,5 @@ def test_a_broken_folder_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="transformers cannot load"):
         LLM(folder)
     (folder / "config.json").write_text('{"model_type": "no_such_thing"}')
-    with pytest.raises(ModelError, match="Neither can transformers"):
+    with pytest.raises(ModelError, match=r"cannot read its config\.json either"):
         LLM(folder)

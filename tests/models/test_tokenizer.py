@@ -13,11 +13,9 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Core, decoders, models, pre_tokenizers, processors, trainers
 
 from outrider.errors import ModelError
-from outrider.models import gguf_tokenizer
 from outrider.models.fetch import default_model
-from outrider.models.gguf_file import GGUF
-from outrider.models.template import ChatTemplate
-from outrider.models.tokenizer import _ALPHABET, Tokenizer
+from outrider.models.gguf_file import _SPLITS, GGUF, adds_bos, build_tokenizer
+from outrider.models.tokenizer import _ALPHABET, ChatTemplate, Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -188,8 +186,8 @@ def test_bos_habits() -> None:
     assert SENTENCEPIECE.add_bos
     assert SENTENCEPIECE.encode_prompt("a")[0] == 1
     assert not from_header(sentencepiece_header(add_bos_token=False)).add_bos
-    assert gguf_tokenizer.adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"})
-    assert not gguf_tokenizer.adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"})
+    assert adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"})
+    assert not adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"})
 
 
 def byte_level_header(pre: str) -> dict[str, Any]:
@@ -200,7 +198,7 @@ def byte_level_header(pre: str) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("pre", sorted(gguf_tokenizer._SPLITS))
+@pytest.mark.parametrize("pre", sorted(_SPLITS))
 def test_every_way_to_split_words_is_a_partition(pre: str) -> None:
     tokenizer = from_header(byte_level_header(pre))
     for text in TEXTS:
@@ -209,10 +207,10 @@ def test_every_way_to_split_words_is_a_partition(pre: str) -> None:
 
 
 def test_digits_of_smollm_stand_alone() -> None:
-    core = gguf_tokenizer.build(byte_level_header("smollm"))
+    core = build_tokenizer(byte_level_header("smollm"))
     cut = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str("a 123 b4")]
     assert cut == ["a", "Ġ", "1", "2", "3", "Ġb", "4"]
-    cut = [p for p, _ in gguf_tokenizer.build(byte_level_header("llama-bpe")).pre_tokenizer.pre_tokenize_str("a 12345")]
+    cut = [p for p, _ in build_tokenizer(byte_level_header("llama-bpe")).pre_tokenizer.pre_tokenize_str("a 12345")]
     assert cut == ["a", "Ġ", "123", "45"]
 
 

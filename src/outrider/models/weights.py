@@ -1,8 +1,8 @@
 """Weights by name, one tensor at a time, from safetensors files.
 
-Promise: a `Weights` gives a tensor under its Hugging Face name without the leading `model.`, whatever file it came
-from; files are memory-mapped, and no pickle is ever opened. `check` says in a sentence what does not fit the
-configuration. This file knows names and shapes; it does not know what a layer computes.
+Promise: a `Weights` gives a tensor under its Hugging Face name without the leading `model.`, whatever file it comes
+from; files are memory-mapped, and no pickle is ever opened. `check` raises a ModelError for what does not fit the
+configuration. It knows names and shapes; it does not know what a layer computes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Weights(ABC):
         return name in self.names()
 
 
+def stored_name(name: str) -> str:
+    """The name of a tensor in a Hugging Face file."""
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
 def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of this shape has, with its shape."""
     shapes = {"embed_tokens.weight": (config.vocab_size, config.hidden_size), "norm.weight": (config.hidden_size,)}
@@ -64,19 +69,19 @@ def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check(weights: Weights, config: ModelConfig, where: Path) -> None:
-    """A missing tensor or one of another shape is found here, before anything is computed."""
-    wanted = expected(config)
-    missing = sorted(wanted.keys() - weights.names())
+def check(weights: Weights, config: ModelConfig, path: Path) -> None:
+    """Raise a ModelError for a missing tensor or one of another shape."""
+    shapes = expected(config)
+    missing = sorted(shapes.keys() - weights.names())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"{where} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
+            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
         )
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if weights.shape(name) != shape:
             raise ModelError(
-                f"In {where} the tensor '{name}' has the shape {list(weights.shape(name))} where the configuration "
+                f"In {path} the tensor '{name}' has the shape {list(weights.shape(name))} where the configuration "
                 f"asks for {list(shape)}; the files belong to different models, download them again."
             )
 
@@ -85,25 +90,24 @@ class Safetensors(Weights):
     """One or many safetensors files, memory-mapped as long as this object lives."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._homes: dict[str, tuple[Any, str]] = {}  # name -> (open file, the name it has in there)
+        self._entries: dict[str, tuple[Any, str]] = {}  # name -> (open file, the name in that file)
         for path in files:
             handle = _open(path)
-            names: list[str] = handle.keys()
-            self._homes |= {name.removeprefix("model."): (handle, name) for name in names}
+            self._entries |= {name.removeprefix("model."): (handle, name) for name in handle.keys()}  # noqa: SIM118
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._homes)
+        return frozenset(self._entries)
 
     def has(self, name: str) -> bool:
-        return name in self._homes
+        return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        handle, inner = self._homes[name]
-        return tuple(handle.get_slice(inner).get_shape())
+        handle, stored = self._entries[name]
+        return tuple(handle.get_slice(stored).get_shape())
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        handle, inner = self._homes[name]
-        tensor: Tensor = handle.get_tensor(inner)
+        handle, stored = self._entries[name]
+        tensor: Tensor = handle.get_tensor(stored)
         return tensor.to(dtype)
 
 
@@ -126,20 +130,16 @@ def find_safetensors(folder: Path) -> list[Path]:
         return _indexed(index)
     if single.is_file():
         return [single]
-    # Mistral's own format lies beside the Hugging Face one in some folders, under other names for the same tensors.
+    # Some folders also hold Mistral's own format, with other names for the same tensors.
     files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
-    if not files:
-        raise ModelError(_nothing_in(folder))
-    return files
-
-
-def _nothing_in(folder: Path) -> str:
+    if files:
+        return files
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
-        return (
+        raise ModelError(
             f"{folder} has weights only as pickle files (.bin or .pt), which can run code and are never loaded; "
             "convert them to safetensors, for example with transformers' save_pretrained."
         )
-    return f"{folder} has no .safetensors file; download the model's weights into it."
+    raise ModelError(f"{folder} has no .safetensors file; download the model's weights into it.")
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -148,6 +148,6 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read ({error}); delete it and download it again.") from error
     for name in names:
-        if Path(name).name != name:  # an index must not lead out of its folder
+        if Path(name).name != name:  # no path out of the folder
             raise ModelError(f"{index} names '{name}', which is not a file of its own folder; download it again.")
     return [index.parent / name for name in names]
