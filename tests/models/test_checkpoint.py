@@ -1,4 +1,4 @@
-"""From a model's name to configuration and weights: what was saved is what is read, and bad files are sentences."""
+"""From a model's name to configuration and weights: what was saved is read back, and bad files are ModelErrors."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from ..errors import ConfigError, ModelError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import ModelConfig
-from ..models.folder import LayerSubset, kept_layers
-from ..models.gguf_file import GGUF, gguf_name, to_gguf_rows
-from ..models.weights import expected
+from ..models.gguf_file import GGUF, gguf_name, reorder_rows
+from ..models.weights import LayerSubset, expected, kept_layers
 
 _WRITERS_OWN = ("GGUF.", "general.architecture")
 
@@ -69,7 +68,7 @@ def write_model(small: Checkpoint, target: Path, to: Path) -> None:
     reader, writer = GGUFReader(target), GGUFWriter(to, c.architecture)
     _header(reader, writer, _sizes(c))
     for name in expected(c):
-        tensor = to_gguf_rows(name, small.weights.get(name, torch.float32), c)
+        tensor = reorder_rows(name, small.weights.get(name, torch.float32), c, to_gguf=True)
         dtype = np.float16 if tensor.dim() > 1 else np.float32  # llama.cpp wants norms and biases in float32
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.numpy().astype(dtype)))
     _close(writer)

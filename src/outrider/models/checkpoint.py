@@ -74,28 +74,20 @@ def _open_folder(folder: Path) -> Checkpoint:
     ggufs = sorted(folder.glob("*.gguf"))
     has_config = (folder / "config.json").is_file()
     if ggufs and not (has_config and next(folder.glob("*.safetensors"), None)):
-        return _open_gguf(_only(ggufs, folder))
+        if len(ggufs) > 1:
+            names = ", ".join(path.name for path in ggufs[:5])
+            raise ModelError(f"{folder} has several GGUF files ({names}); give the path of one of them.")
+        return _open_gguf(ggufs[0])
+    if (folder / "adapter_config.json").is_file() and not has_config:
+        raise ModelError(f"{folder} holds an adapter, not a whole model; merge it into its base model and save that.")
     if not has_config:
-        raise ModelError(_no_config(folder))
+        raise ModelError(f"{folder} has no config.json, so it is not in Hugging Face layout; give {_CHOICES}.")
     try:
         config = from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
     except UnsupportedModel as refusal:
         return Checkpoint(folder.resolve().name, folder, *open_foreign(folder, str(refusal)))
     weights = Safetensors(find_safetensors(folder))
     return _checked(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
-
-
-def _only(ggufs: list[Path], folder: Path) -> Path:
-    if len(ggufs) > 1:
-        names = ", ".join(path.name for path in ggufs[:5])
-        raise ModelError(f"{folder} has several GGUF files ({names}); give the path of one of them.")
-    return ggufs[0]
-
-
-def _no_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return f"{folder} holds an adapter, not a whole model; merge it into its base model and save that."
-    return f"{folder} has no config.json, so it is not a model in Hugging Face layout; give {_CHOICES}."
 
 
 def _open_gguf(path: Path) -> Checkpoint:

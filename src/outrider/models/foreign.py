@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .config import ModelConfig, token_ids
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, default_template
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # how transformers may open a folder
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len")
@@ -55,7 +55,14 @@ def open_foreign(folder: Path, refusal: str) -> tuple[ModelConfig, ForeignWeight
         raise
     except Exception as error:
         raise ModelError(f"{refusal} transformers cannot read its config.json either: {first_line(error)}.") from error
-    tokenizer = _folder_tokenizer(folder)
+    try:
+        hf = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot load the tokenizer of {folder}: {first_line(error)}. If it is made with "
+            "sentencepiece: pip install sentencepiece."
+        ) from error
+    tokenizer = adapt_tokenizer(hf)
     tokenizer.eos_ids = config.eos_ids | frozenset(i for i in tokenizer.eos_ids if i < config.vocab_size)
     reason = f"transformers runs {folder.resolve().name}: the built-in decoder does not know '{settings.model_type}'."
     return replace(config, eos_ids=tokenizer.eos_ids), ForeignWeights(folder, reason), tokenizer
@@ -70,20 +77,14 @@ def foreign_config(settings: Any) -> ModelConfig:
     hidden = int(text.hidden_size)
     length = next((int(n) for name in _LENGTHS if (n := getattr(text, name, None))), _DEFAULT_LENGTH)
     return ModelConfig(
-        architecture=str(settings.model_type),
-        vocab_size=int(text.vocab_size),
-        hidden_size=hidden,
-        layers=int(layers or text.num_hidden_layers),
-        heads=heads,
-        kv_heads=heads,
+        architecture=str(settings.model_type), vocab_size=int(text.vocab_size), hidden_size=hidden,
+        layers=int(layers or text.num_hidden_layers), heads=heads, kv_heads=heads,
         head_dim=max(hidden // heads // 2 * 2, 2),
         intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
-        norm_eps=1e-6,
-        rope_theta=1e4,
-        context_length=length,
+        norm_eps=1e-6, rope_theta=1e4, context_length=length,
         eos_ids=token_ids(getattr(text, "eos_token_id", None)) | token_ids(getattr(settings, "eos_token_id", None)),
         bos_id=next(iter(token_ids(getattr(text, "bos_token_id", None))), None),
-    )
+    )  # fmt: skip
 
 
 def first_line(error: Exception) -> str:
@@ -92,19 +93,6 @@ def first_line(error: Exception) -> str:
 
 
 # ------------------------------------------------------------ tokenizers
-
-
-def _folder_tokenizer(folder: Path) -> Any:
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot load the tokenizer of {folder}: {first_line(error)}. If it is made with "
-            "sentencepiece: pip install sentencepiece."
-        ) from error
-    return adapt_tokenizer(tokenizer)
 
 
 def adapt_tokenizer(tokenizer: Any) -> Any:
@@ -124,10 +112,8 @@ class FastTokenizer(Tokenizer):
     """Our tokenizer around a copy of a transformers tokenizer's core."""
 
     def __init__(self, hf: Any, core: Any) -> None:
-        super().__init__(
-            Core.from_str(core.to_str()), hf.bos_token_id, hf.eos_token_id, add_bos=_adds_bos(hf),
-            chat_template=_chat_template(hf),
-        )  # fmt: skip
+        ids, template = (hf.bos_token_id, hf.eos_token_id), default_template(getattr(hf, "chat_template", None))
+        super().__init__(Core.from_str(core.to_str()), *ids, add_bos=_adds_bos(hf), chat_template=template)
         self.hf = hf
 
     def encode_prompt(self, text: str, special: bool = False) -> list[int]:
@@ -143,16 +129,9 @@ class SlowTokenizer:
         self.hf = hf
         self.bos_id, self.eos_id = hf.bos_token_id, hf.eos_token_id
         self.eos_ids: frozenset[int] = frozenset() if self.eos_id is None else frozenset({self.eos_id})
-        self.add_bos, self.chat_template = _adds_bos(hf), _chat_template(hf)
+        self.add_bos, self.chat_template = _adds_bos(hf), default_template(getattr(hf, "chat_template", None))
+        self.vocab_size, self.base_size = len(hf), int(hf.vocab_size)
         self._special = set(hf.all_special_ids)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.hf)
-
-    @property
-    def base_size(self) -> int:
-        return int(self.hf.vocab_size)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -221,10 +200,3 @@ class SlowStream:
 
 def _adds_bos(hf: Any) -> bool:
     return hf.bos_token_id is not None and list(hf("")["input_ids"])[:1] == [hf.bos_token_id]
-
-
-def _chat_template(hf: Any) -> str | None:
-    template = getattr(hf, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None

@@ -24,18 +24,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from ..errors import ModelError
-from .config import (
-    MAX_LAYERS,
-    ModelConfig,
-    RopeScaling,
-    integer,
-    no_rope_layers,
-    rope_scaling,
-    scaled_context,
-    supported,
-    token_ids,
-    yarn_attention,
-)
+from . import config as configs
+from .config import ModelConfig, RopeScaling, integer, token_ids
 from .weights import Weights
 
 _INTEGERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 10: "<u8", 11: "<i8"}
@@ -70,20 +60,15 @@ class _Cursor:
         return self.data[start : self.offset].decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
         if kind == _ARRAY:
             return self.array(self.number("I"), self.number("Q"))
-        return self.numbers(kind, 1)[0]
+        return self.array(kind, 1)[0]
 
     def array(self, kind: int, count: int) -> list[Any]:
         if count > _MAX_ARRAY:
             raise _Damaged(f"its header has an array of {count:,} values")
         if kind == _STRING:
             return [self.string() for _ in range(count)]
-        return self.numbers(kind, count)
-
-    def numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in _SCALARS:
             raise _Damaged(f"its header has a value of unknown type {kind}")
         if count == 0:
@@ -180,44 +165,34 @@ def _entry(cursor: _Cursor) -> tuple[str, _Entry]:
 
 _CONTROL = 3  # a token's type
 # End tokens that llama.cpp recognises by their text, because GGUF names only one of them by id.
-_END_PIECES = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
+_END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
     """The configuration in a header. Biases, q/k norms and a tied head follow from which tensors the file has."""
-    family = supported(file.metadata.get("general.architecture"))
+    family = configs.supported(file.metadata.get("general.architecture"))
     own = {k[len(family) + 1 :]: v for k, v in file.metadata.items() if k.startswith(family + ".")}
     if own.get("expert_count"):
         raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
     heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
-    layers, context = integer(own, "block_count", most=MAX_LAYERS), integer(own, "context_length")
+    layers, context = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "context_length")
     scaling = _rope_scaling(own, file)
     window = integer(own, "attention.sliding_window", 0) if family == "llama" else 0  # Mistral 0.1; others ignore it
     return ModelConfig(
-        architecture=family,
-        vocab_size=file.shape("token_embd.weight")[0],
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=integer(own, "attention.head_count_kv", heads),
-        head_dim=head_dim,
+        architecture=family, vocab_size=file.shape("token_embd.weight")[0], hidden_size=hidden, layers=layers,
+        heads=heads, kv_heads=integer(own, "attention.head_count_kv", heads), head_dim=head_dim,
         intermediate_size=integer(own, "feed_forward_length"),
         norm_eps=float(own.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        rope_theta=float(own.get("rope.freq_base", 1e4)),
-        rotary_dim=integer(own, "rope.dimension_count", head_dim),
-        context_length=scaled_context(context, scaling),
-        rope_scaling=scaling,
-        no_rope_layers=no_rope_layers(layers, {}) if family == "smollm3" else frozenset(),
-        tied="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=window,
-        window_layers=frozenset(range(layers)) if window else frozenset(),
+        rope_theta=float(own.get("rope.freq_base", 1e4)), rotary_dim=integer(own, "rope.dimension_count", head_dim),
+        context_length=configs.scaled_context(context, scaling), rope_scaling=scaling,
+        no_rope_layers=configs.no_rope_layers(layers, {}) if family == "smollm3" else frozenset(),
+        tied="output.weight" not in file.tensors, qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors, qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        sliding_window=window, window_layers=frozenset(range(layers)) if window else frozenset(),
         bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
         eos_ids=gguf_eos_ids(file.metadata),
-    )
+    )  # fmt: skip
 
 
 def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
@@ -229,37 +204,30 @@ def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     original = int(own.get("rope.scaling.original_context_length") or own.get("context_length") or 0)
-    attention = float(own.get("rope.scaling.attn_factor", 1.0)) * yarn_attention({}, factor)
+    attention = float(own.get("rope.scaling.attn_factor", 1.0)) * configs.yarn_attention({}, factor)
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     betas = {key: own.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
-    return rope_scaling(rope | betas | {"attention_factor": attention}, original)
+    return configs.rope_scaling(rope | betas | {"attention_factor": attention}, original)
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     """Every token that ends a text: those named by id, and control tokens known by their text."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     named = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
-    pieces = enumerate(zip(metadata.get("tokenizer.ggml.tokens") or [], kinds, strict=False))
-    return token_ids(named) | frozenset(i for i, (piece, kind) in pieces if kind == _CONTROL and piece in _END_PIECES)
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    typed = enumerate(zip(tokens, types, strict=False))
+    return token_ids(named) | frozenset(i for i, (text, type_) in typed if type_ == _CONTROL and text in _END_TEXTS)
 
 
 # ------------------------------------------------------------ weights
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
 _PERMUTED = ("llama", "smollm3")  # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2)
 
@@ -290,22 +258,17 @@ class GGUFWeights(Weights):
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))
-        return _permute(name, tensor, self._config, to_gguf=False).to(dtype)
+        return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)
 
 
-def _permute(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:
-    """Reorder the rows of q and k within each head: row i of the first half <-> 2i, i of the second half <-> 2i + 1."""
+def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:
+    """Reorder the rows of q and k within each head: i in the first half <-> 2i, i in the second half <-> 2i + 1."""
     part = name.rsplit(".", 2)[-2]
     if part not in ("q_proj", "k_proj") or config.architecture not in _PERMUTED:
         return tensor
     heads, half = config.heads if part == "q_proj" else config.kv_heads, config.head_dim // 2
     split = (2, half) if to_gguf else (half, 2)
     return tensor.view(heads, *split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def to_gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """A tensor with its rows in llama.cpp's order: the inverse of what `GGUFWeights.get` does."""
-    return _permute(name, tensor, config, to_gguf=True)
 
 
 def _hf_name(name: str) -> str | None:
@@ -364,13 +327,18 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ModelError("The GGUF file has no tokenizer in it; use a file converted with its vocabulary.")
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"The GGUF file's tokenizer is of the kind '{kind}'; Outrider reads 'gpt2' and 'llama'.")
+    types: list[int] = metadata.get(_KEY + "token_type") or [_NORMAL] * len(tokens)
     try:
-        core = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
+        core = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, types)
     except ModelError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exceptions for a vocabulary that does not fit together
         raise ModelError(f"The GGUF file's tokenizer is damaged ({error}); download the file again.") from error
-    _add_special(core, tokens, _kinds(metadata, tokens))
+    # Control tokens are special; user-defined ones are matched in any text before it is split into words.
+    typed = list(zip(tokens, types, strict=False))
+    special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    core.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED])
     return core
 
 
@@ -391,20 +359,6 @@ def _split_name(metadata: Mapping[str, Any]) -> str:
     return "llama-bpe" if len(metadata.get(_KEY + "tokens", ())) == 128_256 else "default"
 
 
-def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
-    kinds: list[int] = metadata.get(_KEY + "token_type") or [_NORMAL] * len(tokens)
-    return kinds
-
-
-def _add_special(core: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens are special; user-defined ones are matched in any text before it is split into words."""
-    both = list(zip(tokens, kinds, strict=False))
-    special = [AddedToken(t, special=True, normalized=False) for t, k in both if k in (_UNKNOWN, _CONTROL)]
-    plain = [AddedToken(t, special=False, normalized=False) for t, k in both if k == _USER_DEFINED]
-    core.add_special_tokens(special)
-    core.add_tokens(plain)
-
-
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     name = _split_name(metadata)
     if name not in _SPLITS:
@@ -423,13 +377,20 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return core
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
     """SentencePiece-BPE merges the pair whose union scores best: a BPE whose merges are ranked by score."""
-    kinds = _kinds(metadata, tokens)
     scores: list[float] = metadata.get(_KEY + "scores") or [-float(i) for i in range(len(tokens))]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    unknown = next((t for t, k in zip(tokens, kinds, strict=False) if k == _UNKNOWN), None)
-    merges = _merges(vocabulary, scores, kinds)
+    unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    # Every way to make a normal token of two others, best score first.
+    ranked = sorted(
+        (-scores[i], vocabulary[left], vocabulary[right], left, right)
+        for token, i in vocabulary.items()
+        if types[i] == _NORMAL
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in vocabulary and right in vocabulary
+    )
+    merges = [(left, right) for *_, left, right in ranked]
     core = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = metadata.get(_KEY + "add_space_prefix")
     spaces: list[Any] = [normalizers.Replace(" ", "▁")]
@@ -439,16 +400,3 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
         ends.append(decoders.Strip(" ", 1, 0))
     core.normalizer, core.decoder = normalizers.Sequence(spaces), decoders.Sequence(ends)
     return core
-
-
-def _merges(vocabulary: dict[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Every way to make a normal token of two others, best score first."""
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token, i in vocabulary.items():
-        if kinds[i] != _NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                merges.append((-scores[i], vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(merges)]

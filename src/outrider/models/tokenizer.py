@@ -32,22 +32,19 @@ class Tokenizer:
     """A model's tokenizer with its chat template."""
 
     def __init__(
-        self,
-        core: Core,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        eos_ids: frozenset[int] = frozenset(),
-        add_bos: bool = False,
-        chat_template: str | None = None,
-    ) -> None:
+        self, core: Core, bos_id: int | None = None, eos_id: int | None = None, eos_ids: frozenset[int] = frozenset(),
+        add_bos: bool = False, chat_template: str | None = None,
+    ) -> None:  # fmt: skip
         core.no_truncation()
         core.no_padding()
         self._core, self._lock = core, threading.Lock()
+        self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))  # a model's embedding may have more rows
+        self.base_size = int(core.get_vocab_size(with_added_tokens=False))  # some models embed no added tokens
         self._named = {"bos_token": bos_id, "eos_token": eos_id}  # under the names that chat templates use
         self._special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._style, self.strip = _decoder(core)  # strip: leading spaces of a whole text that the tokenizer has added
-        self._template: ChatTemplate | None = None
+        self._template: ChatTemplate | None = None  # compiled on first use
         self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos and bos_id is not None
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
         self.chat_template = chat_template
@@ -60,7 +57,13 @@ class Tokenizer:
         texts = {name: _text(settings.get(f"{name}_token")) for name in ("bos", "eos")}
         ids = {name: None if text is None else core.token_to_id(text) for name, text in texts.items()}
         core.add_special_tokens([text for name, text in texts.items() if text is not None and ids[name] is not None])
-        add_bos, template = _adds_bos(core, settings, ids["bos"]), _chat_template(folder, settings)
+        add_bos = settings.get("add_bos_token")
+        if not isinstance(add_bos, bool):  # as the post-processor does
+            add_bos = ids["bos"] is not None and core.encode("", add_special_tokens=True).ids[:1] == [ids["bos"]]
+        file = folder / "chat_template.jinja"
+        template = (
+            file.read_text(encoding="utf-8") if file.is_file() else default_template(settings.get("chat_template"))
+        )
         return Tokenizer(core, ids["bos"], ids["eos"], add_bos=add_bos, chat_template=template)
 
     @staticmethod
@@ -79,16 +82,6 @@ class Tokenizer:
         settings |= self._special_texts() | {"chat_template": self.chat_template}
         text = json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that have a text; a model's embedding may have more rows."""
-        return int(self._core.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def base_size(self) -> int:
-        """Number of tokens without the added ones, which some models have no embedding for."""
-        return int(self._core.get_vocab_size(with_added_tokens=False))
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -257,21 +250,12 @@ def _text(token: Any) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def _adds_bos(core: Core, settings: dict[str, Any], bos: int | None) -> bool:
-    add = settings.get("add_bos_token")
-    if isinstance(add, bool):
-        return add
-    return bos is not None and core.encode("", add_special_tokens=True).ids[:1] == [bos]
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+def default_template(template: Any) -> str | None:
+    """A chat template that is given alone, or the default of several (a list of named ones, or a dictionary)."""
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
     return template if isinstance(template, str) else None
 
 
@@ -325,22 +309,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
 
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = _SafeNamespace
-    return environment
-
-
 class ChatTemplate:
     """A compiled template: `render` turns messages into the text format that the model was trained on."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._tokens = dict(tokens)  # texts of bos_token and eos_token
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["namespace"] = _SafeNamespace
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ModelError(f"The model's chat template is broken: {error.message} (line {error.lineno}).") from error
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.transformer import WeightSource
 from ..errors import ModelError
 from ..models.config import ModelConfig
-from ..models.folder import LayerSubset, cut_config, write_folder
+from ..models.weights import LayerSubset, cut_config, write_folder
 from .batches import Batch
 from .features import TargetNet
 from .objectives import Student, diagonal, spread

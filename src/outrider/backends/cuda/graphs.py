@@ -23,9 +23,9 @@ from ...engine.sampling import adjusts
 from ...types import Output, Rows, Sequence
 from .. import WHOLE, Model, Part
 from .capture import Field, Form, filled, mark
-from .kernels import attention, choice, small
+from .kernels import attention, elementwise, sampling
 from .kernels.attention import Blocks
-from .kernels.choice import Laws
+from .kernels.sampling import Laws
 from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, Desk, seconds
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -83,14 +83,14 @@ class Pass:
 
     def _work(self) -> Output:
         d, desk, shape = self.form.device, self.graphs.desk, self.shape
-        known = small.begin(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [T]
+        known = elementwise.start_pass(d["tokens"], desk.unread, d["place"], d["slot"], desk.table)  # [T]
         blocks = Blocks(d["info"], d["tail"], desk.table, desk.scratch(self.graphs.model))
         none = d["slots"]
         rows = Rows(known, d["positions"], d["slots"], none, none, desk.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
         self.reply.device["tokens"].copy_(known)
         if shape.part.head:
-            choices, highest, _ = choice.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
+            choices, highest, _ = sampling.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
             self.reply.device["choices"].copy_(choices)
             self.reply.device["highest"].copy_(highest)
             if shape.wanted <= MOST_AHEAD:

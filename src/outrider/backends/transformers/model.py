@@ -1,14 +1,12 @@
 """Any transformers model, causal or encoder-decoder, behind the `Model` protocol: slower than the built-in decoder.
 
 Promise: the same exactness. transformers' kernels are not row-invariant: a row's bits change with the number of rows in
-its pass, with its index among them and with the length of the keys. So none of these ever changes. Positions are
-divided into blocks, and a row is always computed at the same index of a pass over its whole block, after the same
-context; rows that do not exist yet are filler tokens, which no earlier row attends to. The blocks' bounds depend on the
-prompt's length alone: PROMPT positions each within the prompt, then a few. Plain decoding, verification, prefill and
-recomputation run the same passes with other fillers, so a row's logits are the same bits in all of them. Mixtures of
-experts run in the one form in which rows do not share their products. What a model supports is probed when it is
-loaded: without a usable cache, passes read the whole text; where rows depend on later ones, a block is one token, and
-drafts save nothing.
+its pass, with its index among them and with the length of the keys. So none of these ever changes: positions are
+divided into blocks, whose bounds depend on the prompt's length alone, and a row is always computed at the same index of
+a pass over its whole block, after the same context. Rows that do not exist yet are filler tokens, which no earlier row
+attends to. So plain decoding, verification, prefill and recomputation compute the same bits. What a model supports is
+probed when it is loaded: without a usable cache, passes read the whole text; where rows depend on later ones, a block
+is one token, and drafts save nothing.
 
 It knows the rows of a pass and their sequences; it does not know what is drafted or why.
 """
@@ -20,7 +18,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +119,7 @@ class DraftState(NamedTuple):
     state: Any
 
 
-Found = tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]  # logits by row; hidden states by tap and row
+RowOutputs = tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]  # logits by row; hidden states by tap and row
 
 
 class HFModel:
@@ -130,10 +128,13 @@ class HFModel:
     open = False  # drafters that run single layers of a target cannot use it
     exact = True  # by the form of its passes
     device = torch.device("cpu")  # of rows, planes and logits
+    plane_shape = PlaneShape(1, 1, 1, torch.int32)  # token ids, by which K/V states are found
 
     def __init__(self, module: Any, config: ModelConfig, reason: str, starts: tuple[int, ...] = ()) -> None:
         self.module, self.config, self.starts = module.eval(), config, starts
-        self.place, self.dtype = torch.device(module.device), module.dtype
+        self.place = torch.device(module.device)
+        self.dtype: torch.dtype = module.dtype
+        self.compute = self.dtype
         self.two_sided = bool(module.config.is_encoder_decoder)
         self.max_source = _max_source(module.config)
         self.banned = _banned_tokens(module, config.vocab_size)
@@ -150,19 +151,9 @@ class HFModel:
         self.said = f"{reason} {self._description()}"
 
     @property
-    def plane_shape(self) -> PlaneShape:
-        """A plane holds token ids: the K/V caches are found by their tokens, and slots only say which those are."""
-        return PlaneShape(1, 1, 1, torch.int32)
-
-    @property
     def embedding(self) -> Tensor:
         table: Tensor = self.module.get_input_embeddings().weight.detach()  # [V, H]
         return table.to(self.device)
-
-    @property
-    def compute(self) -> torch.dtype:
-        dtype: torch.dtype = self.dtype
-        return dtype
 
     def as_drafter(self) -> HFModel:
         """The same weights for drafting only: passes of any shape."""
@@ -211,7 +202,9 @@ class HFModel:
             return Output(torch.zeros(0, self.config.vocab_size), states)
         return Output(torch.stack([logits[i] for i in packed.want]), states)
 
-    def _blocks(self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], found: Found) -> None:
+    def _blocks(
+        self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], outputs: RowOutputs
+    ) -> None:
         """Whole blocks, each within its own bounds: the passes whose bits are the promise."""
         source, tokens = tuple(chain.seq.source), chain.tokens
         first = min((position for position, _ in wanted), default=len(tokens))
@@ -223,7 +216,7 @@ class HFModel:
             whole = stop <= len(tokens)
             if not whole and not here:
                 return
-            state = self._block(tokens, start, stop, source, state, here, found)
+            state = self._block(tokens, start, stop, source, state, here, outputs)
             if whole and state is not None and stop == grid(start):
                 self.prefixes.put(source, tokens[:stop], state, self._capacity, grid)
             start = stop
@@ -235,25 +228,27 @@ class HFModel:
 
     def _block(
         self, tokens: list[int], start: int, stop: int, source: Source, state: Any, here: list[tuple[int, int]],
-        found: Found,
+        outputs: RowOutputs,
     ) -> Any:  # fmt: skip
         """Run one block and return the state after it. Beyond the end of the text, tokens are filler."""
         block = tokens[start:stop] + [0] * max(stop - len(tokens), 0)
         if not self.cached:
-            self._pass(tokens[:start] + block, source, None, frozenset(), [(start + i, row) for i, row in here], found)
+            self._pass(
+                tokens[:start] + block, source, None, frozenset(), [(start + i, row) for i, row in here], outputs
+            )
             return None
         after = empty(self.two_sided) if state is None else copied(state)
-        self._pass(block, source, after, frozenset(), here, found)
+        self._pass(block, source, after, frozenset(), here, outputs)
         if state is None and self.two_sided and start == 0:  # cross-attention's K/V are computed once per source
             self.prefixes.put(source, [], truncated(after, 0), self._capacity, int)
         return after
 
-    def _draft(self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], found: Found) -> None:
+    def _draft(self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], outputs: RowOutputs) -> None:
         """Only new tokens, in one pass. A draft that skips layers starts from the whole model's states."""
         source, tokens, key = tuple(chain.seq.source), chain.tokens, (chain.seq.id, skipped)
         first = min((position for position, _ in wanted), default=len(tokens))
         if not self.cached:
-            self._pass(tokens, source, None, skipped, wanted, found)
+            self._pass(tokens, source, None, skipped, wanted, outputs)
             return
         draft, start, state = self._drafts.pop(key, None), 0, None
         if draft is not None and draft.source == source and (chain.drafted or not skipped):
@@ -265,21 +260,19 @@ class HFModel:
         while start < len(tokens):
             stop = min(start + _DRAFT_ROWS, len(tokens))
             here = [(position - start, row) for position, row in wanted if start <= position < stop]
-            self._pass(tokens[start:stop], source, state, skipped, here, found)
+            self._pass(tokens[start:stop], source, state, skipped, here, outputs)
             start = stop
         self._drafts[key] = DraftState(source, tokens, state)
-        while len(self._drafts) > 1 and (len(self._drafts) > _MAX_DRAFTS or self._drafted() > self._capacity):
-            self._drafts.popitem(last=False)
-
-    def _drafted(self) -> int:
-        return sum(len(draft.tokens) for draft in self._drafts.values())
+        tokens_held = sum(len(each.tokens) for each in self._drafts.values())
+        while len(self._drafts) > 1 and (len(self._drafts) > _MAX_DRAFTS or tokens_held > self._capacity):
+            tokens_held -= len(self._drafts.popitem(last=False)[1].tokens)
 
     def _pass(
         self, tokens: list[int], source: Source, state: Any, skipped: frozenset[int], here: Iterable[tuple[int, int]],
-        found: Found,
+        outputs: RowOutputs,
     ) -> None:  # fmt: skip
-        """One pass of the module. Logits and hidden states of `here` (index in the pass, row) go to `found`."""
-        logits, hidden = found
+        """One pass of the module. Logits and hidden states of `here` (index in the pass, row) go to `outputs`."""
+        logits, hidden = outputs
         new_logits, new_hidden = self._call(tokens, source, state, skipped, tuple(hidden))
         for i, row in here:
             logits[row] = new_logits[i]
@@ -415,19 +408,15 @@ def find_layers(module: Any, count: int) -> nn.ModuleList | None:
 def _tapped(layers: nn.ModuleList | None, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
     """Collects the outputs of these layers in the pass that runs meanwhile: layer -> [T, H]."""
     hidden: dict[int, Tensor] = {}
-    hooks = []
-    for tap in taps:
-        assert layers is not None
+    with ExitStack() as stack:
+        for tap in taps:
+            assert layers is not None
 
-        def store(layer: Any, inputs: Any, output: Any, tap: int = tap) -> None:
-            hidden[tap] = (output[0] if isinstance(output, tuple) else output)[0].float()
+            def store(layer: Any, inputs: Any, output: Any, tap: int = tap) -> None:
+                hidden[tap] = (output[0] if isinstance(output, tuple) else output)[0].float()
 
-        hooks.append(layers[tap].register_forward_hook(store))
-    try:
+            stack.callback(layers[tap].register_forward_hook(store).remove)
         yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _SkippedLayer(nn.Module):
@@ -455,18 +444,12 @@ def _skipping(layers: nn.ModuleList | None, skipped: frozenset[int]) -> Iterator
         yield
         return
     last: dict[str, Any] = {}
-    originals = {i: layers[i] for i in skipped}
-    hooks = [
-        layer.register_forward_hook(lambda layer, inputs, output: last.update(output=output))
-        for i, layer in enumerate(layers)
-        if i not in skipped
-    ]
-    try:
-        for i, layer in originals.items():
-            layers[i] = _SkippedLayer(layer, last)
+    with ExitStack() as stack:
+        for i, layer in enumerate(list(layers)):
+            if i in skipped:
+                stack.callback(layers.__setitem__, i, layer)
+                layers[i] = _SkippedLayer(layer, last)
+            else:
+                hook = layer.register_forward_hook(lambda layer, inputs, output: last.update(output=output))
+                stack.callback(hook.remove)
         yield
-    finally:
-        for i, layer in originals.items():
-            layers[i] = layer
-        for hook in hooks:
-            hook.remove()
