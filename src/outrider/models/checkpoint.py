@@ -114,9 +114,6 @@ def _checked(name: str, path: Path, config: ModelConfig, weights: Weights, token
     return Checkpoint(name, path, replace(config, eos_ids=ends, bos_id=bos), weights, tokenizer)
 
 
-# ------------------------------------------------------------ a module in memory
-
-
 def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Checkpoint, str]:
     """A loaded transformers module as a checkpoint, and a sentence on how its weights are used.
 

@@ -127,9 +127,6 @@ def scaled_context(context: int, scaling: RopeScaling | None) -> int:
     return max(context, int(scaling.original_context * scaling.factor))
 
 
-# ------------------------------------------------------------ the configuration
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The sizes and variants of a decoder."""

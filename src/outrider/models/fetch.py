@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from filelock import FileLock
 from rich.console import Console
@@ -74,11 +74,9 @@ def default_model(package: Package = SMOLLM2) -> Path:
 
 def _is_complete(path: Path, package: Package) -> bool:
     """Whether length and first bytes are right; the hash was checked before the file got its name."""
-    try:
-        with path.open("rb") as file:
-            return path.stat().st_size == package.bytes and file.read(4) == b"GGUF"
-    except OSError:
-        return False
+    with suppress(OSError), path.open("rb") as file:
+        return path.stat().st_size == package.bytes and file.read(4) == b"GGUF"
+    return False
 
 
 @contextmanager
@@ -94,10 +92,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _fetch(package: Package, path: Path) -> None:
     _remove_stale(path.parent)
-    with (
-        tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as name,
-        _progress_bar(package.wheel_bytes) as progress,
-    ):
+    folder = tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent)
+    with folder as name, _progress_bar(package.wheel_bytes) as progress:
         work = Path(name)
         _download(package, work, progress)
         _unpack(package, work, work / "part")
@@ -232,8 +228,10 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 # ------------------------------------------------------------ the hub
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
-_IGNORED = ["*/*", "consolidated*", "adapter*"]
+_FILES: dict[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"],
+    "ignore_patterns": ["*/*", "consolidated*", "adapter*"],
+}
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 
 
@@ -247,9 +245,7 @@ def hub_model(name: str) -> Path:
         ) from error
     repo, _, revision = name.partition("@")
     try:
-        return Path(
-            hub.snapshot_download(repo, revision=revision or None, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
-        )
+        return Path(hub.snapshot_download(repo, revision=revision or None, **_FILES))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's errors
         raise ModelError(_hub_message(name, error)) from error
 

@@ -92,9 +92,6 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-# ------------------------------------------------------------ tokenizers
-
-
 def adapt_tokenizer(tokenizer: Any) -> Any:
     """A transformers tokenizer with the interface of `Tokenizer`; one of ours is returned unchanged."""
     if isinstance(tokenizer, Tokenizer | SlowTokenizer):

@@ -2,8 +2,7 @@
 
 Promise: every length is checked against the file before it is used, so a truncated or damaged file gives a ModelError,
 never garbage; every type that the `gguf` package can dequantise is read; the tokenizer gives the ids that the model was
-trained with, and a pre-tokenizer that is not known is refused. It knows llama.cpp's conventions (names, order of rows
-within a head); it runs nothing.
+trained with, and an unknown pre-tokenizer is refused. It knows llama.cpp's conventions (names, order of rows).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from . import config as configs
 from .config import ModelConfig, RopeScaling, integer, token_ids
 from .weights import Weights
 
-_INTEGERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 10: "<u8", 11: "<i8"}
-_SCALARS = _INTEGERS | {6: "<f4", 7: "?", 12: "<f8"}  # GGUF's type number -> numpy's name
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}  # GGUF's number -> numpy's name
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
 _MAX_ARRAY = 1 << 22  # no vocabulary is longer: a damaged count must not exhaust the memory
@@ -71,11 +70,9 @@ class _Cursor:
             return [self.string() for _ in range(count)]
         if kind not in _SCALARS:
             raise _Damaged(f"its header has a value of unknown type {kind}")
-        if count == 0:
-            return []
         dtype = np.dtype(_SCALARS[kind])
-        values: list[Any] = np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).tolist()
-        return values
+        start = self.take(count * dtype.itemsize)
+        return list(np.frombuffer(self.data[start : self.offset], dtype).tolist())
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,13 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = _map(path)
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ModelError(f"{path} is not a GGUF file, or it is incomplete; download it again.")
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
         try:
             self._parse()
         except (_Damaged, UnicodeDecodeError, TypeError, ValueError, OverflowError) as error:
@@ -102,9 +105,8 @@ class GGUF:
     def _parse(self) -> None:
         cursor = _Cursor(self._data)
         cursor.take(4)
-        version = cursor.number("I")
-        if version not in (2, 3):
-            raise _Damaged(f"its format version reads {version}, where 2 and 3 are known")
+        if (version := cursor.number("I")) not in (2, 3):
+            raise _Damaged(f"its format version is {version}; 2 and 3 are supported")
         tensors, pairs = cursor.number("Q"), cursor.number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
@@ -137,16 +139,6 @@ class GGUF:
         if name not in self.tensors:
             raise ModelError(f"{self.path} has no tensor '{name}'; it is not a language model that Outrider runs.")
         return self.tensors[name]
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is not a GGUF file, or it is incomplete; download it again.")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _entry(cursor: _Cursor) -> tuple[str, _Entry]:

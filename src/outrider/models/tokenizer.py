@@ -60,10 +60,8 @@ class Tokenizer:
         add_bos = settings.get("add_bos_token")
         if not isinstance(add_bos, bool):  # as the post-processor does
             add_bos = ids["bos"] is not None and core.encode("", add_special_tokens=True).ids[:1] == [ids["bos"]]
-        file = folder / "chat_template.jinja"
-        template = (
-            file.read_text(encoding="utf-8") if file.is_file() else default_template(settings.get("chat_template"))
-        )
+        file, template = folder / "chat_template.jinja", default_template(settings.get("chat_template"))
+        template = file.read_text(encoding="utf-8") if file.is_file() else template
         return Tokenizer(core, ids["bos"], ids["eos"], add_bos=add_bos, chat_template=template)
 
     @staticmethod
@@ -212,9 +210,6 @@ def _bytes_of(piece: str, style: str) -> bytes:
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # SentencePiece's byte fallback
         return bytes.fromhex(piece[3:5])
     return piece.replace("▁", " ").encode()
-
-
-# ------------------------------------------------------------ Hugging Face folders
 
 
 def _read_core(folder: Path) -> Core:

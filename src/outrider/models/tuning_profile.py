@@ -35,10 +35,8 @@ def read_profile(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a profile: it is not JSON ({error}).") from error
     if not isinstance(profile, dict) or "outrider_profile" not in profile:
         raise ConfigError(f"{path} is not a profile: `outrider tune --out FILE` writes one.")
-    if profile["outrider_profile"] != VERSION:
-        raise ConfigError(
-            f"{path} has version {profile['outrider_profile']} of profiles; this Outrider reads {VERSION}."
-        )
+    if (version := profile["outrider_profile"]) != VERSION:
+        raise ConfigError(f"{path} has version {version} of profiles; this Outrider reads {VERSION}.")
     for name, kinds in _KINDS.items():
         if name in profile and (not isinstance(profile[name], kinds) or isinstance(profile[name], bool)):
             raise ConfigError(f"The profile {path} has {name} = {profile[name]!r}, which cannot be right; tune again.")

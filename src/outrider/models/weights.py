@@ -9,7 +9,6 @@ function. It knows names, shapes and files; it does not know what a layer comput
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -36,17 +35,12 @@ class Source(Protocol):
     def has(self, name: str) -> bool: ...
 
 
-class Weights(ABC):
+class Weights(Source, Protocol):
     """A lazy mapping from names such as `layers.3.mlp.gate_proj.weight` to tensors."""
 
-    @abstractmethod
     def names(self) -> frozenset[str]: ...
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
     def has(self, name: str) -> bool:
         return name in self.names()
@@ -165,9 +159,6 @@ def _indexed(index: Path) -> list[Path]:
         if Path(name).name != name:  # no path out of the folder
             raise ModelError(f"{index} names '{name}', which is not a file of its own folder; download it again.")
     return [index.parent / name for name in names]
-
-
-# ------------------------------------------------------------ a part of a model
 
 
 def cut_config(config: ModelConfig, chosen: list[int]) -> ModelConfig:

@@ -99,9 +99,6 @@ def _setting(module: Any, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-# ------------------------------------------------------------ the model
-
-
 class Chain(NamedTuple):
     """One chain of tokens from the start of a sequence, and the rows of the pass that lie on it."""
 
@@ -119,6 +116,7 @@ class DraftState(NamedTuple):
     state: Any
 
 
+RowIndices = list[tuple[int, int]]  # (position in the chain or index in the pass, row)
 RowOutputs = tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]  # logits by row; hidden states by tap and row
 
 
@@ -136,7 +134,8 @@ class HFModel:
         self.dtype: torch.dtype = module.dtype
         self.compute = self.dtype
         self.two_sided = bool(module.config.is_encoder_decoder)
-        self.max_source = _max_source(module.config)
+        relative = hasattr(module.config, "relative_attention_num_buckets")  # positions: the encoder has no limit
+        self.max_source: int | None = None if relative else getattr(module.config, "max_position_embeddings", None)
         self.banned = _banned_tokens(module, config.vocab_size)
         self.layers = find_layers(module, config.layers)
         self._capacity = 0  # tokens that caches may hold: as many as there are slots
@@ -202,9 +201,7 @@ class HFModel:
             return Output(torch.zeros(0, self.config.vocab_size), states)
         return Output(torch.stack([logits[i] for i in packed.want]), states)
 
-    def _blocks(
-        self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], outputs: RowOutputs
-    ) -> None:
+    def _blocks(self, chain: Chain, wanted: RowIndices, skipped: frozenset[int], outputs: RowOutputs) -> None:
         """Whole blocks, each within its own bounds: the passes whose bits are the promise."""
         source, tokens = tuple(chain.seq.source), chain.tokens
         first = min((position for position, _ in wanted), default=len(tokens))
@@ -213,12 +210,19 @@ class HFModel:
         while start < len(tokens):
             stop = min(grid(start), self.config.context_length)
             here = [(position - start, row) for position, row in wanted if start <= position < stop]
-            whole = stop <= len(tokens)
-            if not whole and not here:
+            if stop > len(tokens) and not here:
                 return
-            state = self._block(tokens, start, stop, source, state, here, outputs)
-            if whole and state is not None and stop == grid(start):
-                self.prefixes.put(source, tokens[:stop], state, self._capacity, grid)
+            block = tokens[start:stop] + [0] * (stop - len(tokens))  # beyond the end of the text, filler
+            if self.cached:
+                before, state = state, empty(self.two_sided) if state is None else copied(state)
+                self._pass(block, source, state, frozenset(), here, outputs)
+                if before is None and self.two_sided:  # cross-attention's K/V are computed once per source
+                    self.prefixes.put(source, [], truncated(state, 0), self._capacity, int)
+                if stop <= len(tokens) and stop == grid(start):
+                    self.prefixes.put(source, tokens[:stop], state, self._capacity, grid)
+            else:
+                here = [(start + i, row) for i, row in here]
+                self._pass(tokens[:start] + block, source, None, frozenset(), here, outputs)
             start = stop
 
     def _grid(self, seq: Sequence) -> Grid:
@@ -226,24 +230,7 @@ class HFModel:
         prompt = seq.prompt_len // PROMPT * PROMPT if self.cached else 0
         return lambda start: start + (PROMPT if start < prompt else self.block)
 
-    def _block(
-        self, tokens: list[int], start: int, stop: int, source: Source, state: Any, here: list[tuple[int, int]],
-        outputs: RowOutputs,
-    ) -> Any:  # fmt: skip
-        """Run one block and return the state after it. Beyond the end of the text, tokens are filler."""
-        block = tokens[start:stop] + [0] * max(stop - len(tokens), 0)
-        if not self.cached:
-            self._pass(
-                tokens[:start] + block, source, None, frozenset(), [(start + i, row) for i, row in here], outputs
-            )
-            return None
-        after = empty(self.two_sided) if state is None else copied(state)
-        self._pass(block, source, after, frozenset(), here, outputs)
-        if state is None and self.two_sided and start == 0:  # cross-attention's K/V are computed once per source
-            self.prefixes.put(source, [], truncated(after, 0), self._capacity, int)
-        return after
-
-    def _draft(self, chain: Chain, wanted: list[tuple[int, int]], skipped: frozenset[int], outputs: RowOutputs) -> None:
+    def _draft(self, chain: Chain, wanted: RowIndices, skipped: frozenset[int], outputs: RowOutputs) -> None:
         """Only new tokens, in one pass. A draft that skips layers starts from the whole model's states."""
         source, tokens, key = tuple(chain.seq.source), chain.tokens, (chain.seq.id, skipped)
         first = min((position for position, _ in wanted), default=len(tokens))
@@ -268,7 +255,7 @@ class HFModel:
             tokens_held -= len(self._drafts.popitem(last=False)[1].tokens)
 
     def _pass(
-        self, tokens: list[int], source: Source, state: Any, skipped: frozenset[int], here: Iterable[tuple[int, int]],
+        self, tokens: list[int], source: Source, state: Any, skipped: frozenset[int], here: RowIndices,
         outputs: RowOutputs,
     ) -> None:  # fmt: skip
         """One pass of the module. Logits and hidden states of `here` (index in the pass, row) go to `outputs`."""
@@ -307,8 +294,6 @@ class HFModel:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(source)
         return self._encoded[source]
-
-    # ------------------------------------------------------------ probing
 
     def _separate_experts(self) -> None:
         """Choose the form of experts that runs each row on its own; others sort rows by expert, so shapes vary."""
@@ -376,12 +361,6 @@ def _chains(packed: Packing, ids: Tensor) -> Iterable[Chain]:
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _max_source(config: Any) -> int | None:
-    """The most tokens that the encoder reads; None where positions are relative."""
-    relative = hasattr(config, "relative_attention_num_buckets")
-    return None if relative else getattr(config, "max_position_embeddings", None)
 
 
 def _banned_tokens(module: Any, vocabulary: int) -> list[int]:

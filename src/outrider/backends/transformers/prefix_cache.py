@@ -2,8 +2,7 @@
 
 A state is transformers' own cache object. Its updates make new tensors and leave the old ones unchanged, so a copy is a
 few references. `PrefixCache` is a trie of blocks of tokens: the same source and the same tokens in the same blocks give
-the same state, whichever request, engine or drafter made it. It knows nothing of models; losing a state costs only
-time.
+the same state, whichever request or drafter made it. It knows nothing of models; losing a state costs only time.
 """
 
 from __future__ import annotations
@@ -101,9 +100,9 @@ class PrefixCache:
         self._used[node] = source
         self._used.move_to_end(node)
         while len(self._used) > 2 and (self.tokens > most or len(self._used) > _MAX_STATES):
-            self._drop()
+            self._drop_oldest()
 
-    def _drop(self) -> None:
+    def _drop_oldest(self) -> None:
         node, source = self._used.popitem(last=False)
         node.state = None
         while node.parent is not None and node.state is None and not node.children:

@@ -3,7 +3,6 @@
 Promise: the library that `load` returns has passed a self-check in a child process (an unsupported instruction kills
 the child, not the caller), and is the very file that passed. If anything goes wrong, the caller gets a reason instead
 of a library, never an exception. Several processes may build at once; an interrupted build leaves nothing trusted.
-
 It knows compilers, files and ctypes; it does not know tensors. The child runs this file as a script, so its head
 imports only the standard library.
 """
@@ -129,16 +128,12 @@ def _openmp_runtimes() -> set[str]:
     return {path for path in mapped if re.search(r"/lib[gi]?omp[^/]*$", path)}
 
 
-# ------------------------------------------------------------ building
-
-
 def _compiler() -> list[str]:
     """The command of the user's compiler."""
     if command := os.environ.get("CC"):
         return shlex.split(command)
-    for name in ("cc", "gcc", "clang"):
-        if path := shutil.which(name):
-            return [path]
+    if path := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
+        return [path]
     raise _Unusable("no C compiler (set CC, or install gcc or clang)")
 
 

@@ -4,10 +4,8 @@ Promise: a row's result depends on its own query and its own keys in their order
 rows that share its block nor on how many programs share the work. Keys are taken in spans that begin at multiples of
 SPAN positions; each span is one sum, and spans are merged from the first to the last. A span in which a row sees no key
 changes none of its bits. A drafted node's ancestors count as the positions they would have, so chains, trees and plain
-decoding add the same numbers in the same order.
-
-Rows come in blocks of one sequence (`Blocks`): key p of a block is slot table[line, p], or tail[p - base] from `base`
-on. Query heads that share a key head are processed together. Padding may hold anything, NaN included.
+decoding add the same numbers in the same order. Query heads that share a key head are processed together. Padding may
+hold anything, NaN included.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ SCRATCH_ROWS = 256  # passes with more rows than this keep every sum in register
 class Blocks:
     """Which rows are computed together: consecutive rows, each of which sees one key more than the one before it.
 
-    A block's numbers are adjacent in memory, so that one access loads them all. Blocks of no rows are padding.
+    Key p of a block is slot table[line, p], or tail[p - base] from `base` on. Blocks of no rows are padding.
     """
 
     info: Tensor  # [N, 8] int32: first row, rows, line in the table, base, keys of the first row; the rest is unused

@@ -54,12 +54,10 @@ def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: 
 
 def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Parts, bias and constants of a kernel over x [T, H]; x stands in for what the kernel is compiled not to read."""
-    wide = triton.next_power_of_2(x.shape[1])
-    if delta is None:
-        return x, x, {"PARTS": 0, "BIASED": False, "WIDE": wide}
-    biased = delta.bias is not None
-    constants = {"PARTS": delta.parts.shape[0], "BIASED": biased, "WIDE": wide}
-    return delta.parts, delta.bias if delta.bias is not None else x, constants
+    parts, bias = (None, None) if delta is None else (delta.parts, delta.bias)
+    constants = {"PARTS": 0 if parts is None else parts.shape[0], "BIASED": bias is not None}
+    constants["WIDE"] = triton.next_power_of_2(x.shape[1])
+    return x if parts is None else parts, x if bias is None else bias, constants
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -4,7 +4,6 @@ Promise: a row's result is the same bits in a pass of one row and in a pass of h
 the inputs in a fixed order: tensor cores take the inputs sixteen at a time, front to back, and where a sum is split
 between programs, the split depends on the weight's shape alone. The parts stay unsummed (`Parts`): the kernel that
 reads them adds them up in order, which costs nothing there and saves a launch.
-
 cuBLAS changes its kernel, and with it the order of a sum, with the number of rows (at 16 or 64 of them on an H200).
 The weight is the left factor, so that one to sixteen rows are one narrow tile and the weight is read once.
 It knows weights and rows; it does not know layers.

@@ -66,9 +66,6 @@ def choose(logits: Tensor, laws: Laws, filtered: bool, block: int = BLOCK) -> tu
     return choices, highest, confidence
 
 
-# ------------------------------------------------------------ top-k, top-p and min-p
-
-
 def floors(logits: Tensor, laws: Laws) -> tuple[Tensor, Tensor]:
     """The bounds of each row's candidates: floor [R] float64, tie [R] int64. logits [R, V].
 
