@@ -83,7 +83,7 @@ def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tupl
 
 def theirs(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
     """The model's own generate."""
-    module, encode = llm.target.module, llm.tokenizer.theirs
+    module, encode = llm.target.module, llm.tokenizer.hf
     module.generation_config.max_length = None  # max_new_tokens says it
     ids = encode(text, return_tensors="pt")
     begin = time.process_time()

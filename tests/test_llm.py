@@ -15,7 +15,7 @@ from outrider.backends.toy import toy
 from outrider.drafters import DraftRequest
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
-from outrider.models.detokenizer import Reader
+from outrider.models.detokenizer import Detokenizer
 from outrider.types import Sequence
 
 from support import tiny
@@ -191,7 +191,7 @@ def test_text_that_only_may_begin_a_stop_string_comes_out_later(llm: LLM) -> Non
         params = SamplingParams(temperature=0.8, seed=7, max_tokens=32, stop=never)
         assert llm.generate(PROMPTS[0], params)[0].text == text
         assert "".join(p.text for p in llm.stream(PROMPTS[0], params)) == text
-    held = Reader(llm.tokenizer.stream(), SamplingParams(stop=(text + "!",)), frozenset())
+    held = Detokenizer(llm.tokenizer.stream(), SamplingParams(stop=(text + "!",)), frozenset())
     for token in ids:
         assert not held(token)
     assert "".join(held.texts) == ""
@@ -331,13 +331,13 @@ def test_pieces_name_what_was_drafted_in_vain(llm: LLM) -> None:
 def test_half_characters_are_never_shown(llm: LLM) -> None:
     core = llm.tokenizer
     ids = core.encode("naïve €5 😀!")
-    reader = Reader(core.stream(continuing=True), SamplingParams(stop="zzz"), frozenset())
+    reader = Detokenizer(core.stream(continuing=True), SamplingParams(stop="zzz"), frozenset())
     for token in ids:
         reader(token)
         assert "\ufffd" not in "".join(reader.texts)
     reader.finish()
     assert "".join(reader.texts) == "naïve €5 😀!"
-    cut = Reader(core.stream(continuing=True), SamplingParams(), frozenset())
+    cut = Detokenizer(core.stream(continuing=True), SamplingParams(), frozenset())
     for token in core.encode("😀")[:-1]:
         cut(token)
     cut.finish()
@@ -363,9 +363,9 @@ def test_text_is_decoded_when_somebody_asks_unless_it_may_end_the_text(llm: LLM,
     ids, end = llm.tokenizer.encode(text), 1
     ids = [*ids[:3], end, *ids[3:]]
 
-    def reader(**params: object) -> tuple[Reader, Counting]:
+    def reader(**params: object) -> tuple[Detokenizer, Counting]:
         decoder = Counting(llm.tokenizer.stream(continuing=True))
-        return Reader(decoder, SamplingParams(**params), frozenset({end})), decoder
+        return Detokenizer(decoder, SamplingParams(**params), frozenset({end})), decoder
 
     lazy, asked = reader()
     eager, watched = reader()
@@ -386,11 +386,11 @@ def test_text_is_decoded_when_somebody_asks_unless_it_may_end_the_text(llm: LLM,
 
 def test_a_lazy_reader_may_be_asked_at_any_time(llm: LLM) -> None:
     ids = llm.tokenizer.encode("naïve one two €5 😀 three")
-    whole = Reader(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
+    whole = Detokenizer(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
     for token in ids:
         whole(token)
     for stride in (1, 2, 3, 5):
-        reader = Reader(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
+        reader = Detokenizer(llm.tokenizer.stream(continuing=True), SamplingParams(), frozenset())
         for i, token in enumerate(ids):
             reader(token)
             if i % stride == 0:

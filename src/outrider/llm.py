@@ -36,7 +36,7 @@ from .engine.scheduler import Scheduler
 from .engine.step import Engine
 from .engine.trace import Recorder
 from .errors import ConfigError
-from .models.detokenizer import Piece, Reader
+from .models.detokenizer import Detokenizer, Piece
 from .models.tuning_profile import load_profile
 from .types import ACCEPTED, Listener, SamplingParams, Sequence, Stats, Step, TokenLogprob
 
@@ -309,7 +309,7 @@ class LLM(Listener):
         for seq in seqs:
             seq.speculate, seq.source = speculate, source
             # Raw text is continued in mid-sentence: a first space belongs to it. A text with a source begins anew.
-            seq.watch = Reader(self.tokenizer.stream(continuing=raw and not source), fits, seq.ends)
+            seq.watch = Detokenizer(self.tokenizer.stream(continuing=raw and not source), fits, seq.ends)
         return seqs
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
@@ -375,8 +375,8 @@ class LLM(Listener):
                 self._rejected[turn.seq.id] = vain
 
 
-def _reader(seq: Sequence) -> Reader:
-    assert isinstance(seq.watch, Reader)
+def _reader(seq: Sequence) -> Detokenizer:
+    assert isinstance(seq.watch, Detokenizer)
     return seq.watch
 
 

@@ -1,6 +1,6 @@
-"""GPU kernels against float64, on random shapes, lengths and trees, with poisoned padding; and rows against themselves.
+"""GPU kernels against float64 on random shapes, lengths and trees with poisoned padding; and their row invariance.
 
-On a machine without a GPU the same kernels run in triton's interpreter, where triton is installed.
+Without a GPU the kernels run in triton's interpreter, if triton is installed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.backends.cuda.kernels import attention, products, small
+from outrider.backends.cuda.kernels import attention, elementwise, matmul
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
-from outrider.backends.cuda.kernels.products import Parts, Tiling
+from outrider.backends.cuda.kernels.matmul import Parts, Tiling
 
 from support.kernels import DEVICE, GPU, HALF
 
@@ -36,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize(("rows", "outs", "ins", "splits"), [(1, 64, 64, 1), (3, 100, 192, 3), (19, 70, 136, 2)])
 def test_a_product_is_the_exact_one_rounded(rows: int, outs: int, ins: int, splits: int, dtype: torch.dtype) -> None:
     x, w, bias = normal(rows, ins, dtype=dtype), normal(outs, ins, dtype=dtype), normal(outs, dtype=dtype)
-    ours = Parts(products.product(x, w, Tiling(64, splits)), bias).total()
+    ours = Parts(matmul.product(x, w, Tiling(64, splits)), bias).total()
     assert error(ours, x.double().cpu() @ w.double().cpu().T + bias.double().cpu()) < 1e-5
 
 
@@ -45,21 +45,21 @@ def test_a_gated_product(dtype: torch.dtype) -> None:
     x, w = normal(5, 128, dtype=dtype), normal(2 * 70, 128, dtype=dtype) / 11
     both = x.double().cpu() @ w.double().cpu().T
     exact = torch.nn.functional.silu(both[:, :70]) * both[:, 70:]
-    assert error(products.gated_product(x, w, Tiling(64, 1)), exact) < CLOSE[dtype]
+    assert error(matmul.product(x, w, Tiling(64, 1), gated=True), exact) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_layer_finds_its_way_through_a_gate(biased: bool) -> None:
+def test_a_gated_layer_with_and_without_bias(biased: bool) -> None:
     up, bias, x = normal(2 * 70, 128, dtype=HALF) / 11, normal(2 * 70, dtype=HALF), normal(3, 128, dtype=HALF)
     both = x.double().cpu() @ up.double().cpu().T + (bias.double().cpu() if biased else 0)
     exact = torch.nn.functional.silu(both[:, :70]) * both[:, 70:]
-    assert error(products.Product(up, bias if biased else None).gated(x), exact) < CLOSE[HALF]
+    assert error(matmul.Product(up, bias if biased else None).gated(x), exact) < CLOSE[HALF]
 
 
 def test_weights_in_eight_bits() -> None:
     x, scale = normal(5, 128, dtype=HALF), torch.rand(70, device=DEVICE) + 0.5
     w = torch.randint(-127, 128, (70, 128), dtype=torch.int8, device=DEVICE)
-    ours = products.product(x, w, Tiling(64, 2), scale).sum(0)
+    ours = matmul.product(x, w, Tiling(64, 2), scale).sum(0)
     exact = x.double().cpu() @ w.double().cpu().T * scale.double().cpu()
     assert error(ours, exact) < 1e-5
 
@@ -72,8 +72,8 @@ def test_a_row_of_a_product_is_the_same_alone_and_among_many(splits: int, gated:
 
     def run(rows: Tensor) -> Tensor:
         if gated:
-            return products.gated_product(rows, w, Tiling(64, 1))
-        return products.product(rows, w, Tiling(64, splits)).transpose(0, 1)
+            return matmul.product(rows, w, Tiling(64, 1), gated=True)
+        return matmul.product(rows, w, Tiling(64, splits)).transpose(0, 1)
 
     whole = run(x)
     for n in (1, 2, 7, 16, 17, 33, 64, 65, 129, *((200, 257, 512) if GPU else ())):
@@ -90,7 +90,7 @@ def test_add_norm(parts: int, dtype: torch.dtype) -> None:
     x, weight, bias = normal(4, 100), normal(100), normal(100, dtype=dtype)
     delta = Parts(normal(parts, 4, 100), bias) if parts else None
     exact = x.double().cpu() + (0 if delta is None else delta.parts.double().cpu().sum(0) + bias.double().cpu())
-    out = small.add_norm(x, delta, weight, 1e-5, dtype)
+    out = elementwise.add_norm(x, delta, weight, 1e-5, dtype)
     assert error(x, exact) < 1e-6
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight.double().cpu()
     assert error(out, normed) < CLOSE[dtype]
@@ -107,14 +107,15 @@ def test_rope_store(dim: int, turning: int, normed: bool) -> None:
     norms = (normal(dim), normal(dim), 1e-5) if normed else None
     slots = torch.tensor([3, 9, 1, 7, 0], device=DEVICE)
     planes = [torch.full((10, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(4)]
-    q = small.rope_store(Parts(parts, bias), angles.cos(), angles.sin(), *planes[:2], slots, heads, kv_heads, norms)
-    cpu = [t.double().cpu() for t in (parts.sum(0) + bias, angles.cos(), angles.sin(), *planes[2:])]
+    qkv, cos, sin = Parts(parts, bias), angles.cos(), angles.sin()
+    q = elementwise.rope_store(qkv, cos, sin, *planes[:2], slots, heads, kv_heads, norms)
+    cpu = [t.double().cpu() for t in (parts.sum(0) + bias, cos, sin, *planes[2:])]
     wide = None if norms is None else (norms[0].double().cpu(), norms[1].double().cpu(), 1e-5)
     exact = _rope_store_torch(*cpu, slots.cpu(), heads, kv_heads, wide)  # type: ignore[arg-type]
     assert error(q, exact) < 1e-5
     for ours, theirs in zip(planes[:2], cpu[3:], strict=True):
         assert error(ours[slots], theirs[slots.cpu()]) < 1e-5
-        assert bool(ours[[2, 4, 5, 6, 8]].isnan().all()), "a slot that nobody named was written"
+        assert bool(ours[[2, 4, 5, 6, 8]].isnan().all()), "another slot was written"
 
 
 # ------------------------------------------------------------ attention
@@ -129,7 +130,7 @@ class Scene:
         self.heads, self.kv_heads, self.dim, self.dtype = heads, kv_heads, dim, dtype
         lengths = [chance.choice([1, 5, 63, 128, 129, 200, 300]) for _ in range(3)]
         free = chance.sample(range(1500), 1500)
-        self.table = torch.full((4, 512), 1_000_000_000, dtype=torch.int32)  # whoever reads here is lost
+        self.table = torch.full((4, 512), 1_000_000_000, dtype=torch.int32)  # an invalid slot
         self.rows: list[tuple[int, int, list[int]]] = []  # line, keys from the table, slots of ancestors
         self.blocks: list[tuple[int, int, int, int, list[int]]] = []  # first, count, line, base, tail
         for line, n in enumerate(lengths):
@@ -170,7 +171,7 @@ class Scene:
         columns = ([*info, *[[0] * 8] * pad], [*tails, *[[0] * depth] * pad])
         scratch = Scratch(scratch_rows, self.heads, self.dim, 512, DEVICE)
         scratch.sums.fill_(float("nan"))
-        scratch.marks.fill_(float("nan"))
+        scratch.stats.fill_(float("nan"))
         return Blocks(
             *(torch.tensor(c, dtype=torch.int32, device=DEVICE) for c in columns), self.table.to(DEVICE), scratch
         )
@@ -178,7 +179,7 @@ class Scene:
     def run(self, blocks: Blocks, window: int) -> Tensor:
         planes = self.k.to(DEVICE), self.v.to(DEVICE)
         out = attention.attend(self.q.to(DEVICE), *planes, blocks, self.dim**-0.5, window)
-        assert not blocks.scratch.arrived.any()
+        assert not blocks.scratch.finished.any()
         return out
 
     def exact(self, window: int) -> Tensor:
@@ -210,7 +211,7 @@ def test_attention_is_the_exact_one_rounded(
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_row_of_attention_is_the_same_alone_and_among_many(trees: bool) -> None:
-    """Alone in its block, in a chain's block, merged by the last to arrive or in registers: the same bits."""
+    """Alone in its block, in a chain's block, merged by the last program or in registers: the same bits."""
     for seed in range(20 if GPU else 2):
         scene = Scene(seed, HALF, 9, 3, 64, trees)
         whole = scene.run(scene.device_blocks(), 0)

@@ -1,4 +1,4 @@
-"""Native kernels are built once, checked before use, and done without whenever anything is wrong."""
+"""Native kernels are built once, checked before use, and not used if anything is wrong."""
 
 from __future__ import annotations
 

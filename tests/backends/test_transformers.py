@@ -1,4 +1,4 @@
-"""Models that transformers runs: what is said does not depend on drafts, on K, on the batch or on who drafts."""
+"""Models that transformers runs: their text does not depend on drafts, drafter, K or batch."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ import pytest
 import torch
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
-from outrider.backends.transformers.load import Foreign, shape
-from outrider.backends.transformers.model import PROMPT, HFModel
-from outrider.backends.transformers.states import States
+from outrider.backends.transformers.model import PROMPT, HFModel, load_foreign
+from outrider.backends.transformers.prefix_cache import PrefixCache
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.control.aligned import Aligned
 from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
 from outrider.llm import build_engine
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.foreign import ForeignWeights, foreign_config
 from outrider.types import Draft, Sequence, Tree, Turn, chain
 
 from support import foreign
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9, 40 + i, 7, 8, 9, 10, 40 + i] for i in range(3)]
 EVERY = (*foreign.CAUSAL, *foreign.TWO_SIDED)
-QUICK = ("gpt2", "mixtral", "t5")  # in bfloat16 too; the others there wait for `make test-all`
+QUICK = ("gpt2", "mixtral", "t5")  # in bfloat16 too; the others in bfloat16 are in `make test-all`
 CASES = [(kind, torch.float32) for kind in EVERY] + [
     pytest.param(kind, torch.bfloat16, marks=() if kind in QUICK else pytest.mark.slow) for kind in EVERY
 ]
 
 
+def loaded(module: Any) -> HFModel:
+    return load_foreign(ForeignWeights(Path(), "", module), foreign_config(module.config), "auto", torch.device("cpu"))
+
+
 def hosted(kind: str, dtype: torch.dtype = torch.float32, blur: float = 0.0) -> HFModel:
-    module = foreign.module(kind, blur=blur, dtype=dtype)
-    return Foreign(Path(), "", module).load(shape(module.config), "auto", torch.device("cpu"))
+    return loaded(foreign.module(kind, blur=blur, dtype=dtype))
 
 
-def decode(model: HFModel, drafter: Any, temperature: float, k: int = 5, tokens: int = 16, **given: Any) -> Any:
-    """What all prompts get to hear, and the sequences."""
-    options = given.pop("options", {})
-    engine = build_engine(model, Config(drafter=drafter, k=k, options=options, **given))
+def decode(model: HFModel, drafter: Any, temperature: float, k: int = 5, tokens: int = 16, **settings: Any) -> Any:
+    """The generated tokens of all prompts, and their sequences."""
+    options = settings.pop("options", {})
+    engine = build_engine(model, Config(drafter=drafter, k=k, options=options, **settings))
     seqs = []
     for i, prompt in enumerate(PROMPTS):
-        begun = model.opening(prompt)
+        start = model.opening(prompt)
         params = SamplingParams(temperature=temperature, max_tokens=tokens)
-        seqs.append(Sequence(i, begun.tokens, params, 100 + i, frozenset({1}), source=begun.source))
+        seqs.append(Sequence(i, start.tokens, params, 100 + i, frozenset({1}), source=start.source))
         engine.add(seqs[-1])
     while engine.busy:
         step = engine.step()
@@ -56,7 +59,7 @@ def decode(model: HFModel, drafter: Any, temperature: float, k: int = 5, tokens:
 
 
 class Adversary(Drafter):
-    """Chains and trees of nonsense, and now and then the truth of another temperature."""
+    """Random chains and trees."""
 
     name = "adversary"
 
@@ -72,18 +75,18 @@ class Adversary(Drafter):
         room = self.dice.randint(0, room)
         if self.dice.random() < 0.5:
             return chain(self.dice.choices(range(300), k=room))
-        tokens = self.dice.choices([1, 7, 8, 9, seq.tokens[-1]], k=room)  # siblings may be twins
+        tokens = self.dice.choices([1, 7, 8, 9, seq.tokens[-1]], k=room)  # siblings may be equal
         return Tree(tokens, [self.dice.randint(-1, i - 1) for i in range(room)])
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_text_does_not_depend_on_drafts(kind: str, dtype: torch.dtype) -> None:
-    """Every drafter that runs anywhere, and one that drafts nonsense, at a temperature at which texts wander."""
+    """Every drafter that runs everywhere, and a random one, at a temperature at which texts vary."""
     model, small = hosted(kind, dtype), hosted(kind, dtype, blur=0.1).as_drafter()
-    heat = 4.0 if kind in foreign.TWO_SIDED else 0.9
+    temperature = 4.0 if kind in foreign.TWO_SIDED else 0.9
     tokens = 9 if kind == "mamba" else 16  # its reference kernels are slow
-    expected, _ = decode(model, "off", heat, 0, tokens)
-    assert len({token for said in expected for token in said}) > 20, "a text that repeats itself proves little"
+    expected, _ = decode(model, "off", temperature, 0, tokens)
+    assert len({token for text in expected for token in text}) > 20, "a text that repeats itself proves little"
     contenders: list[tuple[Any, dict[str, Any]]] = [
         (Adversary, {}),
         ("suffix", {"tree": True}),
@@ -91,8 +94,8 @@ def test_text_does_not_depend_on_drafts(kind: str, dtype: torch.dtype) -> None:
         ("layerskip", {"skip_layers": [1]}),
     ]
     for drafter, options in contenders:
-        said, seqs = decode(model, drafter, heat, 6, tokens, options=options)
-        assert said == expected, f"{drafter} changed the text of {kind} in {dtype}"
+        texts, seqs = decode(model, drafter, temperature, 6, tokens, options=options)
+        assert texts == expected, f"{drafter} changed the text of {kind} in {dtype}"
         if drafter == "model":
             assert sum(seq.stats.accepted for seq in seqs) > 3, "nothing was accepted: nothing was tested"
 
@@ -102,65 +105,65 @@ def test_greedy_text_is_that_of_every_k_batch_and_chunk(kind: str) -> None:
     model = hosted(kind)
     expected, _ = decode(model, "off", 0.0, 0, 24)
     small = {"draft_model": hosted(kind, blur=0.05).as_drafter()}
-    for given in ({"k": 1}, {"k": 13}, {"max_batch": 1}, {"max_rows": 5}, {"cache_tokens": 60, "max_length": 48}):
-        said, _ = decode(model, "model", 0.0, **{"k": 4, "tokens": 24, "options": small} | given)
-        assert said == expected, given
+    for settings in ({"k": 1}, {"k": 13}, {"max_batch": 1}, {"max_rows": 5}, {"cache_tokens": 60, "max_length": 48}):
+        texts, _ = decode(model, "model", 0.0, **{"k": 4, "tokens": 24, "options": small} | settings)
+        assert texts == expected, settings
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_what_is_said_is_what_transformers_says(kind: str) -> None:
-    """Greedy, in double precision, where nearness of two tokens is no excuse."""
+def test_text_is_that_of_transformers(kind: str) -> None:
+    """Greedy, in double precision, so that near ties cannot differ."""
     model = hosted(kind, torch.float64)
-    prompt, begun = PROMPTS[0], model.opening(PROMPTS[0])
-    seq = Sequence(1, begun.tokens, SamplingParams(max_tokens=20), source=begun.source, ends=frozenset({1}))
+    prompt, start = PROMPTS[0], model.opening(PROMPTS[0])
+    seq = Sequence(1, start.tokens, SamplingParams(max_tokens=20), source=start.source, ends=frozenset({1}))
     engine = build_engine(model, Config(drafter="ngram", k=3))
     engine.add(seq)
     while engine.busy:
         engine.step()
     settings = {"max_new_tokens": 20, "do_sample": False, "num_beams": 1}
-    theirs = model.module.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
-    assert seq.generated == theirs[0, len(begun.tokens) :].tolist()
+    reference = model.module.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+    assert seq.generated == reference[0, len(start.tokens) :].tolist()
 
 
-def test_what_each_model_can_be_trusted_with() -> None:
-    kept = {kind: hosted(kind).cached for kind in foreign.CAUSAL}
-    assert kept == dict.fromkeys(foreign.CAUSAL, True) | {"mamba": False}
+def test_probing_of_caches_and_blocks() -> None:
+    cached = {kind: hosted(kind).cached for kind in foreign.CAUSAL}
+    assert cached == dict.fromkeys(foreign.CAUSAL, True) | {"mamba": False}
     assert hosted("gpt2").block == 8
     banned = foreign.module("marian")
     banned.generation_config.bad_words_ids = [[2]]
-    model = Foreign(Path(), "", banned).load(shape(banned.config), "auto", torch.device("cpu"))
-    assert model.cached, "what is never said must not look like a broken cache"
+    model = loaded(banned)
+    assert model.cached, "banned tokens must not look like a broken cache"
     assert model._call([2, 5], (), None)[0][:, 2].max() == -torch.inf
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_layers_are_found_left_out_and_put_back(kind: str) -> None:
+def test_layers_are_found_skipped_and_restored(kind: str) -> None:
     model = hosted(kind)
     assert model.layers is not None
     assert len(model.layers) == model.config.layers
-    whole, less, again = (model._call([5, 6, 7], (9, 8), None, frozenset(absent))[0] for absent in ((), (1,), ()))
+    whole, less, again = (model._call([5, 6, 7], (9, 8), None, frozenset(skipped))[0] for skipped in ((), (1,), ()))
     assert (whole - less).abs().max() > 0.1
     assert torch.equal(whole, again)
 
 
-def test_a_model_whose_rows_see_the_future_gets_a_pass_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_rows_depend_on_later_rows_runs_one_token_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     module = foreign.module("gpt2")
-    honest = module.forward
+    causal = module.forward
 
-    def seeing(*given: Any, **named: Any) -> Any:
-        out = honest(*given, **named)
+    def acausal(*args: Any, **kwargs: Any) -> Any:
+        out = causal(*args, **kwargs)
         out.logits = out.logits + 1e-3 * out.logits.mean(dim=1, keepdim=True)
         return out
 
-    monkeypatch.setattr(module, "forward", seeing)
-    model = Foreign(Path(), "It.", module).load(shape(module.config), "auto", torch.device("cpu"))
+    monkeypatch.setattr(module, "forward", acausal)
+    model = loaded(module)
     assert model.block == 1
     assert "drafts save nothing" in model.description
     assert decode(model, "ngram", 0.0, 4, 16)[0] == decode(model, "off", 0.0, 0, 16)[0]
 
 
 def test_experts_share_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default form sorts rows by expert, so that shapes depend on all rows: here is what that costs."""
+    """The default form sorts rows by expert, so that shapes, and bits, depend on all rows."""
     monkeypatch.setattr(HFModel, "_separate_experts", lambda self: None)
     model = hosted("mixtral")
     first = list(range(8))
@@ -169,7 +172,7 @@ def test_experts_share_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
         dice = random.Random(seed)
         other = first[:4] + dice.choices(range(300), k=4)
         differ += not torch.equal(model._call(first, (), None)[0][:4], model._call(other, (), None)[0][:4])
-    assert differ or model.block == 1, "the default form has become row-invariant: batched_mm is not needed any more"
+    assert differ or model.block == 1, "the default form is row-invariant now: batched_mm is not needed any more"
 
 
 def test_long_prompts_run_in_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +189,14 @@ def test_long_prompts_run_in_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> N
         while engine.busy:
             engine.step()
         texts.append(seq.generated)
-        model.states = States()  # nothing that the first run has kept
+        model.prefixes = PrefixCache()  # nothing of the first run
     assert texts[0] == texts[1]
     assert set(shapes) == {PROMPT, model.block}
     assert shapes.count(PROMPT) == 2
 
 
 def test_states_are_found_by_their_tokens_and_bounded() -> None:
-    states = States()
+    states = PrefixCache()
     grid: Callable[[int], int] = lambda at: at + 4  # noqa: E731
     for n in range(1, 30):
         states.put((), [n] * 8, f"{n}", 40, grid)
@@ -203,7 +206,7 @@ def test_states_are_found_by_their_tokens_and_bounded() -> None:
     assert states.longest((), [29] * 12, 7, grid) == (0, None)
     assert states.longest((7,), [29] * 12, 12, grid) == (4, "other 29")
     assert states.longest((), [1] * 12, 12, grid) == (0, None)
-    assert len(states._roots[()].after) < 10, "what was dropped leaves nothing behind"
+    assert len(states._roots[()].children) < 10, "dropped states leave no nodes"
 
 
 def test_budgets_end_with_the_block() -> None:
@@ -212,16 +215,16 @@ def test_budgets_end_with_the_block() -> None:
     assert [turn.budget for turn in Aligned(Fixed(5), 8).budget(turns)] == [5, 1, 0, 5]
 
 
-def test_taps_are_what_layers_say() -> None:
+def test_taps_are_the_outputs_of_layers() -> None:
     model = hosted("gpt2")
-    said, _ = decode(model, "head", 0.9, 4, options=lookup("head").traits.trial(model))
-    assert said == decode(model, "off", 0.9, 0)[0]
+    texts, _ = decode(model, "head", 0.9, 4, options=lookup("head").traits.trial(model))
+    assert texts == decode(model, "off", 0.9, 0)[0]
 
 
 # ------------------------------------------------------------ through the front door
 
 
-def test_a_folder_just_works_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_works_and_the_backend_is_named(tmp_path: Path) -> None:
     folder, small = foreign.save(tmp_path / "big", "gpt2"), foreign.save(tmp_path / "small", "gpt2", blur=0.1)
     llm = LLM(folder, drafter="model", draft_model=small, k=4)
     params = SamplingParams(temperature=0.9, seed=7, max_tokens=24)
@@ -247,7 +250,7 @@ def test_an_encoder_decoder_answers_its_source(tmp_path: Path) -> None:
         llm.generate(" fox" * 300, params)
 
 
-def test_lookup_finds_what_stands_in_the_source() -> None:
+def test_lookup_searches_the_source() -> None:
     from outrider.drafters.ngram import NGram
     from outrider.drafters.suffix import Suffix
 
@@ -258,7 +261,7 @@ def test_lookup_finds_what_stands_in_the_source() -> None:
         assert kind(space).draft(DraftRequest([Sequence(1, [0, 50, 51])], [4])).trees[0].tokens == []
 
 
-def test_without_transformers_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = foreign.save(tmp_path / "gpt2", "gpt2")
     real = builtins.__import__
 
@@ -272,11 +275,11 @@ def test_without_transformers_there_is_a_sentence(tmp_path: Path, monkeypatch: p
         open_checkpoint(folder)
 
 
-def test_a_broken_folder_is_a_sentence(tmp_path: Path) -> None:
+def test_error_of_a_broken_folder(tmp_path: Path) -> None:
     folder = foreign.save(tmp_path / "gpt2", "gpt2")
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="transformers cannot load"):
         LLM(folder)
     (folder / "config.json").write_text('{"model_type": "no_such_thing"}')
-    with pytest.raises(ModelError, match="Neither can transformers"):
+    with pytest.raises(ModelError, match=r"cannot read its config\.json either"):
         LLM(folder)

@@ -222,6 +222,6 @@ def test_rows_are_tensors_only_when_asked() -> None:
         _ = rows.nonsense
     alone = BatchBuilder(cache)
     alone.pending(one, 0, 3, want=False)
-    plain = alone.rows()
+    plain = rows_of(alone)
     assert plain.ancestors is None
     assert plain.want.tolist() == []

@@ -31,11 +31,10 @@ from outrider.export.plan import Handover, read
 from outrider.export.ray.app import Scale, application, to_yaml
 from outrider.export.table import best_k, from_profile, k_by_batch
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
-from outrider.models.folder import kept_layers, write_folder
-from outrider.models.gguf_file import in_pairs, their_name
+from outrider.models.gguf_file import gguf_name, reorder_rows
 from outrider.models.speculators import random_head, read_head, target_hash, write_head
 from outrider.models.tuning_profile import save_profile
-from outrider.models.weights import Weights, expected
+from outrider.models.weights import Weights, expected, kept_layers, write_folder
 from outrider.types import Sequence
 
 from support import tiny
@@ -193,8 +192,8 @@ def test_names_and_the_order_of_rows_go_back_and_forth(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path / "a.gguf")
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     for name in expected(opened.config):
-        there = in_pairs(name, opened.weights.get(name, torch.float32), opened.config)
-        assert torch.equal(there, torch.from_numpy(reader[their_name(name)].data.copy())), name
+        there = reorder_rows(name, opened.weights.get(name, torch.float32), opened.config, to_gguf=True)
+        assert torch.equal(there, torch.from_numpy(reader[gguf_name(name)].data.copy())), name
 
 
 # ---------------------------------------------------------------- K

@@ -1,4 +1,4 @@
-"""From a model's name to configuration and weights: what was saved is what is read, and bad files are sentences."""
+"""From a model's name to configuration and weights: what was saved is read back, and bad files are ModelErrors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import ModelError
-from outrider.models import config as configs
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
-from outrider.models.gguf_file import GGUF
+from outrider.models.config import ModelConfig, from_hf
+from outrider.models.gguf_file import GGUF, gguf_config
 
 from support.gguf_files import (
     FAMILIES,
@@ -49,7 +49,7 @@ def save_folder(folder: Path, family: str = "llama", shard: str = "1GB", **chang
     return model
 
 
-def assert_same_rope(ours: configs.ModelConfig, model: torch.nn.Module) -> None:
+def assert_same_rope(ours: ModelConfig, model: torch.nn.Module) -> None:
     rotary = model.model.rotary_emb
     torch.testing.assert_close(ours.inverse_frequencies().float(), rotary.inv_freq, rtol=1e-5, atol=0)
     assert ours.attention_factor == pytest.approx(rotary.attention_scaling)
@@ -104,7 +104,7 @@ def test_rope_scaling_as_transformers(scaling: dict[str, float], old_spelling: b
         data |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope["rope_type"]}}
     else:
         data["rope_parameters"] = rope
-    ours = configs.from_hf(data)
+    ours = from_hf(data)
     if scaling["rope_type"] == "default":
         steps = torch.arange(0, 64, 2, dtype=torch.float64) / 64
         wanted, factor = 5e5**-steps, 1.0
@@ -136,19 +136,19 @@ def test_rope_scaling_as_transformers(scaling: dict[str, float], old_spelling: b
 )
 def test_sliding_windows(family: str, changes: dict[str, object], windows: list[int]) -> None:
     for data in (SIZES | {"model_type": family} | changes, FAMILIES[family](**(SIZES | changes)).to_dict()):
-        config = configs.from_hf(data)
+        config = from_hf(data)
         assert [config.window(i) for i in range(LAYERS)] == windows
 
 
 def test_smollm3_has_layers_without_rope() -> None:
     data = SIZES | {"model_type": "smollm3", "num_hidden_layers": 9}
-    assert configs.from_hf(data).no_rope_layers == {3, 7}
-    assert configs.from_hf(data | {"no_rope_layers": [1, 0, 1, 1, 1, 1, 1, 1, 0]}).no_rope_layers == {1, 8}
+    assert from_hf(data).no_rope_layers == {3, 7}
+    assert from_hf(data | {"no_rope_layers": [1, 0, 1, 1, 1, 1, 1, 1, 0]}).no_rope_layers == {1, 8}
 
 
 def test_generation_config_adds_end_tokens() -> None:
     data = SIZES | {"model_type": "llama"}
-    assert configs.from_hf(data, {"eos_token_id": [5, 7]}).eos_ids == {1, 5, 7}
+    assert from_hf(data, {"eos_token_id": [5, 7]}).eos_ids == {1, 5, 7}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_generation_config_adds_end_tokens() -> None:
 )
 def test_configurations_that_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        configs.from_hf(SIZES | {"model_type": "llama"} | change)
+        from_hf(SIZES | {"model_type": "llama"} | change)
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_gguf_round_trip(tmp_path: Path, family: str, tied: bool) -> None:
     c = opened.config
     assert (c.architecture, c.vocab_size, c.head_dim, c.tied) == (family, V, 16 if family == "qwen3" else 8, tied)
     assert (c.qkv_bias, c.qk_norm, c.eos_ids) == (family == "qwen2", family == "qwen3", frozenset({1}))
-    assert c.no_rope_layers == configs.from_hf(model.config.to_dict()).no_rope_layers
+    assert c.no_rope_layers == from_hf(model.config.to_dict()).no_rope_layers
     assert opened.name == "tiny"
 
 
@@ -208,7 +208,7 @@ def test_gguf_rope_keys_and_window(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", "llama", **keys, llama__attention__sliding_window=16)
     ours = open_checkpoint(tmp_path / "a.gguf").config
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
-    same = configs.from_hf(SIZES | {"model_type": "llama", "rope_parameters": rope})
+    same = from_hf(SIZES | {"model_type": "llama", "rope_parameters": rope})
     assert torch.equal(ours.inverse_frequencies(), same.inverse_frequencies())
     assert (ours.attention_factor, ours.context_length) == (pytest.approx(same.attention_factor), 512)
     assert [ours.window(i) for i in range(LAYERS)] == [16] * LAYERS
@@ -228,7 +228,7 @@ def test_gguf_llama3_factors(tmp_path: Path) -> None:
     ):
         add(value)
     finish(writer)
-    ours = configs.from_gguf(GGUF(path)).inverse_frequencies()
+    ours = gguf_config(GGUF(path)).inverse_frequencies()
     plain = 1e4 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     torch.testing.assert_close(ours, plain / torch.tensor(factors, dtype=torch.float64))
 

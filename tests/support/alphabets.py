@@ -1,4 +1,4 @@
-"""Tokenizers that differ in all the ways they can, trained in milliseconds; and one model under two of them."""
+"""Tokenizers of different kinds, trained in milliseconds, and one model under two of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from outrider.backends.transformer import Transformer
 from outrider.models.config import ModelConfig
 from outrider.models.tokenizer import Tokenizer
 
+from support import tiny
+
 PROSE = (
     "the quick brown fox jumps over the lazy dog",
     "one two three four five six",
@@ -29,27 +31,18 @@ SPECIALS = ("<s>", "</s>", "<|user|>")
 
 
 def byte_level(texts: tuple[str, ...] = PROSE, size: int = 300, prefix: bool = False) -> Tokenizer:
-    """GPT-2's kind: every text can be spelled."""
-    core = Core(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        show_progress=False,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    core.train_from_iterator(texts, trainer)
-    return Tokenizer(core, 0, 1)
+    """As in GPT-2: it can encode every text."""
+    return Tokenizer(tiny.tokenizer(texts, SPECIALS, size, prefix), 0, 1)
 
 
 def sentence_piece(texts: tuple[str, ...] = CODE, size: int = 330) -> Tokenizer:
-    """Llama 2's kind: a space before every text, bytes for what is not in the vocabulary, a BOS in front."""
+    """As in Llama 2: a space before every text, bytes for what is not in the vocabulary, a BOS in front."""
     core = Core(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     core.decoder = decoders.Sequence(steps)
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
-    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # only while it learns
+    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # only in training
     names = ["<unk>", "<s>", "</s>", *bytes_]
     core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, special_tokens=names))
     state = json.loads(core.to_str())
@@ -59,9 +52,9 @@ def sentence_piece(texts: tuple[str, ...] = CODE, size: int = 330) -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Whole words and nothing else: most texts cannot be spelled."""
-    known = {"<unk>": 0, "the": 1, "quick": 2, "fox": 3, "two": 4, "return": 5, "end": 6}
-    core = Core(models.WordLevel(known, unk_token="<unk>"))
+    """Whole words only: it cannot encode most texts."""
+    vocabulary = {"<unk>": 0, "the": 1, "quick": 2, "fox": 3, "two": 4, "return": 5, "end": 6}
+    core = Core(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens([AddedToken("<unk>", special=True), AddedToken("end", special=True)])
     return Tokenizer(core, eos_id=6)
@@ -81,7 +74,7 @@ def shuffled(tokenizer: Tokenizer, seed: int = 0) -> tuple[Tokenizer, list[int]]
 
 
 class Rearranged:
-    """Another model's weights, its tokens in another order; rows beyond them are padding, which says nothing."""
+    """Another model's weights with its tokens in another order; rows beyond them are zeros."""
 
     def __init__(self, source: RandomWeights, order: list[int], size: int) -> None:
         self.source, self.order, self.size = source, order, size

@@ -1,6 +1,6 @@
-"""Tiny models of architectures that the built-in decoder does not know: random weights, milliseconds to make.
+"""Tiny models of architectures that the built-in decoder does not support, with random weights.
 
-Weights are drawn so that texts wander: a random model with tied embeddings would only repeat itself.
+The weights are scaled so that texts vary: a random model with tied embeddings only repeats itself.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def module(kind: str, seed: int = 1, blur: float = 0.0, dtype: torch.dtype = tor
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if weight.dim() > 1:
-                words = any(part in name for part in ("embed", "wte", "shared"))
-                scale = 1.0 if words else 1.3 / weight.shape[-1] ** 0.5
+                embedding = any(part in name for part in ("embed", "wte", "shared"))
+                scale = 1.0 if embedding else 1.3 / weight.shape[-1] ** 0.5
                 drawn = torch.randn(weight.shape, generator=exact)
                 drawn = (1 - blur) * drawn + blur * torch.randn(weight.shape, generator=other)
                 weight.copy_(drawn * scale)
@@ -65,13 +65,13 @@ def module(kind: str, seed: int = 1, blur: float = 0.0, dtype: torch.dtype = tor
 
 
 def tokenizer() -> Any:
-    """Of these models, as transformers has it."""
+    """The models' tokenizer, as a transformers object."""
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|im_start|>", "padding_side": "left"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names)
 
 
 def save(folder: Path, kind: str, seed: int = 1, blur: float = 0.0) -> Path:
-    """A whole folder, as transformers writes it."""
+    """Write a whole folder with transformers."""
     module(kind, seed, blur).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Where triton's kernels run in tests: on a GPU if there is one, else in triton's interpreter on the CPU.
+"""The device of triton kernels in tests: a GPU if there is one, else triton's interpreter on the CPU.
 
 Import this before anything that imports triton. Without triton the importing tests are skipped.
 """
@@ -13,20 +13,19 @@ import torch
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter multiplies no bfloat16
+HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    pytest.importorskip("triton")
+pytest.importorskip("triton")
+if not GPU:
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
 
     def _patch_and_mend(tensor: Any, scope: Any) -> None:
-        """numpy 2.4 turns arrays of one number into numbers only when asked to, and the interpreter does not ask."""
+        """numpy 2.4 converts arrays of one element to numbers only explicitly, which the interpreter does not do."""
         _patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_and_mend
-else:
-    pytest.importorskip("triton")

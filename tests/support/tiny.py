@@ -1,8 +1,9 @@
-"""A tiny model in a folder: random weights, a byte-level tokenizer, a chat template. Made in milliseconds."""
+"""A tiny model in a folder: random weights, a byte-level tokenizer, a chat template. It takes milliseconds."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from outrider.backends.toy import RandomWeights
 from outrider.models.config import from_hf
-from outrider.models.weights import expected
+from outrider.models.weights import expected, stored_name
 
 TEXTS = ("the quick brown fox jumps over the lazy dog", "def add(a, b):\n    return a + b\n", "one two three four five")
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -21,12 +22,15 @@ TEMPLATE = (
 )
 
 
-def tokenizer(texts: tuple[str, ...] = TEXTS) -> Tokenizer:
+def tokenizer(
+    texts: Sequence[str] = TEXTS, specials: tuple[str, ...] = SPECIALS, size: int = 300, prefix: bool = False
+) -> Tokenizer:
+    """Byte-level BPE, as in GPT-2: it can encode every text."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, show_progress=False, special_tokens=list(SPECIALS), initial_alphabet=alphabet
+        vocab_size=size, show_progress=False, special_tokens=list(specials), initial_alphabet=alphabet
     )
     core.train_from_iterator(texts, trainer)
     return core
@@ -35,7 +39,7 @@ def tokenizer(texts: tuple[str, ...] = TEXTS) -> Tokenizer:
 def save(
     folder: Path, texts: tuple[str, ...] = TEXTS, seed: int = 1, context: int = 256, poison: str | None = None
 ) -> Path:
-    """A Llama of two layers. `poison` names a tensor that gets a NaN."""
+    """Write a Llama model of two layers. `poison` names a tensor that gets a NaN."""
     folder.mkdir(parents=True, exist_ok=True)
     core = tokenizer(texts)
     core.save(str(folder / "tokenizer.json"))
@@ -56,13 +60,10 @@ def save(
     (folder / "config.json").write_text(json.dumps(data))
     config = from_hf(data)
     source = RandomWeights(config, seed)
-    weights = {
-        name if name.startswith("lm_head") else f"model.{name}": source.get(name, torch.float32)
-        for name in expected(config)
-    }
+    weights = {stored_name(name): source.get(name, torch.float32) for name in expected(config)}
     for piece, i in core.get_vocab().items():
         if i >= len(SPECIALS) and not (piece.isascii() or piece.strip("ĠĊ").isascii()):
-            weights["lm_head.weight"][i] = 0  # half characters are never the likeliest
+            weights["lm_head.weight"][i] = 0  # so that greedy text has no half characters
     if poison is not None:
         weights[poison].view(-1)[0] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -26,10 +26,9 @@ from outrider.drafters.head.network import Head, read_head
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.config import from_hf
-from outrider.models.folder import cut_config, hf_config
-from outrider.models.rope import RopeScaling
+from outrider.models.config import RopeScaling, from_hf, hf_config
 from outrider.models.speculators import random_head, target_ids
+from outrider.models.weights import cut_config
 from outrider.train.answers import Answer, Order, Store, generate, missing, spoken
 from outrider.train.asking import Answering
 from outrider.train.batches import Batches, collate

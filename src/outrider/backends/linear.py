@@ -2,7 +2,7 @@
 
 On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
 upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
-kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`cuda.products`). Plain `F.linear`
+kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`kernels.matmul`). Plain `F.linear`
 gives no such promise; it serves float64, other devices, and machines without oneDNN. `exact` says which one this is.
 """
 
@@ -49,7 +49,7 @@ def linear(weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False)
     """The product with this weight, as its device does it best."""
     if not ops.on_gpu(weight):
         return Linear(weight, bias)
-    from .cuda.kernels.products import Product
+    from .cuda.kernels.matmul import Product
 
     return Product(weight, bias, eight_bits)
 

@@ -23,6 +23,7 @@ from ..engine.cache import Cache
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
+from ..models.foreign import ForeignWeights
 from ..models.gguf_file import GGUFWeights
 from ..models.paths import cache_folder, write_quietly
 from ..models.speculators import target_hash
@@ -48,9 +49,10 @@ def load_model(
     device: torch.device | str = "cpu",
 ) -> Model:
     """The model in memory, for positions up to `length`. `identity()` tells whose heads go with it."""
-    if hasattr(checkpoint.weights, "load"):  # transformers runs it
-        foreign: Model = checkpoint.weights.load(checkpoint.config, dtype, torch.device(device))
-        return foreign
+    if isinstance(checkpoint.weights, ForeignWeights):
+        from .transformers.model import load_foreign
+
+        return load_foreign(checkpoint.weights, checkpoint.config, dtype, torch.device(device))
     model: Any = _load(checkpoint, dtype, length, progress, torch.device(device))
     model.identity = partial(target_hash, checkpoint.config, checkpoint.weights)  # read only when somebody asks
     loaded: Model = model

@@ -41,7 +41,7 @@ def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dty
     of `dtype`.
     """
     if on_gpu(x):
-        return _gpu("small").add_norm(x, delta, weight, eps, dtype)  # type: ignore[no-any-return]
+        return _gpu("elementwise").add_norm(x, delta, weight, eps, dtype)  # type: ignore[no-any-return]
     kernels = _kernels(x, weight) if dtype in _FLOATS and (delta is None or _plain(delta)) else None
     if kernels is None:
         return _add_norm_torch(x, delta, weight, eps, dtype)
@@ -81,7 +81,7 @@ def rope_store(
     planes [S, kv_heads, d]. With `norms`, each head of q and k is normed before it is turned.
     """
     if on_gpu(k_plane):
-        return _gpu("small").rope_store(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)  # type: ignore[no-any-return]
+        return _gpu("elementwise").rope_store(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)  # type: ignore[no-any-return]
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     kernels = _kernels(cos, sin, k_plane, v_plane, q_norm, k_norm) if _plain(qkv) and _dense(k_plane, v_plane) else None
     if kernels is None:
@@ -116,7 +116,7 @@ def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
 
     x [T, H] float32; delta unsummed `Parts` or None; kept [S, H]; slots [T].
     """
-    _gpu("small").keep_stream(x, delta, kept, slots)
+    _gpu("elementwise").keep_stream(x, delta, kept, slots)
 
 
 def attend(

@@ -39,11 +39,12 @@ def accelerate(model: Any, tokenizer: Any, *, backend: str = "auto", **arguments
 
     `arguments` are those of `LLM`: drafter, k, draft_model, assistant_model, prompt_lookup_num_tokens, …
     """
-    from ..backends.transformers.load import in_memory
+    from ..models.checkpoint import in_memory
+    from ..models.foreign import ForeignWeights
 
     checkpoint, said = in_memory(model, tokenizer, backend)
     given = _with_assistant(arguments, tokenizer, backend)
-    shared = hasattr(checkpoint.weights, "load")  # transformers runs it, where it is and as it is
+    shared = isinstance(checkpoint.weights, ForeignWeights)  # transformers runs it, where it is and as it is
     given.setdefault("dtype", "auto" if shared or model.dtype not in _DTYPES else _DTYPES[model.dtype])
     given.setdefault("device", str(model.device))
     llm = LLM(checkpoint, **(_early_exit(given, checkpoint.config.layers) if shared else given))
@@ -197,7 +198,7 @@ def _with_assistant(given: dict[str, Any], tokenizer: Any, backend: str) -> dict
         module: Any = asked.get(name)
         if isinstance(asked.get(name), torch.nn.Module):
             from ..backends.load import load_model
-            from ..backends.transformers.load import in_memory
+            from ..models.checkpoint import in_memory
 
             checkpoint, _ = in_memory(module, tokenizer, backend)
             dtype, length = _DTYPES.get(module.dtype, "auto"), min(checkpoint.config.context_length, _LONGEST)

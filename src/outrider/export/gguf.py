@@ -19,9 +19,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from ..errors import ConfigError, ModelError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import ModelConfig
-from ..models.folder import Kept, kept_layers
-from ..models.gguf_file import GGUF, in_pairs, their_name
-from ..models.weights import expected
+from ..models.gguf_file import GGUF, gguf_name, reorder_rows
+from ..models.weights import LayerSubset, expected, kept_layers
 
 _WRITERS_OWN = ("GGUF.", "general.architecture")
 
@@ -38,7 +37,7 @@ def write_kept(source: Path, to: Path, skip_attention: Iterable[int], skip_mlp: 
     reader, writer = GGUFReader(source), GGUFWriter(to, whole.config.architecture)
     _header(reader, writer, {f"{whole.config.architecture}.block_count": config.layers})
     raw = {tensor.name: tensor for tensor in reader.tensors}
-    rest = set(raw) - {their_name(name) for name in expected(whole.config)}
+    rest = set(raw) - {gguf_name(name) for name in expected(whole.config)}
     for name in sorted(rest):  # what belongs to no layer, such as rope's factors
         if not name.startswith("blk."):
             writer.add_tensor(name, raw[name].data, raw_dtype=raw[name].tensor_type)
@@ -47,12 +46,12 @@ def write_kept(source: Path, to: Path, skip_attention: Iterable[int], skip_mlp: 
     _close(writer)
 
 
-def _copy(writer: GGUFWriter, raw: dict[str, Any], kept: Kept, name: str, shape: tuple[int, ...]) -> None:
-    if kept.silent(name):
-        writer.add_tensor(their_name(name), np.zeros(shape, dtype=np.float16 if len(shape) > 1 else np.float32))
+def _copy(writer: GGUFWriter, raw: dict[str, Any], kept: LayerSubset, name: str, shape: tuple[int, ...]) -> None:
+    if kept.zeroed(name):
+        writer.add_tensor(gguf_name(name), np.zeros(shape, dtype=np.float16 if len(shape) > 1 else np.float32))
         return
-    original = raw[their_name(kept.origin(name))]
-    writer.add_tensor(their_name(name), original.data, raw_dtype=original.tensor_type)
+    original = raw[gguf_name(kept.origin(name))]
+    writer.add_tensor(gguf_name(name), original.data, raw_dtype=original.tensor_type)
 
 
 def write_model(small: Checkpoint, target: Path, to: Path) -> None:
@@ -69,9 +68,9 @@ def write_model(small: Checkpoint, target: Path, to: Path) -> None:
     reader, writer = GGUFReader(target), GGUFWriter(to, c.architecture)
     _header(reader, writer, _sizes(c))
     for name in expected(c):
-        tensor = in_pairs(name, small.weights.get(name, torch.float32), c)
+        tensor = reorder_rows(name, small.weights.get(name, torch.float32), c, to_gguf=True)
         dtype = np.float16 if tensor.dim() > 1 else np.float32  # llama.cpp wants norms and biases in float32
-        writer.add_tensor(their_name(name), np.ascontiguousarray(tensor.numpy().astype(dtype)))
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.numpy().astype(dtype)))
     _close(writer)
 
 

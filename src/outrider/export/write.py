@@ -22,7 +22,7 @@ import torch
 
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint
-from ..models.folder import kept_layers, write_folder
+from ..models.weights import kept_layers, write_folder
 from . import gguf as gguf_out
 from .engines import Places, Told, engine
 from .heads import write_for_sglang, write_for_vllm

@@ -1,5 +1,5 @@
-"""What is loaded: checkpoints, configurations, tokenizers, chat templates, weights, and where files are kept.
+"""What is loaded: checkpoints, configurations, tokenizers, chat templates, weights, fetching, paths.
 
-Promise: what is returned is complete and fits together, or the error says what is wrong and what to do. Nothing here
-runs a pass; that is `backends`.
+Start with `checkpoint.open_checkpoint`. Promise: what it returns is complete and fits together, or a ModelError says
+what is wrong and what to do. Nothing here runs a pass, and nothing here imports `backends`, `engine` or `drafters`.
 """

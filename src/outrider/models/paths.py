@@ -1,4 +1,4 @@
-"""Where Outrider keeps what it can make again. It knows folders, not what is in them."""
+"""The cache folder, for files that can be made again. It knows folders, not what is in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$OUTRIDER_HOME, else the platform's place for caches. The folder need not exist yet."""
+    """$OUTRIDER_HOME, else the platform's cache folder. It need not exist yet."""
     if home := os.environ.get("OUTRIDER_HOME"):
         return Path(home).expanduser()
     if sys.platform == "win32":
@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 
 def write_quietly(path: Path, text: str) -> None:
-    """Keep a note for the next run: whole or not at all, and no harm done where nothing can be written."""
+    """Write a file atomically, creating its folder; do nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Prompts for `verify` and the benchmarks: seven kinds of text of our own, or a file in Spec-Bench's form."""
+"""Prompts for `verify` and the benchmarks: bundled ones of seven categories, or a file in Spec-Bench's format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Prompt:
 
 
 def bundled() -> list[Prompt]:
-    """The prompts that come with Outrider, kinds alternating so that any number of them is mixed."""
+    """The prompts that come with Outrider; categories alternate, so that any number of leading prompts is mixed."""
     text = (files("outrider.models") / "prompts.jsonl").read_text(encoding="utf-8")
-    every = [_prompt(line, "the bundled prompts") for line in text.splitlines()]
-    kinds = list(dict.fromkeys(p.category for p in every))
-    by_kind = [[p for p in every if p.category == kind] for kind in kinds]
-    return [p for group in zip(*by_kind, strict=True) for p in group]
+    prompts = [_prompt(line, "the bundled prompts") for line in text.splitlines()]
+    categories = dict.fromkeys(p.category for p in prompts)
+    by_category = [[p for p in prompts if p.category == category] for category in categories]
+    return [p for group in zip(*by_category, strict=True) for p in group]
 
 
 def from_file(path: Path | str) -> list[Prompt]:
@@ -37,12 +37,12 @@ def from_file(path: Path | str) -> list[Prompt]:
     return prompts
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(line: str, file: str) -> Prompt:
     try:
         record = json.loads(line)
         text = record["turns"][0] if "turns" in record else record.get("prompt") or record["text"]
         return Prompt(str(text), str(record.get("category", "all")))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise OutriderError(
-            f"A line of {where} is not a prompt: it needs a JSON object with 'turns', 'prompt' or 'text'."
+            f"A line of {file} is not a prompt: it needs a JSON object with 'turns', 'prompt' or 'text'."
         ) from error

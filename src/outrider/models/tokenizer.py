@@ -1,8 +1,9 @@
-"""Text to ids and back, whole or as a stream.
+"""Text to ids and back, whole or as a stream; chat templates.
 
-Promise: `decode` and `Stream` give the same text however the ids are split, a stream never shows half a character,
-and its work per token is bounded: every token is a fixed string of bytes, and only an unfinished character (at most
-three bytes) is kept. This file knows text and ids; it knows nothing of models.
+Promise: `decode` and `Stream` give the same text however the ids are split; a stream never shows half a character, and
+its work per token is bounded, because every token is a fixed string of bytes. A chat template runs in a sandbox: it
+sees the messages as JSON values and nothing else, and every error in it is a ModelError.
+It knows text and ids; it knows nothing of models.
 """
 
 from __future__ import annotations
@@ -10,58 +11,69 @@ from __future__ import annotations
 import codecs
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from tokenizers import Tokenizer as Core
 
 from ..errors import ModelError
-from . import gguf_tokenizer
-from .config import gguf_eos_ids
-from .gguf_file import GGUF
-from .template import ChatTemplate
+from .gguf_file import GGUF, adds_bos, build_tokenizer, gguf_eos_ids
 
 
 class Tokenizer:
     """A model's tokenizer with its chat template."""
 
     def __init__(
-        self,
-        core: Core,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        eos_ids: frozenset[int] = frozenset(),
-        add_bos: bool = False,
-        chat_template: str | None = None,
-    ) -> None:
+        self, core: Core, bos_id: int | None = None, eos_id: int | None = None, eos_ids: frozenset[int] = frozenset(),
+        add_bos: bool = False, chat_template: str | None = None,
+    ) -> None:  # fmt: skip
         core.no_truncation()
         core.no_padding()
         self._core, self._lock = core, threading.Lock()
-        self._ends = {"bos_token": bos_id, "eos_token": eos_id}  # as chat templates call them
+        self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))  # a model's embedding may have more rows
+        self.base_size = int(core.get_vocab_size(with_added_tokens=False))  # some models embed no added tokens
+        self._named = {"bos_token": bos_id, "eos_token": eos_id}  # under the names that chat templates use
         self._special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
-        self._style, self._strip = _decoder(core)
-        self._template: ChatTemplate | None = None
+        self._style, self.strip = _decoder(core)  # strip: leading spaces of a whole text that the tokenizer has added
+        self._template: ChatTemplate | None = None  # compiled on first use
         self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos and bos_id is not None
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
         self.chat_template = chat_template
 
     @staticmethod
     def from_folder(folder: Path) -> Tokenizer:
-        """From tokenizer.json and what lies beside it."""
-        return _from_folder(folder)
+        """From tokenizer.json and the settings files beside it."""
+        core = _read_core(folder)
+        settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        texts = {name: _text(settings.get(f"{name}_token")) for name in ("bos", "eos")}
+        ids = {name: None if text is None else core.token_to_id(text) for name, text in texts.items()}
+        core.add_special_tokens([text for name, text in texts.items() if text is not None and ids[name] is not None])
+        add_bos = settings.get("add_bos_token")
+        if not isinstance(add_bos, bool):  # as the post-processor does
+            add_bos = ids["bos"] is not None and core.encode("", add_special_tokens=True).ids[:1] == [ids["bos"]]
+        file, template = folder / "chat_template.jinja", default_template(settings.get("chat_template"))
+        template = file.read_text(encoding="utf-8") if file.is_file() else template
+        return Tokenizer(core, ids["bos"], ids["eos"], add_bos=add_bos, chat_template=template)
 
     @staticmethod
     def from_gguf(file: GGUF) -> Tokenizer:
         """From a GGUF header."""
         data = file.metadata
         bos, eos = (data.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-        template, add = data.get("tokenizer.chat_template"), gguf_tokenizer.adds_bos(data)
-        return Tokenizer(gguf_tokenizer.build(data), bos, eos, gguf_eos_ids(data), add, template)
+        template = data.get("tokenizer.chat_template")
+        return Tokenizer(build_tokenizer(data), bos, eos, gguf_eos_ids(data), adds_bos(data), template)
 
     def save(self, folder: Path) -> None:
-        """Files from which `from_folder`, and transformers, make the same tokenizer."""
+        """Write files from which `from_folder`, and transformers, make the same tokenizer."""
         with self._lock:
             self._core.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos}
@@ -70,25 +82,15 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     @property
-    def vocab_size(self) -> int:
-        """How many tokens have a text; a model's embedding may have more rows."""
-        return int(self._core.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def base_size(self) -> int:
-        """Without the tokens that were added to the vocabulary, which some models have no embedding for."""
-        return int(self._core.get_vocab_size(with_added_tokens=False))
-
-    @property
     def vocabulary(self) -> dict[str, int]:
-        """Every piece with its id."""
+        """Every token's text with its id."""
         pieces: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
         return pieces
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text, without BOS. Control tokens in it are plain text unless `special` says to parse them."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no bytes to encode
-        with self._lock:  # the switch belongs to the shared core
+        with self._lock:  # the flag belongs to the shared core
             self._core.encode_special_tokens = not special
             ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         return ids
@@ -111,7 +113,7 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt, **kwargs)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, continuing: bool = False) -> str:
-        """Text of ids. `continuing`: they follow other text, so a leading space is theirs and stays."""
+        """Text of ids. `continuing`: they follow other text, so a leading space stays."""
         stream = Stream(self, skip_special, continuing)
         return stream.push(ids) + stream.flush()
 
@@ -124,31 +126,25 @@ class Tokenizer:
 
     def id_to_bytes(self, token: int) -> bytes:
         """The bytes a token adds to the text; none for an id without a text."""
-        known = self._bytes.get(token)
-        if known is None:
+        if token not in self._bytes:
             piece = self._core.id_to_token(token)
-            known = self._bytes[token] = b"" if piece is None else _bytes_of(piece, self._style)
-        return known
+            self._bytes[token] = b"" if piece is None else _bytes_of(piece, self._style)
+        return self._bytes[token]
 
     def token_to_id(self, piece: str) -> int | None:
-        found: int | None = self._core.token_to_id(piece)
-        return found
+        token: int | None = self._core.token_to_id(piece)
+        return token
 
     def is_special(self, token: int) -> bool:
         return token in self._special
 
-    @property
-    def strip(self) -> int:
-        """How many leading spaces of a whole text are an artefact of the tokenizer."""
-        return self._strip
-
     def _special_texts(self) -> dict[str, str]:
-        texts = {name: None if i is None else self._core.id_to_token(i) for name, i in self._ends.items()}
+        texts = {name: None if i is None else self._core.id_to_token(i) for name, i in self._named.items()}
         return {name: text for name, text in texts.items() if text is not None}
 
 
 class Stream:
-    """Turns ids into text as they come; what is pushed and flushed adds up to `decode` of all of them."""
+    """Decodes ids as they arrive; what `push` and `flush` return adds up to `decode` of all of them."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, continuing: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special
@@ -158,8 +154,8 @@ class Stream:
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; may be empty."""
         t = self._tokenizer
-        kept = [t.id_to_bytes(i) for i in ids if not (self._skip and t.is_special(i))]
-        return self._stripped(self._utf8.decode(b"".join(kept)))
+        parts = [t.id_to_bytes(i) for i in ids if not (self._skip and t.is_special(i))]
+        return self._stripped(self._utf8.decode(b"".join(parts)))
 
     def flush(self) -> str:
         """What was held back: an unfinished character, as U+FFFD."""
@@ -174,7 +170,7 @@ class Stream:
         return text
 
 
-# --- how a tokenizer spells bytes ---------------------------------------------------------------------------------
+# ------------------------------------------------------------ how a tokenizer spells bytes
 
 _BYTE_LEVEL, _SPACED, _WORDS = "byte level", "spaced", "words"
 
@@ -190,7 +186,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _decoder(core: Core) -> tuple[str, int]:
-    """How pieces become text, and how many leading spaces of the whole are stripped."""
+    """How tokens become text, and how many leading spaces of the whole text are stripped."""
     if core.decoder is None:
         return _WORDS, 1
     state = json.loads(core.decoder.__getstate__())
@@ -208,8 +204,7 @@ def _decoder(core: Core) -> tuple[str, int]:
 
 def _bytes_of(piece: str, style: str) -> bytes:
     if style == _BYTE_LEVEL:
-        known = [_ALPHABET.get(c) for c in piece]
-        return piece.encode() if None in known else bytes(b for b in known if b is not None)
+        return bytes(_ALPHABET[c] for c in piece) if _ALPHABET.keys() >= set(piece) else piece.encode()
     if style == _WORDS:
         return b" " + piece.encode()
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # SentencePiece's byte fallback
@@ -217,10 +212,7 @@ def _bytes_of(piece: str, style: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-# --- Hugging Face folders -----------------------------------------------------------------------------------------
-
-
-def _from_folder(folder: Path) -> Tokenizer:
+def _read_core(folder: Path) -> Core:
     path = folder / "tokenizer.json"
     if not path.is_file():
         only = " (its tokenizer.model must be converted: save it once with transformers' AutoTokenizer)"
@@ -229,19 +221,13 @@ def _from_folder(folder: Path) -> Tokenizer:
             "put the model's tokenizer files into it."
         )
     try:
-        core = Core.from_file(str(path))
+        return Core.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise ModelError(f"{path} cannot be read ({error}); delete it and download it again.") from error
-    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-    named = {name: _text(settings.get(f"{name}_token")) for name in ("bos", "eos")}
-    ids = {name: None if text is None else core.token_to_id(text) for name, text in named.items()}
-    core.add_special_tokens([text for name, text in named.items() if text is not None and ids[name] is not None])
-    template, add = _chat_template(folder, settings), _adds_bos(core, settings, ids["bos"])
-    return Tokenizer(core, ids["bos"], ids["eos"], add_bos=add, chat_template=template)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -259,19 +245,96 @@ def _text(token: Any) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def _adds_bos(core: Core, settings: dict[str, Any], bos: int | None) -> bool:
-    said = settings.get("add_bos_token")
-    if isinstance(said, bool):
-        return said
-    return bos is not None and core.encode("", add_special_tokens=True).ids[:1] == [bos]
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+def default_template(template: Any) -> str | None:
+    """A chat template that is given alone, or the default of several (a list of named ones, or a dictionary)."""
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
     return template if isinstance(template, str) else None
+
+
+# ------------------------------------------------------------ chat templates
+
+
+class _Refusal(TemplateError):
+    """The template's own `raise_exception`: it does not accept these messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(Namespace):
+    """A template's variables. Names that begin with an underscore are refused."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # jinja2's own trick: `self` may be a variable
+        Namespace.__init__(args[0], {_SafeNamespace._plain(k): v for k, v in dict(*args[1:], **kwargs).items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        Namespace.__setitem__(self, _SafeNamespace._plain(name), value)
+
+    @staticmethod
+    def _plain(name: str) -> str:
+        if name.startswith("_"):
+            raise SecurityError(f"the name {name!r} is not allowed in a namespace")
+        return name
+
+
+def _refuse(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as transformers writes it: jinja2's own filter escapes HTML, which models are not trained on."""
+    options = {key: options[key] for key in ("separators", "sort_keys") if key in options}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Access to a forbidden attribute is an error; jinja2 alone would render it as an empty string."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
+
+
+class ChatTemplate:
+    """A compiled template: `render` turns messages into the text format that the model was trained on."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self._tokens = dict(tokens)  # texts of bos_token and eos_token
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["namespace"] = _SafeNamespace
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ModelError(f"The model's chat template is broken: {error.message} (line {error.lineno}).") from error
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **extra: Any) -> str:
+        values: dict[str, Any] = {"tools": None, "documents": None, **self._tokens, **_plain(extra)}
+        values |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(values)
+        except _Refusal as error:
+            raise ModelError(f"The model's chat template does not accept these messages: {error.message}.") from error
+        except SecurityError as error:
+            raise ModelError(f"The model's chat template tried something that is not allowed: {error}.") from error
+        except Exception as error:  # a template is a program: it can fail in any way a program can
+            raise ModelError(f"The model's chat template failed on these messages: {error}.") from error
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt from JSON, so that a template gets no object with methods of its own."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"Chat messages must be plain JSON values: {error}.") from error

@@ -1,9 +1,8 @@
-"""Profiles: what `outrider tune` found best, in a file that `LLM(profile=…)` and `--profile` read.
+"""Tuning profiles: the settings that `outrider tune` measured as best, for `LLM(profile=…)` and `--profile`.
 
-A profile is a JSON object: model, dtype, machine, drafter, k, options, and what was measured. It holds on the machine
-it was made on; elsewhere it is still a valid choice, only not a tuned one. What was found out about a target itself
-(which of its blocks it can spare) is also noted under the target's hash, where drafters find it unasked.
-This file knows names, not their meaning.
+A profile is a JSON object: model, dtype, machine, drafter, k, options and measurements. It is tuned for the machine it
+was made on, and valid on others. What was measured about a target itself (which of its blocks can be skipped) is also
+kept in the cache folder under the target's hash, where drafters look it up. It knows names, not their meaning.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _KINDS: dict[str, tuple[type, ...]] = {"drafter": (str,), "k": (int, str), "opti
 
 
 def load_profile(path: Path | str) -> dict[str, Any]:
-    """The arguments for `LLM` that a profile stands for: drafter, k, dtype and the drafter's options."""
+    """A profile as arguments of `LLM`: drafter, k, dtype and the drafter's options."""
     profile = read_profile(path)
-    chosen: dict[str, Any] = dict(profile.get("options", {}))
-    return chosen | {name: profile[name] for name in ("drafter", "k", "dtype") if name in profile}
+    options: dict[str, Any] = dict(profile.get("options", {}))
+    return options | {name: profile[name] for name in ("drafter", "k", "dtype") if name in profile}
 
 
 def read_profile(path: Path | str) -> dict[str, Any]:
@@ -36,10 +35,8 @@ def read_profile(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a profile: it is not JSON ({error}).") from error
     if not isinstance(profile, dict) or "outrider_profile" not in profile:
         raise ConfigError(f"{path} is not a profile: `outrider tune --out FILE` writes one.")
-    if profile["outrider_profile"] != VERSION:
-        raise ConfigError(
-            f"{path} has version {profile['outrider_profile']} of profiles; this Outrider reads {VERSION}."
-        )
+    if (version := profile["outrider_profile"]) != VERSION:
+        raise ConfigError(f"{path} has version {version} of profiles; this Outrider reads {VERSION}.")
     for name, kinds in _KINDS.items():
         if name in profile and (not isinstance(profile[name], kinds) or isinstance(profile[name], bool)):
             raise ConfigError(f"The profile {path} has {name} = {profile[name]!r}, which cannot be right; tune again.")
@@ -47,7 +44,7 @@ def read_profile(path: Path | str) -> dict[str, Any]:
 
 
 def save_profile(path: Path | str, facts: dict[str, Any]) -> None:
-    """Write a profile whole or not at all."""
+    """Write a profile atomically."""
     path = Path(path)
     unfinished = path.with_name(path.name + ".part")
     try:
@@ -58,21 +55,21 @@ def save_profile(path: Path | str, facts: dict[str, Any]) -> None:
 
 
 def note(what: str, target_hash: str, facts: dict[str, Any]) -> Path:
-    """Keep what was found out about a target for whoever runs it next; returns where."""
-    path = _note(what, target_hash)
+    """Keep measurements of a target for later runs; returns the file's path."""
+    path = _note_path(what, target_hash)
     write_quietly(path, json.dumps({"outrider_profile": VERSION, "target_hash": target_hash} | facts) + "\n")
     return path
 
 
 def noted(what: str, target_hash: str) -> dict[str, Any]:
-    """What was found out about a target; nothing where nobody has looked, or where the note cannot be read."""
+    """The measurements that `note` kept of a target; empty if there are none or they cannot be read."""
     try:
-        facts = json.loads(_note(what, target_hash).read_text(encoding="utf-8"))
+        facts = json.loads(_note_path(what, target_hash).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    fits = isinstance(facts, dict) and facts.get("outrider_profile") == VERSION
-    return facts if fits and facts.get("target_hash") == target_hash else {}
+    valid = isinstance(facts, dict) and facts.get("outrider_profile") == VERSION
+    return facts if valid and facts.get("target_hash") == target_hash else {}
 
 
-def _note(what: str, target_hash: str) -> Path:
+def _note_path(what: str, target_hash: str) -> Path:
     return cache_folder() / "profiles" / f"{what}-{target_hash}.json"

@@ -1,41 +1,54 @@
-"""Weights by name, one tensor at a time, from safetensors files.
+"""Weights by name: read from safetensors, checked, reduced to some layers, written as a Hugging Face folder.
 
-Promise: a `Weights` gives a tensor under its Hugging Face name without the leading `model.`, whatever file it came
-from; files are memory-mapped, and no pickle is ever opened. `check` says in a sentence what does not fit the
-configuration. This file knows names and shapes; it does not know what a layer computes.
+Promise: a `Weights` gives a tensor under its Hugging Face name without the leading `model.`, whatever file it comes
+from; files are memory-mapped, and no pickle is ever opened. `check` raises a ModelError for what does not fit the
+configuration. `write_folder` makes a folder from which `open_checkpoint`, transformers and other engines read the same
+function. It knows names, shapes and files; it does not know what a layer computes.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ModelError
-from .config import ModelConfig
+from .config import ModelConfig, hf_config
 
+SHARD_BYTES = 4 << 30
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_ATTENTION_OUT, _MLP_OUT = "self_attn.o_proj", "mlp.down_proj"
 
 
-class Weights(ABC):
+class Source(Protocol):
+    """Tensors by name."""
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
+
+    def has(self, name: str) -> bool: ...
+
+
+class Weights(Source, Protocol):
     """A lazy mapping from names such as `layers.3.mlp.gate_proj.weight` to tensors."""
 
-    @abstractmethod
     def names(self) -> frozenset[str]: ...
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
     def has(self, name: str) -> bool:
         return name in self.names()
+
+
+def stored_name(name: str) -> str:
+    """The name of a tensor in a Hugging Face file."""
+    return name if name.startswith("lm_head") else f"model.{name}"
 
 
 def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -64,19 +77,19 @@ def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check(weights: Weights, config: ModelConfig, where: Path) -> None:
-    """A missing tensor or one of another shape is found here, before anything is computed."""
-    wanted = expected(config)
-    missing = sorted(wanted.keys() - weights.names())
+def check(weights: Weights, config: ModelConfig, path: Path) -> None:
+    """Raise a ModelError for a missing tensor or one of another shape."""
+    shapes = expected(config)
+    missing = sorted(shapes.keys() - weights.names())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"{where} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
+            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
         )
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if weights.shape(name) != shape:
             raise ModelError(
-                f"In {where} the tensor '{name}' has the shape {list(weights.shape(name))} where the configuration "
+                f"In {path} the tensor '{name}' has the shape {list(weights.shape(name))} where the configuration "
                 f"asks for {list(shape)}; the files belong to different models, download them again."
             )
 
@@ -85,25 +98,24 @@ class Safetensors(Weights):
     """One or many safetensors files, memory-mapped as long as this object lives."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._homes: dict[str, tuple[Any, str]] = {}  # name -> (open file, the name it has in there)
+        self._entries: dict[str, tuple[Any, str]] = {}  # name -> (open file, the name in that file)
         for path in files:
             handle = _open(path)
-            names: list[str] = handle.keys()
-            self._homes |= {name.removeprefix("model."): (handle, name) for name in names}
+            self._entries |= {name.removeprefix("model."): (handle, name) for name in handle.keys()}  # noqa: SIM118
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._homes)
+        return frozenset(self._entries)
 
     def has(self, name: str) -> bool:
-        return name in self._homes
+        return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        handle, inner = self._homes[name]
-        return tuple(handle.get_slice(inner).get_shape())
+        handle, stored = self._entries[name]
+        return tuple(handle.get_slice(stored).get_shape())
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        handle, inner = self._homes[name]
-        tensor: Tensor = handle.get_tensor(inner)
+        handle, stored = self._entries[name]
+        tensor: Tensor = handle.get_tensor(stored)
         return tensor.to(dtype)
 
 
@@ -126,20 +138,16 @@ def find_safetensors(folder: Path) -> list[Path]:
         return _indexed(index)
     if single.is_file():
         return [single]
-    # Mistral's own format lies beside the Hugging Face one in some folders, under other names for the same tensors.
+    # Some folders also hold Mistral's own format, with other names for the same tensors.
     files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
-    if not files:
-        raise ModelError(_nothing_in(folder))
-    return files
-
-
-def _nothing_in(folder: Path) -> str:
+    if files:
+        return files
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
-        return (
+        raise ModelError(
             f"{folder} has weights only as pickle files (.bin or .pt), which can run code and are never loaded; "
             "convert them to safetensors, for example with transformers' save_pretrained."
         )
-    return f"{folder} has no .safetensors file; download the model's weights into it."
+    raise ModelError(f"{folder} has no .safetensors file; download the model's weights into it.")
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -148,6 +156,115 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read ({error}); delete it and download it again.") from error
     for name in names:
-        if Path(name).name != name:  # an index must not lead out of its folder
+        if Path(name).name != name:  # no path out of the folder
             raise ModelError(f"{index} names '{name}', which is not a file of its own folder; download it again.")
     return [index.parent / name for name in names]
+
+
+def cut_config(config: ModelConfig, chosen: list[int]) -> ModelConfig:
+    """The configuration of a model that has only these layers."""
+    pairs = list(enumerate(chosen))
+    windows = frozenset(new for new, old in pairs if old in config.window_layers)
+    return replace(
+        config,
+        layers=len(chosen),
+        no_rope_layers=frozenset(new for new, old in pairs if old in config.no_rope_layers),
+        window_layers=windows,
+        sliding_window=config.sliding_window if windows else 0,
+    )
+
+
+class LayerSubset:
+    """The weights of some layers under a smaller model's names; a skipped block of a remaining layer becomes zeros.
+
+    A layer adds the outputs of its attention and of its MLP to the residual stream, and each ends in one product. With
+    that product's weight and bias at zero, the block adds nothing, as if it were skipped.
+    """
+
+    def __init__(
+        self, source: Source, layers: list[int], no_attention: Iterable[int] = (), no_mlp: Iterable[int] = ()
+    ) -> None:
+        self.source, self.layers = source, layers
+        self._zeroed = {_ATTENTION_OUT: frozenset(no_attention), _MLP_OUT: frozenset(no_mlp)}
+
+    def origin(self, name: str) -> str:
+        """The name in the whole model of a tensor of the smaller one."""
+        if not name.startswith("layers."):
+            return name
+        _, layer, rest = name.split(".", 2)
+        return f"layers.{self.layers[int(layer)]}.{rest}"
+
+    def zeroed(self, name: str) -> bool:
+        """Whether a tensor is all zeros because its block is skipped."""
+        if not name.startswith("layers."):
+            return False
+        _, layer, rest = name.split(".", 2)
+        return self.layers[int(layer)] in self._zeroed.get(rest.rpartition(".")[0], ())
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self.source.get(self.origin(name), dtype).clone()  # never the target's own memory
+        return torch.zeros_like(tensor) if self.zeroed(name) else tensor
+
+    def has(self, name: str) -> bool:
+        return self.source.has(self.origin(name))
+
+
+def kept_layers(
+    config: ModelConfig, source: Source, skip_attention: Iterable[int], skip_mlp: Iterable[int]
+) -> tuple[ModelConfig, LayerSubset]:
+    """The model without these blocks; a layer that loses both blocks is dropped."""
+    attention, mlp = frozenset(skip_attention), frozenset(skip_mlp)
+    for number in attention | mlp:
+        if not 0 <= number < config.layers:
+            raise ModelError(f"Layer {number} cannot be skipped: the target's layers are 0 to {config.layers - 1}.")
+    layers = [i for i in range(config.layers) if i not in attention & mlp]
+    if not layers:
+        raise ModelError("A model without any layer cannot be written; skip fewer of them.")
+    return cut_config(config, layers), LayerSubset(source, layers, attention, mlp)
+
+
+# ------------------------------------------------------------ a folder
+
+
+def write_folder(
+    folder: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = "",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """Write weights and tokenizer, then config.json: a folder that has one is complete."""
+    settings = hf_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}  # raises before the long copy
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(folder, config, source, dtype, shard_bytes)
+    tokenizer.save(folder)
+    if card:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    generation = {"bos_token_id": config.bos_id, "eos_token_id": sorted(config.eos_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(folder: Path, config: ModelConfig, source: Source, dtype: torch.dtype, most: int) -> None:
+    """Write one file, or several and an index; at most one of them is in memory."""
+    shards = _shards(config, dtype.itemsize, most)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {stored_name(name): source.get(name, dtype).cpu().contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes files readable by their owner only
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(config: ModelConfig, item_bytes: int, most: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in expected(config).items():
+        tensor_bytes = item_bytes * torch.Size(shape).numel()
+        if shards[-1] and size + tensor_bytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor_bytes
+    return shards

@@ -20,7 +20,7 @@ from ..engine.trace import Note
 from ..engine.watchdog import GivenUp, end_thread
 from ..errors import OutriderError
 from ..llm import LLM
-from ..models.detokenizer import Reader
+from ..models.detokenizer import Detokenizer
 from ..types import Step
 from .job import Answer, Job, Words
 from .problems import Problem, broken, leaving
@@ -207,7 +207,7 @@ class Worker:
             return
         if seq.done:
             self.llm.close(seq)  # lets go of text that was held back
-        assert isinstance(seq.watch, Reader)
+        assert isinstance(seq.watch, Detokenizer)
         texts, answer.told = seq.watch.texts[said:], said + more
         tokens, logprobs = seq.generated[said:], seq.logprobs[said:]
         words = Words(answer.index, "".join(texts), tokens, logprobs, seq.finish, texts, note)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.transformer import WeightSource
 from ..errors import ModelError
 from ..models.config import ModelConfig
-from ..models.folder import Kept, cut_config, write_folder
+from ..models.weights import LayerSubset, cut_config, write_folder
 from .batches import Batch
 from .features import TargetNet
 from .objectives import Student, diagonal, spread
@@ -71,7 +71,7 @@ def cut_from(
         raise ModelError(f"--layers is {layers}, but the target has {config.layers}.")
     chosen = chosen_layers(config.layers, layers)
     small = cut_config(config, chosen)
-    net = TargetNet.load(small, Kept(weights, chosen), torch.float32, device).requires_grad_(True)
+    net = TargetNet.load(small, LayerSubset(weights, chosen), torch.float32, device).requires_grad_(True)
     net.embed_tokens.requires_grad_(train_embedding)
     if net.lm_head is not None:
         net.lm_head.requires_grad_(train_embedding)

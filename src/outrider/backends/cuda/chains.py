@@ -21,9 +21,9 @@ from .. import Part
 from ..rows import Rows
 from .capture import Field, Form, filled
 from .graphs import LAW, Graphs, fill_laws, filters, rung
-from .kernels import choice, small
+from .kernels import elementwise, sampling
 from .kernels.attention import Blocks
-from .kernels.choice import Laws
+from .kernels.sampling import Laws
 from .state import DEPTHS, I32, I64, PATCH
 
 Ints = npt.NDArray[np.int64]
@@ -111,13 +111,13 @@ class Recorded:
 
     def _work(self) -> None:
         d, state, b, at = self.form.device, self.chains.graphs.state, self.shape.batch, self.chains.at
-        tokens = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [B * again]
+        tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [B * again]
         logits = self._pass(0, tokens, d["first_positions"], d["first_slots"])
         for j in range(self.shape.length):
             if j:
                 logits = self._pass(j, tokens, d["positions"][j], d["slots"][j])
             law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
-            tokens, _, _ = choice.choose(logits, law, self.shape.filtered)  # [B]
+            tokens, _, _ = sampling.choose(logits, law, self.shape.filtered)  # [B]
             state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
 
     def _pass(self, j: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...engine.sampling import adjusts
 from ...types import Batch, Output, Sequence
 from .. import WHOLE, Model, Part
-from ..rows import Rows
 from .capture import Field, Form, filled
-from .kernels import attention, choice, small
+from .kernels import attention, elementwise, sampling
 from .kernels.attention import Blocks
-from .kernels.choice import Laws
+from .kernels.sampling import Laws
 from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, DeviceState, seconds
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -84,14 +84,14 @@ class Pass:
 
     def _work(self) -> Output:
         d, state, shape = self.form.device, self.graphs.state, self.shape
-        known = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
+        known = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
         blocks = Blocks(d["info"], d["tail"], state.table, state.scratch(self.graphs.model))
         none = d["slots"]
         rows = Rows(known, d["positions"], d["slots"], none, none, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
         self.reply.device["tokens"].copy_(known)
         if shape.part.head:
-            choices, highest, _ = choice.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
+            choices, highest, _ = sampling.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
             self.reply.device["choices"].copy_(choices)
             self.reply.device["highest"].copy_(highest)
             if shape.wanted <= MOST_AHEAD:

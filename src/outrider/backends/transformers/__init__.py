@@ -1,1 +1,1 @@
-"""Models that the built-in decoder does not know, run by Hugging Face transformers: slower, and as exact."""
+"""Models that the built-in decoder does not support, run by Hugging Face transformers: slower, equally exact."""

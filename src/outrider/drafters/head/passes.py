@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...backends.cuda.capture import Field, Form, filled
 from ...backends.cuda.graphs import LAW, fill_laws, fill_rows, grouped
-from ...backends.cuda.kernels import choice, small
-from ...backends.cuda.kernels.choice import Laws
+from ...backends.cuda.kernels import elementwise, sampling
+from ...backends.cuda.kernels.sampling import Laws
 from ...backends.cuda.state import DEPTHS, F32, F64, I32, I64, PATCH
 from ...engine.batch import BatchBuilder
 from ...engine.sampling import CHOICE, gumbel, key
@@ -84,7 +84,7 @@ class First(ABC):
     def _first(self) -> tuple[Tensor, Tensor]:
         """Scores of the wanted rows [R, D] and every row's output [T, H]."""
         d, heads, state = self.form.device, self.heads, self.heads.state
-        tokens = small.begin(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
+        tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
         at = d["slots"].clamp(max=state.padding)  # [T] a mask has no feature, and its slot no stream
         features = heads.head.fuse([stream[at] for stream in heads.streams])  # [T, H]
         masked = d["masked"] if heads.head.masks else None
@@ -116,7 +116,7 @@ class Masks(First):
     def _work(self) -> None:
         d, at = self.form.device, self.heads.at
         scores, _ = self._first()
-        tokens, _, _ = choice.choose(self._logits(scores), Laws(*(d[name] for name in LAW)), self.shape.drawn)  # [R]
+        tokens, _, _ = sampling.choose(self._logits(scores), Laws(*(d[name] for name in LAW)), self.shape.drawn)  # [R]
         self.heads.state.unread[at : at + self.shape.wanted].copy_(tokens)
 
 
@@ -154,7 +154,7 @@ class Chain(First):
         """Everybody's token j [B], which is left among the unread. scores [B, D]."""
         d, b, at = self.form.device, self.shape.wanted, self.heads.at
         law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
-        tokens, _, _ = choice.choose(self._logits(scores), law, self.shape.drawn)
+        tokens, _, _ = sampling.choose(self._logits(scores), law, self.shape.drawn)
         self.heads.state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
         return tokens
 

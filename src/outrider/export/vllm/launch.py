@@ -21,9 +21,9 @@ import torch
 from ...backends.machine import prepare
 from ...errors import ConfigError, OutriderError
 from ...models.checkpoint import Checkpoint
-from ...models.folder import kept_layers, write_folder
 from ...models.paths import cache_folder
 from ...models.speculators import target_hash
+from ...models.weights import kept_layers, write_folder
 from ..engines import CLASSES, vllm_configuration
 from ..plan import Handover
 from .doctor import outside

@@ -1,11 +1,10 @@
-"""Builds and loads kernels.c with the user's own C compiler, once per machine; gives up quietly, with a reason.
+"""Builds and loads kernels.c with the user's C compiler, once per machine.
 
-The promise: what `load` returns has passed a self-check in a child process (a CPU that lies about its features kills
-the child, not the caller), and is exactly the file that passed. Whatever goes wrong, the caller gets a reason and no
-library, never an exception. Several processes may build at once, and an interrupted build leaves nothing trusted.
-
-It knows compilers, files and ctypes; it does not know tensors. This file also runs as the child's script, so it
-imports neither torch nor anything of ours at its head.
+Promise: the library that `load` returns has passed a self-check in a child process (an unsupported instruction kills
+the child, not the caller), and is the very file that passed. If anything goes wrong, the caller gets a reason instead
+of a library, never an exception. Several processes may build at once; an interrupted build leaves nothing trusted.
+It knows compilers, files and ctypes; it does not know tensors. The child runs this file as a script, so its head
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))  # kernels.c includes the others
-# No -ffast-math, no silent fusing: the source says where each rounding happens, and every tile must agree.
+# No -ffast-math, no implicit fusing: the source decides where each rounding happens, and all tiles must agree.
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
-# OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process fight for the cores.
+# OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 
-# Each function takes one struct: P an address, q a whole number, d a real one. One packed argument is several times
-# cheaper than twenty that ctypes converts one by one.
+# Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
+# than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
 STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q"}
-# What the pass is given to keep: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
+# The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
 MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
@@ -84,25 +83,21 @@ class Native:
 
 
 class _Unusable(Exception):
-    """Why a build cannot be had; never leaves this file."""
+    """Why a library cannot be used; caught in `load`."""
 
 
 def load(folder: Path | None = None) -> Native:
-    """The checked library, from `folder` if it is there already, else built into it."""
+    """The checked library from `folder`, built into it if it is not there."""
     try:
         if os.environ.get("OUTRIDER_NATIVE") == "0":
-            raise _Unusable("switched off by OUTRIDER_NATIVE=0")
-        import torch  # noqa: F401  (first: its OpenMP runtime must be the one that the library finds)
+            raise _Unusable("disabled by OUTRIDER_NATIVE=0")
+        import torch  # noqa: F401  (first: the library must use its OpenMP runtime)
 
-        return _load(folder or _default_folder())
-    except Exception as problem:  # whatever it is, torch can do the work
+        from ....models.paths import cache_folder
+
+        return _load(folder or cache_folder() / "native")
+    except Exception as problem:  # torch operations are used instead
         return Native(None, " ".join(str(problem).split()) or type(problem).__name__)
-
-
-def _default_folder() -> Path:
-    from ....models.paths import cache_folder
-
-    return cache_folder() / "native"
 
 
 def _load(folder: Path) -> Native:
@@ -121,7 +116,7 @@ def _opened(path: Path, threaded: bool) -> Kernels:
     before = _openmp_runtimes()
     kernels = Kernels(path, threaded)
     if before and _openmp_runtimes() - before:
-        raise _Unusable("it would bring a second OpenMP runtime beside torch's")
+        raise _Unusable("it would load a second OpenMP runtime beside torch's")
     return kernels
 
 
@@ -130,19 +125,15 @@ def _openmp_runtimes() -> set[str]:
         mapped = Path("/proc/self/maps").read_text().split()
     except OSError:
         return set()
-    return {word for word in mapped if re.search(r"/lib[gi]?omp[^/]*$", word)}
-
-
-# ------------------------------------------------------------ building
+    return {path for path in mapped if re.search(r"/lib[gi]?omp[^/]*$", path)}
 
 
 def _compiler() -> list[str]:
-    """The user's compiler, as the words of a command."""
-    if chosen := os.environ.get("CC"):
-        return shlex.split(chosen)
-    for name in ("cc", "gcc", "clang"):
-        if found := shutil.which(name):
-            return [found]
+    """The command of the user's compiler."""
+    if command := os.environ.get("CC"):
+        return shlex.split(command)
+    if path := shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"):
+        return [path]
     raise _Unusable("no C compiler (set CC, or install gcc or clang)")
 
 
@@ -151,7 +142,7 @@ def _run(command: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
 
 
 def _cpu() -> str:
-    """What -march=native looks at: model and features. Caches may be shared between machines."""
+    """The CPU's model and features, which -march=native depends on: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -161,19 +152,18 @@ def _cpu() -> str:
 
 
 def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
-    """A library built with these flags that has passed the check, made now unless it is there."""
+    """A library built with these flags that has passed the check; built unless it is there already."""
     version = _run([*compiler, "--version"], SECONDS_TO_CHECK)
     if version.returncode:
         raise _Unusable(f"{' '.join(compiler)} does not run: {version.stderr.strip()[:200] or version.returncode}")
     key = "\0".join([*(source.read_text() for source in SOURCES), *compiler, *flags, version.stdout, _cpu()])
     path = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    verdict = path.with_suffix(".checked")  # the sha256 of the file that was checked, then "ok" or what went wrong
-    if _verdict(path, verdict) is None:
-        _build(path, compiler, flags)
-        _write(verdict, f"{_digest(path)} {_check_in_child(path)}")
-    said = _verdict(path, verdict)
-    if said != "ok":
-        raise _Unusable(f"the built library failed its check: {said}")
+    report = path.with_suffix(".checked")  # the SHA-256 of the checked file, then "ok" or what went wrong
+    if _result(path, report) is None:
+        _build(path, report, compiler, flags)
+    result = _result(path, report)
+    if result != "ok":
+        raise _Unusable(f"the built library failed its check: {result}")
     return path
 
 
@@ -181,53 +171,49 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _verdict(path: Path, verdict: Path) -> str | None:
-    """What the check said of this very file; None when it was never checked, or has changed since."""
+def _result(path: Path, report: Path) -> str | None:
+    """The result of this very file's check; None if it was never checked or has changed since."""
     try:
-        digest, _, said = verdict.read_text().partition(" ")
-        return said if digest == _digest(path) else None
+        digest, _, result = report.read_text().partition(" ")
+        return result if digest == _digest(path) else None
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _build(path: Path, compiler: list[str], flags: tuple[str, ...]) -> None:
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        done = _run(
-            [*compiler, *flags, str(Path(__file__).with_name("kernels.c")), "-o", name, "-lm"], SECONDS_TO_BUILD
-        )
+def _build(path: Path, report: Path, compiler: list[str], flags: tuple[str, ...]) -> None:
+    """Build and check in a temporary folder, then move the library and its report into place, in this order."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        library, checked = Path(folder, "kernels.so"), Path(folder, "checked")
+        source = str(Path(__file__).with_name("kernels.c"))
+        done = _run([*compiler, *flags, source, "-o", str(library), "-lm"], SECONDS_TO_BUILD)
         if done.returncode:
             raise _Unusable(f"{' '.join(compiler)} failed: {done.stderr.strip()[:300] or done.returncode}")
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(name, path)
+        checked.write_text(f"{_digest(library)} {_check_in_child(library)}")
+        os.replace(library, path)
+        os.replace(checked, report)
 
 
 # ------------------------------------------------------------ checking
 
 
 def _check_in_child(path: Path) -> str:
-    """ "ok", or what went wrong. A child, because a missing instruction kills the process that meets it."""
+    """ "ok", or what went wrong. In a child, because an unsupported instruction kills its process."""
     done = _run([sys.executable, "-E", "-S", __file__, str(path)], SECONDS_TO_CHECK)
-    if -done.returncode in (signal.SIGINT, signal.SIGTERM, 9):  # says nothing about the library: ask again next time
-        raise _Unusable(f"its check was stopped by signal {-done.returncode}")
+    if -done.returncode in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        9,
+    ):  # proves nothing: check again next time
+        raise _Unusable(f"its check was interrupted by signal {-done.returncode}")
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}"
     return "ok" if done.returncode == 0 else done.stderr.strip()[-200:] or f"exit status {done.returncode}"
 
 
 def check(path: str) -> None:
-    """Runs every function on a few numbers and compares with plain Python; raises AssertionError."""
+    """Compare every function with plain Python on a few numbers; raises AssertionError."""
     kernels = Kernels(Path(path), threaded=False)
-    for d in (8, 64):  # one that fills no vector, one that fills several
+    for d in (8, 64):  # less than a vector; several vectors
         _check_rows(kernels, d)
         _check_attend(kernels, d)
         _check_int8(kernels, d)
@@ -242,7 +228,7 @@ def _floats(values: Iterable[float]) -> Floats:
     return (ctypes.c_float * len(values))(*values)
 
 
-def _longs(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
+def _int64s(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
     values = list(values)
     return (ctypes.c_int64 * len(values))(*values)
 
@@ -259,17 +245,17 @@ def _check_rows(kernels: Kernels, d: int) -> None:
 
 
 def _check_attend(kernels: Kernels, d: int) -> None:
-    """Three new rows after 40 older ones: through rope (a quarter turn: x1, x2 -> -x2, x1), then attention."""
+    """Three new rows after 40 older ones: rope (a quarter turn: x1, x2 -> -x2, x1), then attention."""
     old, new, half = 40, 3, d // 2
     end = old + new
     k, v = (_floats(math.cos(0.3 * i + j) for i in range(end * d)) for j in (0, 1))
     rows = [[math.sin(0.7 * i + t) for i in range(3 * d)] for t in range(new)]  # q, k, v of one head
     qkv, q, out = _floats(x for row in rows for x in row), _floats([0.0] * new * d), _floats([0.0] * new * d)
-    cos, sin, slots = _floats([0.0] * new * half), _floats([1.0] * new * half), _longs(range(old, end))
+    cos, sin, slots = _floats([0.0] * new * half), _floats([1.0] * new * half), _int64s(range(old, end))
     inputs = [_address(x) for x in (qkv, cos, sin, q, k, v, slots)]
     kernels.rope_store(*inputs, 0, 0, new, 1, 1, d, half, 0.0, 0, 2)
     _compare("rope_store", q, [x for row in rows for x in [-y for y in row[half:d]] + row[:half]])
-    table, lines, context = (ctypes.c_int32 * end)(*range(end)), _longs([0] * new), _longs(range(old + 1, end + 1))
+    table, lines, context = (ctypes.c_int32 * end)(*range(end)), _int64s([0] * new), _int64s(range(old + 1, end + 1))
     inputs = [_address(x) for x in (q, k, v, table, lines, context)]
     kernels.attend(*inputs, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0, 2)
     for t in range(new):
@@ -277,7 +263,7 @@ def _check_attend(kernels: Kernels, d: int) -> None:
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:
-    """A model without layers: one row of whole numbers through quantisation and the head, which must be exact."""
+    """A model without layers: one row of integers through quantisation and the head, which must be exact."""
     outputs, eps = 40, 0.0
     x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
     weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
@@ -290,10 +276,10 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     model = ctypes.create_string_buffer(
         struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 7)
     )
-    zero, row, out = _longs([0]), _floats(x), _floats([0.0] * outputs)
-    table, one = (ctypes.c_int32 * 1)(0), _longs([1])
-    places = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
-    kernels.int8_pass(_address(model), *places, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
+    table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
+    inputs = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
+    kernels.int8_pass(_address(model), *inputs, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
     _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
 
 
@@ -304,8 +290,8 @@ def _attention(q: list[float], k: Floats, v: Floats, keys: int) -> list[float]:
     return [sum(w * v[j * d + c] for j, w in enumerate(weights)) / sum(weights) for c in range(d)]
 
 
-def _compare(name: str, got: Iterable[float], expected: list[float]) -> None:
-    worst = max(abs(a - b) for a, b in zip(got, expected, strict=True))
+def _compare(name: str, actual: Iterable[float], expected: list[float]) -> None:
+    worst = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
     assert worst < 1e-5, f"{name} is off by {worst:g}"
 
 

@@ -1,7 +1,7 @@
 /* Attention of packed rows over slots: each row reads a list of keys, its line's context and then its ancestors.
  *
- * This file only divides the work, into tiles of rows and, when those are too few for the threads, tiles into blocks
- * of keys. Blocks of a query are merged in order either way, so its bits do not show who computed them.
+ * This file only divides the work: into tiles of rows and, if those are too few for the threads, tiles into blocks of
+ * keys. Blocks of a query are merged in order either way, so its bits do not depend on which thread computed them.
  */
 #ifndef OUTRIDER_ATTEND_H
 #define OUTRIDER_ATTEND_H
@@ -9,8 +9,8 @@
 #include "tile.h"
 
 enum {
-    SMALL = 1 << 16, /* products that are not worth waking another thread for */
-    STATES = 1 << 22, /* floats that states of single blocks may take */
+    SMALL = 1 << 16, /* multiplications that are not worth waking another thread for */
+    STATES = 1 << 22, /* the most floats for the states of single blocks */
 };
 
 typedef struct {
@@ -106,7 +106,7 @@ static int merge_row(const void *opaque, int64_t t) {
     return 0;
 }
 
-/* ---------------------------------------------------------------- all of them */
+/* ---------------------------------------------------------------- all tiles */
 
 static int64_t measure(Job *job) { /* fills ends and blocks; returns the number of all rows' keys */
     const Attend *a = job->a;
@@ -132,7 +132,7 @@ static void divide(Job *job) { /* rows of one line stay together, as many as fit
     }
 }
 
-/* How rows are divided is the same for every layer of a pass; `memory` is the caller's to free. */
+/* Divides the rows, in the same way for every layer of a pass. The caller frees `memory`. */
 static int plan(Job *job, const Attend *a, int64_t *threads, int64_t **memory) {
     const int64_t group = a->heads / a->kv_heads, queries = a->rows * group;
     if (!(*memory = malloc((size_t)(a->rows + 2 * queries + 1) * sizeof **memory))) return 1;

@@ -6,8 +6,8 @@
  *
  *     y[n] = scale * weight_scale[n] * (256 * sum(high * w) + sum(low * w)) + bias[n]
  *
- * Integer sums do not care for order: every instruction set, tile and thread count gives the same bits. Weights are
- * read once for all rows of a tile, in the order in which they lie: [blocks of 32 outputs][inputs / 4][32][4].
+ * Integer sums do not depend on the order: every instruction set, tile and thread count gives the same bits. Weights
+ * are read once for all rows of a tile, in memory order: [blocks of 32 outputs][inputs / 4][32][4].
  */
 #ifndef OUTRIDER_INT8_H
 #define OUTRIDER_INT8_H
@@ -17,11 +17,11 @@
 enum {
     OUTPUTS = 32, /* outputs of a block */
     STEP = 4 * OUTPUTS, /* bytes that four inputs of it take */
-    FEW = 4, /* rows up to which the memory's own prefetching is best left alone */
+    FEW = 4, /* up to this many rows, hardware prefetching alone is faster */
 };
 
-/* dot: sum += four products in each lane. OFFSET: what it leaves on every weight, to be taken off by the row's sum.
- * ROWS x (STEP / BYTES) sums fit the registers. */
+/* dot: sum += four products in each lane. OFFSET: what it adds to every weight; OFFSET * the row's sum is subtracted
+ * afterwards. ROWS x (STEP / BYTES) sums fit the registers. */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define DOT_ISA "VNNI"
 enum { BYTES = 64, OFFSET = 128, ROWS = 12 };
@@ -114,7 +114,7 @@ INLINE int64_t blocks_of(const Linear *a) { return (a->outputs + OUTPUTS - 1) / 
 
 /* ---------------------------------------------------------------- a register tile */
 
-/* Sums of R rows and one block. With `ask`, the next block comes nearer meanwhile. */
+/* Sums of R rows and one block. With `ask`, the next block is prefetched meanwhile. */
 INLINE void sum_rows(int R, int ask, const uint8_t *w, const int8_t *x, int64_t stride, int64_t high, int64_t steps,
                      int32_t out[][OUTPUTS]) {
     vi sum[ROWS][VECTORS];
@@ -146,7 +146,7 @@ INLINE void sum_rows(int R, int ask, const uint8_t *w, const int8_t *x, int64_t 
 
 typedef int32_t vl __attribute__((vector_size(4 * W)));
 
-/* Numbers of one row and one block, to where they belong. */
+/* Scales the sums of one row and one block, and writes them to the output. */
 static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t *sums) {
     const Linear *linear = a->linear;
     const int64_t first = block * OUTPUTS;
@@ -173,7 +173,7 @@ static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t
     else memcpy(out, y, (size_t)n * sizeof *out);
 }
 
-/* One block of outputs for all rows: its weights stay in the nearest cache. */
+/* One block of outputs for all rows: its weights stay in the L1 cache. */
 static int multiply_block(const void *job, int64_t block) {
     const Product *a = job;
     const Linear *linear = a->linear;
@@ -184,7 +184,7 @@ static int multiply_block(const void *job, int64_t block) {
         const int64_t left = a->x.rows - t, turns = (left + ROWS - 1) / ROWS;
         n = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
         const int8_t *x = a->x.bytes + t * a->x.stride;
-        const int ask = a->x.rows > FEW && left == n; /* the last tile: the others have this block to wait for */
+        const int ask = a->x.rows > FEW && left == n; /* only in the last tile: the others still read this block */
         switch (n) {
 #define SUM(R, ask) sum_rows(R <= ROWS ? R : ROWS, ask, w, x, a->x.stride, high, steps, sums)
 #define TILE_OF(R) \

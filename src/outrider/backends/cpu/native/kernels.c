@@ -1,19 +1,19 @@
-/* The small operations of a decoder pass on a CPU: norm, rope, attention, gated activation.
+/* The operations of a decoder pass between its products, on a CPU: norm, rope, attention, gated activation.
  *
- * The promise: a row's result is the same bits whichever rows share the call and however many threads there are.
+ * Promise: a row's result is the same bits whichever rows share the call and however many threads there are.
  * It holds by construction. Every sum has one order, given by the row alone: W lanes, each in ascending order, then
  * one fixed tree. Short tails are padded with zeros and run through the same instructions. Products and sums fuse
  * only where `fma_` is written (build with -ffp-contract=off, never with -ffast-math). Blocks, tiles and parts decide
- * who computes a number, never how.
+ * which thread computes a number, never how.
  *
- * It does not know models, sequences or drafts: only rows, slots and planes. Callers check shapes and types. Every
- * function takes one struct whose fields are 8 bytes each, and returns non-zero when there is no memory.
+ * It knows rows, slots and planes; it does not know models, sequences or drafts. Callers check shapes and types. Every
+ * function takes one struct whose fields are 8 bytes each, and returns non-zero if there is no memory.
  */
 #include "vectors.h"
 
 #include "attend.h"
 
-/* Rows that one part of a job takes: enough elements to be worth waking another thread for. */
+/* Rows of one part of a job: enough elements to be worth waking another thread for. */
 INLINE int64_t block_of(int64_t width) { return most(1, 32768 / most(1, width)); }
 
 static int by_blocks(Work work, const void *job, int64_t rows, int64_t block, int64_t threads) {
@@ -69,7 +69,7 @@ typedef struct {
     int64_t rows, width, bf16, threads;
 } Silu;
 
-INLINE int64_t silu_block(int64_t width) { return block_of(4 * width); } /* an exponential is worth several sums */
+INLINE int64_t silu_block(int64_t width) { return block_of(4 * width); } /* an exponential costs several sums */
 
 static int silu_rows(const void *job, int64_t part) {
     const Silu *a = job;
@@ -91,7 +91,7 @@ static int silu_rows(const void *job, int64_t part) {
 
 int outrider_silu_mul(const Silu *a) { return by_blocks(silu_rows, a, a->rows, silu_block(a->width), a->threads); }
 
-/* ---------------------------------------------------------------- the largest of each row, and where it first stands */
+/* ---------------------------------------------------------------- each row's largest value and its first index */
 
 typedef struct {
     const float *x; /* [R, V] */

@@ -1,8 +1,8 @@
 /* All layers of a quantised decoder in one call: rows in, logits out, K and V into their planes.
  *
- * The promise: a row's logits are the same bits whichever rows share the pass and however many threads there are.
- * Products are exact (int8.h), attention and norms have a fixed order (tile.h, kernels.c), and whatever is left is
- * done row by row. The residual stream, K and V are float32.
+ * Promise: a row's logits are the same bits whichever rows share the pass and however many threads there are.
+ * Products are exact (int8.h), attention and norms have a fixed order (tile.h, kernels.c), and everything else is
+ * computed row by row. The residual stream, K and V are float32.
  */
 #ifndef OUTRIDER_PASS_H
 #define OUTRIDER_PASS_H
@@ -25,11 +25,11 @@ typedef struct {
     Linear head;
     int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
     double eps;
-    /* Of a trained head: its first layer reads the token's embedding beside the stream, each normed on its own. */
+    /* Of a trained head: its first layer reads the token's embedding and the residual stream, each with its own norm. */
     const float *beside_norm; /* [H] the stream's norm there, or NULL: an ordinary decoder */
-    const float *mask_embedding, *mask_stream; /* [H] what a row has whose token is -1, or NULL: no such rows */
+    const float *mask_embedding, *mask_stream; /* [H] values of a row whose token is -1, or NULL: no such rows */
     int64_t words; /* rows of `embedding` */
-    Linear fuse; /* from what a head is shown of its target's layers to its stream */
+    Linear fuse; /* from the tapped states of the target's layers to the head's residual stream */
 } Model;
 
 typedef struct {
@@ -49,7 +49,7 @@ typedef struct {
     const Pass *p;
     Job job; /* attention, divided; its `a` is set for each layer */
     Packed packed;
-    float *fused; /* [2T, H]: by the high bytes of what was shown, and by the low ones */
+    float *fused; /* [2T, H]: products of the high bytes of `shown`, and of the low bytes */
     float *x, *qkv, *q, *mixed, *middle, *cos, *sin; /* [T, H], [T, (heads + 2 kv_heads) d], [T, heads d] twice, ... */
     int64_t middle_stride;
 } State8;
@@ -58,7 +58,7 @@ typedef struct {
 
 typedef struct {
     const State8 *s;
-    const Linear *linear; /* that the rows are for */
+    const Linear *linear; /* the product that reads the rows */
     const float *from; /* [T, from_stride] */
     const float *norm; /* [H] or NULL */
     const int64_t *pick; /* which rows, or NULL: all */
@@ -96,7 +96,7 @@ static int pack_pair(const void *job, int64_t t) { /* a head's first layer: [the
     return 0;
 }
 
-/* What is shown has a few inputs that are a thousand times larger than the rest: every one of them gets two bytes. */
+/* Tapped states have a few inputs that are a thousand times larger than the rest, so every input gets two bytes. */
 static int pack_shown(const void *job, int64_t t) {
     const State8 *s = job;
     const Packed *out = &s->packed;
@@ -159,7 +159,7 @@ static int turn_row(const void *job, int64_t t) {
     return !row;
 }
 
-/* ---------------------------------------------------------------- work by layer; every member runs all of this */
+/* ---------------------------------------------------------------- work by layer; every team member runs all of it */
 
 static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t rows, float *out, int64_t stride,
                     enum Kind kind) {
@@ -236,13 +236,13 @@ static int outside(const int64_t *x, int64_t n, int64_t end) {
     return 0;
 }
 
-INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch, on a cache line of its own */
+INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch memory, aligned to a cache line */
     void *piece = *memory;
     *memory += (bytes + 63) / 64 * 64;
     return piece;
 }
 
-/* Buffers of the pass, from `memory`; with NULL, only how many bytes they take. */
+/* Lays out the buffers of the pass in `memory`; returns their bytes. With NULL, only the size counts. */
 static int64_t furnish(State8 *s, char *memory) {
     const Model *model = s->p->model;
     const int64_t rows = s->p->rows, twice = s->p->shown ? 2 * rows : 0, d = model->d;

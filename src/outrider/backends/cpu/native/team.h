@@ -1,9 +1,9 @@
-/* Threads that walk through a whole pass together: phase after phase, each of them a number of parts.
+/* Threads that run a whole pass together: phase after phase, each with a number of parts.
  *
- * A phase is over when its parts are, not when everybody has come: on a machine that is shared, a member whose core
- * was taken away is not waited for unless it holds a part. It finds the phase it is looking for gone, skips to the
- * next, and so catches up. Hence between two calls of `each` a member may do nothing that others see. Who takes a part
- * is decided at run time (everybody begins with a share of neighbouring parts), so parts must not care.
+ * A phase ends when its parts are done, not when every member has arrived: on a shared machine, a member that was
+ * descheduled is not waited for unless it holds a part. It finds that its phase is over, skips to the next, and so
+ * catches up. Hence between two calls of `each` a member must do nothing that others see. Which member takes a part is
+ * decided at run time (each begins with a share of neighbouring parts), so results must not depend on it.
  */
 #ifndef OUTRIDER_TEAM_H
 #define OUTRIDER_TEAM_H
@@ -21,26 +21,26 @@
 
 enum {
     MEMBERS = 64, /* threads of a team, at most */
-    SPINS = 2000, /* looks at a phase before the core is left to others: some 30 microseconds */
+    SPINS = 2000, /* polls of a phase before the thread sleeps: some 30 microseconds */
     FUTEX_SLEEP = 128, /* Linux's FUTEX_WAIT and FUTEX_WAKE within a process: not every system has the header */
     FUTEX_ROUSE = 129,
 };
 
 typedef struct {
-    _Alignas(64) uint64_t claim; /* phase << 32 | parts of a member's share that somebody has begun */
+    _Alignas(64) uint64_t claim; /* phase << 32 | started parts of a member's share */
 } Share;
 
 typedef struct {
     Share shares[MEMBERS];
-    _Alignas(64) int64_t done; /* parts of this phase */
-    _Alignas(64) uint32_t phase; /* that is under way; only grows, as claims do */
+    _Alignas(64) int64_t done; /* finished parts of this phase */
+    _Alignas(64) uint32_t phase; /* the current phase; only grows, as claims do */
     uint32_t asleep;
 } Team;
 
 typedef struct {
     Team *team; /* shared */
     int64_t me, size;
-    uint32_t phase; /* that this member looks for next */
+    uint32_t phase; /* the next one of this member */
 } Member;
 
 INLINE void relax(void) {
@@ -54,7 +54,7 @@ INLINE void relax(void) {
 static void sleep_in(Team *team, uint32_t phase) {
 #if defined(SYS_futex)
     __atomic_add_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, &team->phase, FUTEX_SLEEP, phase, NULL, NULL, 0); /* returns at once if it has changed */
+    syscall(SYS_futex, &team->phase, FUTEX_SLEEP, phase, NULL, NULL, 0); /* returns at once if the phase has changed */
     __atomic_sub_fetch(&team->asleep, 1, __ATOMIC_SEQ_CST);
 #else
     (void)team;
@@ -63,8 +63,8 @@ static void sleep_in(Team *team, uint32_t phase) {
 #endif
 }
 
-/* Whoever finishes a phase's last part opens the next. Values are only raised: a member that was interrupted in here
- * must not set back what others have reached meanwhile. */
+/* The member that finishes a phase's last part opens the next. Values are only raised: a member that was interrupted
+ * here must not undo the progress of others. */
 static void open_phase(const Member *m, uint32_t phase) {
     Team *team = m->team;
     __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED); /* before the first claim can be made */
@@ -82,7 +82,7 @@ static void open_phase(const Member *m, uint32_t phase) {
 #endif
 }
 
-/* All parts of a job, by whoever is there; every member calls this with the same arguments, in the same order. */
+/* Runs all parts of a job. Every member calls this with the same arguments, in the same order. */
 static int each(Member *m, Work work, const void *job, int64_t parts) {
     if (parts <= 0) return 0;
     Team *team = m->team;

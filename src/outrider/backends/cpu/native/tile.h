@@ -1,8 +1,8 @@
 /* Attention of a few queries that share a line and a kv head, one block of keys at a time.
  *
- * Lists of keys are cut into blocks by the place of a key in its list. Within a block a score is one sum over d, a
- * weight one exponential, an output one sum over the keys in order; lanes of the weights' sum follow a key's place.
- * None of it depends on the tile: its rows are walked together only so that K and V are read once for all of them.
+ * Lists of keys are divided into blocks by a key's index in its list. Within a block a score is one sum over d, a
+ * weight one exponential, an output one sum over the keys in order; a key's index decides its lane in the sum of the
+ * weights. None of it depends on the tile: its rows are processed together only so that K and V are read once.
  * A key outside a row's list is never multiplied.
  */
 #ifndef OUTRIDER_TILE_H
@@ -19,7 +19,7 @@
 enum {
     BLOCK = 256, /* keys of a block; a multiple of W. Another number gives other bits */
     VALUES = 64, /* value rows that are read together */
-    AHEAD = 64, /* keys that are asked for before they are needed */
+    AHEAD = 64, /* keys that are prefetched before they are needed */
     TILE = 48, /* queries of a tile, at most */
     STRIDE = BLOCK + 16, /* scores are written W at a time, and may run over */
 };
@@ -138,7 +138,7 @@ INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, n
     return (left + turns - 1) / turns;
 }
 
-/* ---------------------------------------------------------------- stretches of keys */
+/* ---------------------------------------------------------------- ranges of keys */
 
 /* Where keys j .. j+n-1 of row t begin in a plane; the last one again until `fill` pointers are set. */
 static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
@@ -150,7 +150,7 @@ static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int
         const int64_t slot = own < 0 ? line[j + i] : a->ancestors[t * a->depth + own];
         found[i] = plane + (slot * a->kv_heads + tile->kv) * a->d;
         if (tile->wide == a->d) continue;
-        float *copy = tile->copy + i * tile->wide; /* a row that does not fill its last vector: zeros do */
+        float *copy = tile->copy + i * tile->wide; /* the last vector is padded with zeros */
         memcpy(copy, found[i], (size_t)a->d * sizeof *copy);
         memset(copy + a->d, 0, (size_t)(tile->wide - a->d) * sizeof *copy);
         found[i] = copy;
@@ -158,7 +158,7 @@ static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int
     for (int64_t i = n; i < fill; i++) found[i] = found[n - 1];
 }
 
-/* Keys are scattered, and a pass over the weights has pushed them out of the caches: ask for them in good time. */
+/* Prefetches keys, which are scattered, and which the pass over the weights has evicted from the caches. */
 INLINE void ask(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t end) {
     const Attend *a = tile->a;
     const int32_t *line = a->table + a->lines[t] * a->table_stride;
@@ -203,7 +203,7 @@ static void weigh_keys(const Tile *tile, int64_t first, int64_t last, int64_t t,
     }
 }
 
-/* Every row walks its own keys in order; what all rows of the tile share is walked together.
+/* Every row processes its own keys in order; the keys that all rows of the tile share are processed together.
  *
  *     row 0   start ......[low ........ high]. end
  *     row 1      start ...[low ........ high]...... end
@@ -273,7 +273,7 @@ static void attend_block(Tile *tile, int64_t block) {
     walk(tile, weigh_keys);
 }
 
-/* A query's keys so far, and then its next block. */
+/* Merges a query's next block into its state. */
 static void merge(State *so_far, const State *next, int64_t wide) {
     if (next->total == 0.0f) return;
     const float best = next->best > so_far->best ? next->best : so_far->best;

@@ -1,7 +1,7 @@
-/* What the kernels are made of: vectors whose order of operations is fixed, rows in two types, scratch, threads.
+/* Building blocks of the kernels: vectors with a fixed order of operations, rows in two types, scratch, threads.
  *
- * The width W is the machine's own; a sum's order depends on it, so machines may differ in the last bit, but calls on
- * one machine never do. Nothing here knows what the numbers mean.
+ * The width W is the machine's; a sum's order depends on it, so machines may differ in the last bit, but calls on one
+ * machine never do. It does not know what the numbers mean.
  */
 #ifndef OUTRIDER_VECTORS_H
 #define OUTRIDER_VECTORS_H
@@ -103,7 +103,7 @@ INLINE float lanes_top(vf v) {
 #endif
 #define FOLD(F, a, b) (PICK(F, a, b, 0) + PICK(F, a, b, 1))
 
-/* A value that stays in its register: compilers like to read it from memory again for every use. */
+/* Keeps a value in its register: compilers tend to load it again for every use. */
 #if defined(__AVX512F__)
 #define KEEP(x) __asm__("" : "+v"(x))
 #elif defined(__SSE__)
@@ -167,7 +167,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Growing buffers, kept by their thread for the next call: fresh ones would cost page faults in every layer. */
+/* Growing buffers that each thread keeps for the next call: new ones would cost page faults in every layer. */
 static float *scratch(int which, int64_t floats) {
     static _Thread_local char *base[3];
     static _Thread_local size_t held[3];
@@ -180,7 +180,7 @@ static float *scratch(int which, int64_t floats) {
     return base[which] ? (float *)(((uintptr_t)base[which] + 63) & ~(uintptr_t)63) : NULL;
 }
 
-/* Threads may come with different rounding of denormals (torch.set_flush_denormal); all work runs in one mode. */
+/* Threads may differ in how they treat denormals (torch.set_flush_denormal); all work runs in one mode. */
 #if defined(__SSE__)
 #define PLAIN_MODE \
     unsigned mode = _mm_getcsr(); \

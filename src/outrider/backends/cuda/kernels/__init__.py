@@ -1,1 +1,4 @@
-"""Triton kernels whose rows do not depend on their neighbours: products, attention, sampling, small operations."""
+"""Triton kernels: attention, matmul, sampling, elementwise operations.
+
+Promise: a row's bits do not depend on the other rows of the call. They know rows, slots and planes, not layers.
+"""

@@ -1,13 +1,11 @@
 """Attention over slots: a few query rows of each sequence against a long context.
 
-The promise: a row's result depends on its own query and its own keys in their order, and on nothing else: neither on
-rows that share its block, nor on how many blocks of threads share the work. Keys are taken in spans that begin at
-multiples of SPAN positions; each span is one sum, and spans are merged from the first to the last. A span in which a
-row may see nothing changes none of its bits. A drafted node's ancestors count as the positions they would have, so
-chains, trees and plain decoding add the same numbers in the same order.
-
-Rows come in blocks of one sequence (`Blocks`): key p of a block is slot table[line, p], or tail[p - base] from the base
-on. Heads that share keys are packed beside each other. Padding may hold anything, NaN included.
+Promise: a row's result depends on its own query and its own keys in their order, and on nothing else: neither on the
+rows that share its block nor on how many programs share the work. Keys are taken in spans that begin at multiples of
+SPAN positions; each span is one sum, and spans are merged from the first to the last. A span in which a row sees no key
+changes none of its bits. A drafted node's ancestors count as the positions they would have, so chains, trees and plain
+decoding add the same numbers in the same order. Query heads that share a key head are processed together. Padding may
+hold anything, NaN included.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUERIES = 16  # rows times the heads that share a key head, in one block
+QUERIES = 16  # of one block: its rows times the heads that share a key head
 SPAN = 128  # keys of one sum
-SCRATCH_NUMBERS = 1 << 26  # and no more memory than this for unmerged sums, whatever the context
-PROGRAMS = 1024  # blocks of threads that one call is spread over; those without work are gone at once
+SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
+PROGRAMS = 1024  # that one call is spread over; those without work end at once
 WARPS = 8
 SCRATCH_ROWS = 256  # passes with more rows than this keep every sum in registers
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which rows go together: consecutive rows, each of which sees one key more than the one before it.
+    """Which rows are computed together: consecutive rows, each of which sees one key more than the one before it.
 
-    A block's numbers lie side by side, so that one access brings them all. Blocks of no rows are padding.
+    Key p of a block is slot table[line, p], or tail[p - base] from `base` on. Blocks of no rows are padding.
     """
 
     info: Tensor  # [N, 8] int32: first row, rows, line in the table, base, keys of the first row; the rest is unused
@@ -46,20 +44,20 @@ def rows_per_block(heads: int, kv_heads: int) -> int:
 
 
 class Scratch:
-    """Unmerged sums, and how many of a block have arrived. Passes that run at the same time need one each."""
+    """Unmerged sums, and how many programs of a block have finished. Concurrent passes need one each."""
 
     def __init__(self, rows: int, heads: int, dim: int, length: int, device: torch.device) -> None:
         spans = triton.cdiv(length, SPAN)
         rows = max(min(rows, SCRATCH_ROWS, SCRATCH_NUMBERS // (heads * spans * dim)), 1)
         self.rows, self.spans = rows, spans
         self.sums = torch.empty((rows, heads, spans, dim), dtype=torch.float32, device=device)
-        self.marks = torch.empty((rows, heads, spans, 2), dtype=torch.float32, device=device)  # highest score, weight
-        self.arrived = torch.zeros((rows * heads,), dtype=torch.int32, device=device)
+        self.stats = torch.empty((rows, heads, spans, 2), dtype=torch.float32, device=device)  # highest score, weight
+        self.finished = torch.zeros((rows * heads,), dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _merge(high, weight, total, new_high, new_weight, new_total):
-    """Add a span's sum. An empty span (high = -inf) leaves the bits as they are, as does merging into nothing."""
+    """Add a span's sum. An empty span (high = -inf) changes no bits, nor does merging into an empty sum."""
     top = tl.maximum(high, new_high)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(high - anchor), tl.exp2(new_high - anchor)
@@ -68,19 +66,19 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 @triton.jit
 def _span(
-    q, k_plane, v_plane, slots_at, tail_at, base, head, start, most, keys, scale, window,
+    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
-    exists = p < most
-    slot = tl.load(slots_at + p, mask=exists & (p < base), other=0)
-    slot += tl.load(tail_at + p - base, mask=exists & (p >= base), other=0)
-    at = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
+    exists = p < max_keys
+    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
+    slot += tl.load(tail + p - base, mask=exists & (p >= base), other=0)
+    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
     ok = exists[:, None] & (d < DIM)[None, :]
-    k = tl.load(k_plane + at, mask=ok, other=0.0)
-    v = tl.load(v_plane + at, mask=ok, other=0.0)
+    k = tl.load(k_plane + offset, mask=ok, other=0.0)
+    v = tl.load(v_plane + offset, mask=ok, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
     sees = p[None, :] < keys[:, None]
     if window > 0:
@@ -88,64 +86,64 @@ def _span(
     scores = tl.where(sees, scores, float("-inf"))
     high = tl.max(scores, 1)
     anchor = tl.where(high == float("-inf"), 0.0, high)
-    chance = tl.exp2(scores - anchor[:, None])  # 0 where nothing is seen
-    return high, tl.sum(chance, 1), tl.dot(chance.to(v.dtype), v, input_precision=PRECISION)
+    weights = tl.exp2(scores - anchor[:, None])  # 0 for keys that are not seen
+    return high, tl.sum(weights, 1), tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
 
 
 @triton.jit
 def _attend(
-    q, k_plane, v_plane, out, table, info, tail, sums, marks, arrived,
-    scale, length, depth, spans_kept, window,
+    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished,
+    scale, length, depth, max_spans, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, SPAN: tl.constexpr, SHARES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
     line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
-    fewest = tl.load(info + block * 8 + 4)
-    most = fewest + rows - 1
-    spans = tl.cdiv(most, SPAN)
-    if (rows == 0) | (share >= spans):
+    min_keys = tl.load(info + block * 8 + 4)
+    max_keys = min_keys + rows - 1
+    spans = tl.cdiv(max_keys, SPAN)
+    if (rows == 0) | (split >= spans):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
     row = first + m // GROUP
-    mine = m // GROUP < rows
-    keys = tl.where(mine, fewest + m // GROUP, 0)
-    place = row.to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
-    ok = mine[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + place[:, None] * DIM + d[None, :], mask=ok, other=0.0)
-    slots_at = table + line.to(tl.int64) * length
-    tail_at = tail + block.to(tl.int64) * depth
+    valid = m // GROUP < rows
+    keys = tl.where(valid, min_keys + m // GROUP, 0)
+    index = row.to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
+    ok = valid[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+    slots_of_line = table + line.to(tl.int64) * length
+    tail_of_block = tail + block.to(tl.int64) * depth
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    alone = (SHARES == 1) | (spans == 1)
-    for span in range(share, spans, SHARES):
+    unsplit = (SPLITS == 1) | (spans == 1)
+    for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_at, tail_at, base, head, span * SPAN, most, keys, scale, window,
-            KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION,
+            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
+            window, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION,
         )  # fmt: skip
-        if alone:
+        if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:
-            kept = place * spans_kept + span  # [M]
-            tl.store(marks + kept * 2, new_high, mask=mine)
-            tl.store(marks + kept * 2 + 1, new_weight, mask=mine)
-            tl.store(sums + kept[:, None] * DIM + d[None, :], new_total, mask=ok)
-    if not alone:
-        tl.debug_barrier()  # every thread's part is written before the block says so
-        before = tl.atomic_add(arrived + block * KV_HEADS + head, 1, sem="acq_rel")
-        if before + 1 < tl.minimum(spans, SHARES):
+            at = index * max_spans + span  # [M]
+            tl.store(stats + at * 2, new_high, mask=valid)
+            tl.store(stats + at * 2 + 1, new_weight, mask=valid)
+            tl.store(sums + at[:, None] * DIM + d[None, :], new_total, mask=ok)
+    if not unsplit:
+        tl.debug_barrier()  # all threads have written before the program counts as finished
+        before = tl.atomic_add(finished + block * KV_HEADS + head, 1, sem="acq_rel")
+        if before + 1 < tl.minimum(spans, SPLITS):
             return
-        tl.store(arrived + block * KV_HEADS + head, 0)  # the last to arrive merges, in order, and leaves it ready
+        tl.store(finished + block * KV_HEADS + head, 0)  # the last program merges in order, and resets the count
         for span in range(spans):
-            kept = place * spans_kept + span
-            new_high = tl.load(marks + kept * 2, mask=mine, other=float("-inf"), cache_modifier=".cg")
-            new_weight = tl.load(marks + kept * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
-            new_total = tl.load(sums + kept[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
+            at = index * max_spans + span
+            new_high = tl.load(stats + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+            new_weight = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+            new_total = tl.load(sums + at[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
-    tl.store(out + place[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+    tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
 def attend(q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0) -> Tensor:
@@ -153,13 +151,13 @@ def attend(q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: f
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
-    shares = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
-    launch: Any = _attend[(n, kv_heads, shares)]
+    splits = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
+    launch: Any = _attend[(n, kv_heads, splits)]
     launch(
-        q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.marks, scratch.arrived,
+        q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
         scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        QUERIES=QUERIES, SPAN=SPAN, SHARES=shares, PRECISION="ieee",
+        QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee",
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Choices on a GPU are the choices of `sampling`, row by row. Without a GPU the kernels run in triton's interpreter."""
+"""Choices on a GPU equal those of `engine.sampling`. Without a GPU the kernels run in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from support.kernels import DEVICE, GPU  # before triton
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-from outrider.backends.cuda.kernels import choice  # noqa: E402 - its kernels are what triton's mode makes of them
+from outrider.backends.cuda.kernels import sampling as gpu_sampling  # noqa: E402 - its kernels are what triton's mode makes of them
 
-# The interpreter's numpy remarks on inf - inf even where the result is not used.
+# numpy, in the interpreter, warns of inf - inf even where the result is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-Laws, _key, _gumbel = choice.Laws, choice._key, choice._gumbel
+Laws, _key, _gumbel = gpu_sampling.Laws, gpu_sampling._key, gpu_sampling._gumbel
 V, BLOCK = 203, 64  # the last block is not full
 FILTERS = [
     *({"top_k": 1}, {"top_k": 7}, {"top_k": V - 1}, {"top_k": V}, {"top_k": 10 * V}),
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     def seq(self) -> Sequence:
         names = ("temperature", "top_k", "top_p", "min_p")
         seq = Sequence(1, [], SamplingParams(**{name: getattr(self, name) for name in names}), seed=self.seed)
-        seq.tokens = range(self.position)  # type: ignore[assignment]  # only its length is looked at
+        seq.tokens = range(self.position)  # type: ignore[assignment]  # only its length is read
         return seq
 
 
@@ -58,11 +58,11 @@ def laws(rows: list[Row]) -> Laws:
 
 def chosen(rows: list[Row], filtered: bool, block: int = BLOCK) -> list[torch.Tensor]:
     logits = torch.stack([row.logits for row in rows]).to(DEVICE)
-    return [out.cpu() for out in choice.choose(logits, laws(rows), filtered, block)]
+    return [out.cpu() for out in gpu_sampling.choose(logits, laws(rows), filtered, block)]
 
 
 def check(rows: list[Row], filtered: bool, block: int = BLOCK) -> None:
-    """Every row's choice, highest logit and confidence are what `sampling` says."""
+    """Every row's choice, highest logit and confidence equal those of `engine.sampling`."""
     choices, highest, confidence = chosen(rows, filtered, block)
     assert choices.tolist() == [sampling.choose(row.logits, row.seq, []) for row in rows]
     assert highest.tolist() == [float(row.logits.max()) for row in rows]
@@ -92,7 +92,7 @@ def test_the_hash_is_that_of_sampling() -> None:
     assert keys.tolist() == [sampling._signed(key) for key in expected]
     tokens = torch.arange(200_000, 200_256)
     wanted = torch.stack([sampling.gumbel(key, tokens) for key in expected])
-    # Another library's logarithm may round its last bit otherwise; another hash would be far away.
+    # Another library's logarithm may round its last bit differently; another hash would be far off.
     torch.testing.assert_close(noises.cpu(), wanted, rtol=1e-13, atol=1e-13)
 
 
@@ -124,7 +124,7 @@ def test_filters_among_equals_are_those_of_sampling() -> None:
 
 
 def test_candidates_are_those_of_sampling() -> None:
-    """Not only who wins: floor and tie leave exactly the same tokens."""
+    """Not only the choice: floor and tie leave exactly the same candidates."""
     rows = [
         Row((noise(i, 1.5) * sharp).round() / sharp, 0, 0, 0.7, **params)
         for i, params in enumerate(FILTERS)
@@ -132,7 +132,7 @@ def test_candidates_are_those_of_sampling() -> None:
     ]
     rows.append(Row(torch.zeros(256)[:V], 0, 0, 1.0))
     logits = torch.stack([row.logits for row in rows]).to(DEVICE)
-    floor, tie = (part.cpu() for part in choice.floors(logits, laws(rows)))
+    floor, tie = (part.cpu() for part in gpu_sampling.floors(logits, laws(rows)))
     for i, row in enumerate(rows):
         scores = row.logits.double() / row.temperature
         kept = (scores > floor[i]) | ((scores == floor[i]) & (torch.arange(V) <= tie[i]))
@@ -141,7 +141,7 @@ def test_candidates_are_those_of_sampling() -> None:
 
 def test_a_nucleus_among_equals_takes_the_lowest_ids() -> None:
     flat = Row(torch.zeros(64), top_p=0.25, temperature=1.0)
-    floor, tie = choice.floors(flat.logits[None].to(DEVICE), laws([flat]))
+    floor, tie = gpu_sampling.floors(flat.logits[None].to(DEVICE), laws([flat]))
     assert (floor.item(), tie.item()) == (0.0, 15)
     check([flat._replace(seed=seed) for seed in range(8)], True)
 
@@ -153,7 +153,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert choices.tolist() == [0, 70]
     assert confidence[0] == pytest.approx(1 / V)
     infinite = noise(1)
-    infinite[[40, 90]] = math.inf  # noise cannot tell them apart
+    infinite[[40, 90]] = math.inf  # infinite scores stay equal under noise
     rows = [Row(infinite), Row(infinite, temperature=1.0), Row(infinite, temperature=1.0, top_p=0.4, min_p=0.1)]
     assert chosen(rows, True)[0].tolist() == [40, 40, 40]
     check([Row(flat, seed, 3, 0.8) for seed in range(10)], False)
@@ -168,19 +168,19 @@ def test_impossible_tokens_are_never_chosen() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_broken_rows_are_heard_of_and_harm_nobody(filtered: bool) -> None:
+def test_broken_rows_are_reported_and_do_not_affect_others(filtered: bool) -> None:
     broken, nothing, fine = noise(1), torch.full((V,), -math.inf), Row(noise(2), 4, 5, 0.9)
     broken[150] = math.nan
     sick = [Row(z, 1, 2, t, top_p=0.9, top_k=5) for z in (broken, nothing) for t in (0.0, 1.0)]
     choices, highest, confidence = chosen([*sick, fine], filtered)
     assert highest[:2].isnan().all()
     assert highest[2:4].tolist() == [-math.inf, -math.inf]
-    assert ((choices >= 0) & (choices < V)).all()  # an id in any case: whoever looks it up must not fall
+    assert ((choices >= 0) & (choices < V)).all()  # always a valid id, so that a lookup cannot fail
     assert choices[4] == sampling.choose(fine.logits, fine.seq, [])
     assert not confidence[2:].isnan().any()
 
 
-def test_a_row_does_not_notice_the_others() -> None:
+def test_a_row_does_not_depend_on_the_others() -> None:
     rows = [Row(noise(i, 2.0), i, 20 + i, 0.3 * (i % 4), **params) for i, params in enumerate(FILTERS[5:])]
     together = chosen(rows, True)
     for i, row in enumerate(rows):
@@ -191,15 +191,15 @@ def test_a_row_does_not_notice_the_others() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_rows_may_lie_apart(filtered: bool) -> None:
+def test_rows_at_any_stride(filtered: bool) -> None:
     rows = [Row(noise(i), i, 7, 0.5 * i, top_k=9 if filtered else 0) for i in range(4)]
     wide = torch.full((8, V + 13), math.nan, device=DEVICE)
     wide[::2, :V] = torch.stack([row.logits for row in rows]).to(DEVICE)
-    apart = choice.choose(wide[::2, :V], laws(rows), filtered, BLOCK)
+    apart = gpu_sampling.choose(wide[::2, :V], laws(rows), filtered, BLOCK)
     for one, other in zip(apart, chosen(rows, filtered), strict=True):
         assert torch.equal(one.cpu(), other)
     with pytest.raises(ValueError, match="contiguous"):
-        choice.choose(wide.T, laws(rows), filtered, BLOCK)
+        gpu_sampling.choose(wide.T, laws(rows), filtered, BLOCK)
 
 
 @pytest.mark.skipif(not GPU, reason="only a GPU has graphs")
@@ -210,11 +210,11 @@ def test_a_captured_graph_reads_the_laws_of_the_moment(size: int) -> None:
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for filtered in (False, True):
-            choice.choose(logits, law, filtered)
+            gpu_sampling.choose(logits, law, filtered)
     aside.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fast, careful = choice.choose(logits, law, False), choice.choose(logits, law, True)
+        fast, careful = gpu_sampling.choose(logits, law, False), gpu_sampling.choose(logits, law, True)
     for _ in range(3):
         law.position.add_(1)
         graph.replay()

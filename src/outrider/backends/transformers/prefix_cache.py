@@ -1,9 +1,8 @@
-"""What a transformers model remembers between passes: copied, cut, and kept under the very tokens it stands for.
+"""A prefix cache for transformers models: K/V states that are copied, truncated and found by their tokens.
 
-A state is transformers' own cache object. Its updates make new tensors and leave the old ones alone, so a copy is a few
-references. `States` is a trie of blocks of tokens: whoever asks with the same source and the same tokens in the same
-blocks gets the same state, whichever request, engine or drafter made it. It knows nothing of models, and losing a state
-costs only time.
+A state is transformers' own cache object. Its updates make new tensors and leave the old ones unchanged, so a copy is a
+few references. `PrefixCache` is a trie of blocks of tokens: the same source and the same tokens in the same blocks give
+the same state, whichever request or drafter made it. It knows nothing of models; losing a state costs only time.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-_MOST = 4096  # states, however short
-Grid = Callable[[int], int]  # where the block that begins here ends
-Source = tuple[int, ...]  # ids of the text that an encoder read; () where there is none
+_MAX_STATES = 4096
+Grid = Callable[[int], int]  # start of a block -> its end
+Source = tuple[int, ...]  # the encoder's ids; () without an encoder
 
 
 def empty(two_sided: bool) -> Any:
-    """A state before the first token. Every layer keeps all of its keys: a window is the mask's business."""
+    """A state before the first token. Every layer keeps all of its keys: the mask implements a window."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if two_sided else DynamicCache()
 
 
 def copied(state: Any) -> Any:
-    """The same state for somebody who will go on from it."""
+    """A copy that can be extended without changing the original."""
     twin = copy.copy(state)
     if hasattr(state, "self_attention_cache"):
         twin.self_attention_cache = copied(state.self_attention_cache)
@@ -37,8 +36,8 @@ def copied(state: Any) -> Any:
     return twin
 
 
-def cut(state: Any, length: int) -> Any:
-    """A copy that holds the first `length` tokens; what was computed from the source stays."""
+def truncated(state: Any, length: int) -> Any:
+    """A copy that holds the first `length` tokens; cross-attention's part stays."""
     twin = copied(state)
     own = getattr(twin, "self_attention_cache", twin)
     for layer in own.layers:
@@ -47,8 +46,8 @@ def cut(state: Any, length: int) -> Any:
     return twin
 
 
-def can_be_cut(state: Any) -> bool:
-    """Whether its layers keep keys and values for every token, and nothing else."""
+def can_truncate(state: Any) -> bool:
+    """Whether its layers hold keys and values of every token, and nothing else."""
     from transformers.cache_utils import DynamicLayer
 
     own = getattr(state, "self_attention_cache", state)
@@ -56,58 +55,58 @@ def can_be_cut(state: Any) -> bool:
 
 
 class _Node:
-    """After one more block of tokens."""
+    """A prefix: its parent's tokens and one more block."""
 
     def __init__(self, parent: _Node | None, block: tuple[int, ...]) -> None:
         self.parent, self.block = parent, block
         self.length: int = 0 if parent is None else parent.length + len(block)
-        self.after: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[tuple[int, ...], _Node] = {}
         self.state: Any = None
 
 
-class States:
-    """States after whole blocks of tokens. When they get too many, those that were used longest ago are dropped."""
+class PrefixCache:
+    """States after whole blocks of tokens. The least recently used are dropped when there are too many."""
 
     def __init__(self) -> None:
         self._roots: dict[Source, _Node] = {}
-        self._used: OrderedDict[_Node, Source] = OrderedDict()  # nodes with a state, the latest last
+        self._used: OrderedDict[_Node, Source] = OrderedDict()  # nodes with a state, least recently used first
 
     @property
     def tokens(self) -> int:
-        """How many tokens all the states hold."""
+        """Number of tokens that all states hold."""
         return sum(node.length for node in self._used)
 
     def longest(self, source: Source, tokens: list[int], most: int, grid: Grid) -> tuple[int, Any]:
-        """The state of as many leading tokens as possible, up to `most`: (how many, the state or None)."""
+        """The state of the longest stored prefix of at most `most` tokens: (its length, the state or None)."""
         node: _Node | None = self._roots.get(source)
         best = None
         while node is not None:
             if node.state is not None:
                 best = node
-            at, stop = node.length, grid(node.length)
-            node = node.after.get(tuple(tokens[at:stop])) if stop <= most else None
+            start, stop = node.length, grid(node.length)
+            node = node.children.get(tuple(tokens[start:stop])) if stop <= most else None
         if best is None:
             return 0, None
         self._used.move_to_end(best)
         return best.length, best.state
 
     def put(self, source: Source, tokens: list[int], state: Any, most: int, grid: Grid) -> None:
-        """Keep the state after these tokens, whole blocks of them; all states together hold at most `most` tokens."""
+        """Store the state after these tokens (whole blocks); all states together hold at most `most` tokens."""
         node = self._roots.setdefault(source, _Node(None, ()))
         while node.length < len(tokens):
             block = tuple(tokens[node.length : grid(node.length)])
-            node = node.after.setdefault(block, _Node(node, block))
+            node = node.children.setdefault(block, _Node(node, block))
         node.state = state
         self._used[node] = source
         self._used.move_to_end(node)
-        while len(self._used) > 2 and (self.tokens > most or len(self._used) > _MOST):
-            self._drop()
+        while len(self._used) > 2 and (self.tokens > most or len(self._used) > _MAX_STATES):
+            self._drop_oldest()
 
-    def _drop(self) -> None:
+    def _drop_oldest(self) -> None:
         node, source = self._used.popitem(last=False)
         node.state = None
-        while node.parent is not None and node.state is None and not node.after:
-            del node.parent.after[node.block]
+        while node.parent is not None and node.state is None and not node.children:
+            del node.parent.children[node.block]
             node = node.parent
-        if node.parent is None and node.state is None and not node.after:
+        if node.parent is None and node.state is None and not node.children:
             self._roots.pop(source, None)

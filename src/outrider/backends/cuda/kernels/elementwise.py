@@ -1,7 +1,7 @@
-"""The small operations of a pass on a GPU, one kernel each: norms, rotation, unsummed products added up on the way.
+"""The operations of a pass between its products, one kernel each: norms, rope, K/V stores, token lookup.
 
-The promise: a row's result is the same bits whichever rows share the call: every row (or head of a row) is one
-program, and parts of a product are added in their order. It knows rows and planes, not layers.
+Promise: a row's result is the same bits whichever rows share the call: every row (or head of a row) is one program, and
+the parts of an unsummed product are added in their order. It knows rows and planes, not layers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import Parts
+from .matmul import Parts
 
 
-@triton.jit(do_not_specialize=["rows"])  # the same code for any number
+@triton.jit
+def _sum_parts(parts, bias, row, rows, width, columns, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
+    value = tl.load(parts + row * width + columns, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(parts + (part * rows.to(tl.int64) + row) * width + columns, mask=ok, other=0.0)
+    if BIASED:
+        value += tl.load(bias + columns, mask=ok, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _add_norm(
     x, parts, bias, weight, out, rows, width, eps,
     PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
@@ -25,12 +35,7 @@ def _add_norm(
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        delta = tl.load(parts + row * width + i, mask=ok, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            delta += tl.load(parts + (part * rows.to(tl.int64) + row) * width + i, mask=ok, other=0.0)
-        if BIASED:
-            delta += tl.load(bias + i, mask=ok, other=0.0).to(tl.float32)
-        value += delta
+        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
         tl.store(x + row * width + i, value, mask=ok)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     gain = tl.load(weight + i, mask=ok, other=0.0)
@@ -41,16 +46,18 @@ def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: 
     """x [T, H] float32 += delta in place; returns rms_norm(x) * weight [T, H] of `dtype`."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
-    parts = x if delta is None else delta.parts
-    bias = None if delta is None else delta.bias
-    wide = triton.next_power_of_2(width)
+    parts, bias, constants = _operands(x, delta)
     launch: Any = _add_norm[(rows,)]
-    launch(
-        x, parts, x if bias is None else bias, weight, out, rows, width, eps,
-        PARTS=0 if delta is None else delta.parts.shape[0], BIASED=bias is not None, WIDE=wide,
-        num_warps=8,
-    )  # fmt: skip
+    launch(x, parts, bias, weight, out, rows, width, eps, **constants, num_warps=8)
     return out
+
+
+def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Parts, bias and constants of a kernel over x [T, H]; x stands in for what the kernel is compiled not to read."""
+    parts, bias = (None, None) if delta is None else (delta.parts, delta.bias)
+    constants = {"PARTS": 0 if parts is None else parts.shape[0], "BIASED": bias is not None}
+    constants["WIDE"] = triton.next_power_of_2(x.shape[1])
+    return x if parts is None else parts, x if bias is None else bias, constants
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,61 +69,47 @@ def _keep_stream(
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        value += _summed(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
+        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
         tl.store(x + row * width + i, value, mask=ok)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(kept + slot * width + i, value.to(kept.dtype.element_ty), mask=ok)
 
 
 def keep_stream(x: Tensor, delta: Parts | None, kept: Tensor, slots: Tensor) -> None:
-    """x [T, H] float32 += delta in place, as `add_norm` does it; and kept[slots] = x. kept [S, H], slots [T]."""
+    """x [T, H] float32 += delta in place, as in `add_norm`; then kept[slots] = x. kept [S, H], slots [T]."""
     rows, width = x.shape
-    bias = None if delta is None else delta.bias
+    parts, bias, constants = _operands(x, delta)
     launch: Any = _keep_stream[(rows,)]
-    launch(
-        x, x if delta is None else delta.parts, x if bias is None else bias, kept, slots, rows, width,
-        PARTS=0 if delta is None else delta.parts.shape[0], BIASED=bias is not None,
-        WIDE=triton.next_power_of_2(width), num_warps=8,
-    )  # fmt: skip
-
-
-@triton.jit
-def _summed(parts, bias, row, rows, width, at, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
-    value = tl.load(parts + row * width + at, mask=ok, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        value += tl.load(parts + (part * rows.to(tl.int64) + row) * width + at, mask=ok, other=0.0)
-    if BIASED:
-        value += tl.load(bias + at, mask=ok, other=0.0).to(tl.float32)
-    return value
+    launch(x, parts, bias, kept, slots, rows, width, **constants, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rope_store(
     parts, bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
     PARTS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TURNING: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row. Dimension i < TURNING/2 turns with i + TURNING/2; its partner is loaded beside it."""
+    """One head of one row. Dimensions i and i + ROTARY/2 are rotated together, for i < ROTARY/2."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
     ok = d < DIM
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-    value = _summed(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
+    value = _sum_parts(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
     if head < HEADS + KV_HEADS:
-        HALF: tl.constexpr = TURNING // 2
-        partner = tl.where(d < HALF, d + HALF, tl.where(d < TURNING, d - HALF, d))
-        other = _summed(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
+        HALF: tl.constexpr = ROTARY // 2
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
+        other = _sum_parts(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
         if NORMED:
             gains = q_norm if head < HEADS else k_norm
             scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
             value = value * scale * tl.load(gains + d, mask=ok, other=0.0)
             other = other * scale * tl.load(gains + partner, mask=ok, other=0.0)
-        if TURNING > 0:
-            turns = d < TURNING
+        if ROTARY > 0:
+            rotated = d < ROTARY
             angle = row * HALF + tl.where(d < HALF, d, d - HALF)
-            c = tl.load(cos + angle, mask=turns, other=1.0)
-            s = tl.load(sin + angle, mask=turns, other=0.0)
-            value = tl.where(turns, value * c + tl.where(d < HALF, -other, other) * s, value)
+            c = tl.load(cos + angle, mask=rotated, other=1.0)
+            s = tl.load(sin + angle, mask=rotated, other=0.0)
+            value = tl.where(rotated, value * c + tl.where(d < HALF, -other, other) * s, value)
     if head < HEADS:
         tl.store(q + (row * HEADS + head) * DIM + d, value.to(q.dtype.element_ty), mask=ok)
     else:
@@ -133,7 +126,7 @@ def rope_store(
     qkv: Parts, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor, heads: int, kv_heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Turn q and k to their positions, put k and v into their slots; returns q [T, heads, d] in the planes' type.
+    """Apply rope to q and k, store k and v in their slots; returns q [T, heads, d] in the planes' type.
 
     cos, sin [T, r/2] contiguous; slots [T]; planes [S, kv_heads, d] contiguous.
     """
@@ -145,26 +138,25 @@ def rope_store(
         qkv.parts, cos if qkv.bias is None else qkv.bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
         rows, eps,
         PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, NORMED=norms is not None,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), TURNING=2 * cos.shape[1],
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROTARY=2 * cos.shape[1],
         num_warps=1,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def _begin(tokens, drafted, known, place, slot, table, rows, places, BLOCK: tl.constexpr):
-    """Read unread tokens where they are, and bring the table up to date."""
+def _start_pass(tokens, drafted, out, index, slot, table, rows, updates, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < rows, other=0)
     read = tl.load(drafted - 1 - token, mask=(i < rows) & (token < 0), other=0)
-    tl.store(known + i, tl.where(token < 0, read, token), mask=i < rows)
-    at = tl.load(place + i, mask=i < places, other=-1)
-    tl.store(table + at, tl.load(slot + i, mask=i < places, other=0), mask=at >= 0)
+    tl.store(out + i, tl.where(token < 0, read, token), mask=i < rows)
+    target = tl.load(index + i, mask=i < updates, other=-1)
+    tl.store(table + target, tl.load(slot + i, mask=i < updates, other=0), mask=target >= 0)
 
 
-def begin(tokens: Tensor, drafted: Tensor, place: Tensor, slot: Tensor, table: Tensor) -> Tensor:
-    """tokens [T] int64 with -1 - i replaced by drafted[i]. And table.flat[place[j]] = slot[j] where place[j] >= 0."""
-    known = torch.empty_like(tokens)  # [T]
-    launch: Any = _begin[(triton.cdiv(max(tokens.shape[0], place.shape[0]), 256),)]
-    launch(tokens, drafted, known, place, slot, table, tokens.shape[0], place.shape[0], BLOCK=256)
-    return known
+def start_pass(tokens: Tensor, drafted: Tensor, index: Tensor, slot: Tensor, table: Tensor) -> Tensor:
+    """tokens [T] int64 with -1 - i replaced by drafted[i]. Also table.flat[index[j]] = slot[j] where index[j] >= 0."""
+    out = torch.empty_like(tokens)  # [T]
+    launch: Any = _start_pass[(triton.cdiv(max(tokens.shape[0], index.shape[0]), 256),)]
+    launch(tokens, drafted, out, index, slot, table, tokens.shape[0], index.shape[0], BLOCK=256)
+    return out

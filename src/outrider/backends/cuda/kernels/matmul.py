@@ -1,12 +1,11 @@
-"""Matrix products on a GPU whose rows do not depend on their neighbours.
+"""Matrix products on a GPU whose rows do not depend on the other rows.
 
-The promise: a row's result is the same bits in a pass of one row and in a pass of hundreds. Every element is one sum
-over the inputs in a fixed order: tensor cores take the inputs sixteen at a time, front to back, and where a product is
-split between several blocks of threads, the split depends on the weight's shape alone. The parts are left unsummed
-(`Parts`): the operation that reads them adds them up in order, which costs nothing there and saves a kernel.
-
-Why not cuBLAS: it takes another kernel, with another order, when there are more rows (16 or 64 of them, on an H200).
-The weight is the left factor, so that one to sixteen rows are one narrow tile and the weight streams through once.
+Promise: a row's result is the same bits in a pass of one row and in a pass of hundreds. Every element is one sum over
+the inputs in a fixed order: tensor cores take the inputs sixteen at a time, front to back, and where a sum is split
+between programs, the split depends on the weight's shape alone. The parts stay unsummed (`Parts`): the kernel that
+reads them adds them up in order, which costs nothing there and saves a launch.
+cuBLAS changes its kernel, and with it the order of a sum, with the number of rows (at 16 or 64 of them on an H200).
+The weight is the left factor, so that one to sixteen rows are one narrow tile and the weight is read once.
 It knows weights and rows; it does not know layers.
 """
 
@@ -23,11 +22,12 @@ from torch import Tensor
 
 STEP = 64  # inputs of one step of a sum
 ROW_TILES = (16, 32, 64, 128, 256)
+_STAGES = {128: 3, 256: 4}  # of wide tiles, limited by registers and shared memory
 
 
 @dataclass(frozen=True)
 class Parts:
-    """An unsummed result: the sum over the first dimension, in order, plus the bias, is what is meant."""
+    """An unsummed result: its value is the sum over the first dimension, in order, plus the bias."""
 
     parts: Tensor  # [S, T, out] float32
     bias: Tensor | None = None  # [out]
@@ -45,7 +45,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one weight is cut. Nothing here depends on the rows of a pass, except the width of a tile of rows."""
+    """How one weight is divided into tiles. It does not depend on the rows of a pass."""
 
     outputs: int  # of a tile
     splits: int  # parts of the sum
@@ -54,7 +54,7 @@ class Tiling:
     step: int = STEP
 
 
-@triton.jit(do_not_specialize=["rows"])  # the same code for any number of them
+@triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _product(
     x, w, scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
@@ -65,8 +65,8 @@ def _product(
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, STEP)
     start = tl.program_id(1) * split
-    w_at = w + o[:, None] * ins + start + i[None, :]  # [OUTS, STEP]
-    x_at = x + r[None, :] * ins + start + i[:, None]  # [STEP, ROWS]
+    w_ptr = w + o[:, None] * ins + start + i[None, :]  # [OUTS, STEP]
+    x_ptr = x + r[None, :] * ins + start + i[:, None]  # [STEP, ROWS]
     o_in, r_in = (o < outs)[:, None], (r < rows)[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     other = tl.zeros((OUTS, ROWS), tl.float32)
@@ -75,11 +75,11 @@ def _product(
         if not EVEN:
             left = (start + at + i) < ins
             w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        columns = tl.load(x_at + at, mask=x_ok, other=0.0)
-        block = tl.load(w_at + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+        columns = tl.load(x_ptr + at, mask=x_ok, other=0.0)
+        block = tl.load(w_ptr + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
         total = tl.dot(block.to(x.dtype.element_ty), columns, total, input_precision=PRECISION)
         if GATED:
-            block = tl.load(w_at + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
+            block = tl.load(w_ptr + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
             other = tl.dot(block.to(x.dtype.element_ty), columns, other, input_precision=PRECISION)
     if SCALED:
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
@@ -87,30 +87,18 @@ def _product(
             other *= tl.load(scale + outs + o, mask=o < outs, other=0.0)[:, None]
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * other
-    place = out + tl.program_id(1).to(tl.int64) * rows * outs + r[None, :] * outs + o[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=o_in & r_in)
+    target = out + tl.program_id(1).to(tl.int64) * rows * outs + r[None, :] * outs + o[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=o_in & r_in)
 
 
-def product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None) -> Tensor:
-    """Parts of x wᵀ: x [T, in] bfloat16 (or float32), w [out, in] of the same type or int8 -> [S, T, out] float32."""
-    rows, outs = x.shape[0], w.shape[0]
-    out = torch.empty((tiling.splits, rows, outs), dtype=torch.float32, device=x.device)
-    _launch(x, w, scale, out, outs, tiling, gated=False)
-    return out
+def product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False) -> Tensor:
+    """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
-
-def gated_product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) * up [T, out] in x's type, where w [2 out, in] holds the rows of the gate, then those of `up`."""
-    out = torch.empty((x.shape[0], w.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, w, scale, out, w.shape[0] // 2, tiling, gated=True)
-    return out
-
-
-_STAGES = {128: 3, 256: 4}  # of wide tiles, as far as the registers and the shared memory go
-
-
-def _launch(x: Tensor, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, tiling: Tiling, gated: bool) -> None:
-    rows, ins = x.shape
+    gated: silu(gate) * up [T, out] in x's type, where w [2 out, in] holds the rows of the gate, then those of `up`.
+    """
+    (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
+    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
     grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
@@ -120,12 +108,13 @@ def _launch(x: Tensor, w: Tensor, scale: Tensor | None, out: Tensor, outs: int, 
         EVEN=split * tiling.splits == ins, GATED=gated, SCALED=scale is not None, PRECISION="ieee",
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
+    return out
 
 
 class Product:
-    """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are whole numbers times one scale."""
+    """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are int8 times one scale."""
 
-    exact = True  # row by row, always
+    exact = True  # rows do not depend on each other
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -143,15 +132,15 @@ class Product:
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         if self.bias is None:
-            return gated_product(x, self.weight, replace(self.tiling, splits=1), self.scale)
+            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, gated=True)
         gate, up = self(x).total().chunk(2, dim=1)
         return (F.silu(gate) * up).to(x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:
-    """Enough blocks of threads to keep the memory busy, and no more parts than that: somebody has to add them up.
+    """As few parts of a sum as keep the memory busy, because the parts have to be added up.
 
-    Measured on an H200 for weights of 1 MB to 500 MB: three blocks for every two processors, or four steps each.
+    Measured on an H200 for weights of 1 MB to 500 MB: three programs for every two processors, or four steps each.
     """
     tiles, steps = triton.cdiv(outs, 64), triton.cdiv(ins, STEP)
     splits = (n for n in range(1, steps + 1) if steps % n == 0)
@@ -160,6 +149,7 @@ def tiling(outs: int, ins: int, processors: int) -> Tiling:
 
 @cache
 def processors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU."""
     if device.type != "cuda":
         return 8  # triton's interpreter
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
