@@ -150,7 +150,7 @@ def test_speculation_is_told_and_can_be_switched_off(web: TestClient) -> None:
     assert one["num_draft_tokens"] <= one["num_spec_steps"]
     refused = ask(web, **asked, speculation={"drafter": "model"})
     assert refused.status_code == 400
-    assert "one of these drafters, and no other: suffix, off." in refused.json()["error"]["message"]
+    assert "drafters are: suffix, off." in refused.json()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_says_so(llm: LLM) -> None:
@@ -325,7 +325,7 @@ def test_no_text_in_the_log_unless_asked(llm: LLM, caplog: pytest.LogCaptureFixt
         caplog.clear()
         with client(llm, Settings(log_text=shown)) as web:
             said(web, messages=[{"role": "user", "content": secret}], max_tokens=3)
-        lines = [str(getattr(record, "facts", "")) + record.getMessage() for record in caplog.records]
+        lines = [str(getattr(record, "fields", "")) + record.getMessage() for record in caplog.records]
         assert any(secret in line for line in lines) == shown
         assert any("'finish': 'length'" in line for line in lines)
 

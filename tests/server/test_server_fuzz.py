@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from starlette.testclient import TestClient
 
 from outrider import LLM
-from outrider.server.protocol import ChatRequest, CompletionRequest
+from outrider.server.requests import ChatRequest, CompletionRequest
 from outrider.server.settings import Limits, Settings
 
 from support import tiny

@@ -65,7 +65,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again(web: TestClient) -> None:
         again = web.get("/web/app.js", headers={"if-none-match": known})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
     assert web.get("/web/app.js", headers={"if-none-match": '"other"'}).status_code == 200
-    assert File.of(b"one", ".js").tag != File.of(b"two", ".js").tag
+    assert File.of(b"one", ".js").etag != File.of(b"two", ".js").etag
 
 
 ASTRAY = (

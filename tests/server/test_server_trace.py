@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
 from outrider.engine.trace import Line, Recorder, Trace, recorded, replay, tokens_of
-from outrider.server import live
+from outrider.server import jobs
 
 from support.serving import HELLO, client, events
 
@@ -167,7 +167,7 @@ def test_several_answers_have_a_trace_each(web: TestClient) -> None:
 
 
 def test_the_target_is_not_heard_by_those_who_cannot_follow(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "ROWS", 0)  # as if nothing that was noted had been told yet
+    monkeypatch.setattr(jobs, "MAX_PENDING_ROWS", 0)  # as if nothing that was noted had been told yet
     told = chunks(web, speculation={"trace": "full"})
     lines = lines_of(told)[1:-1]
     assert [token for line in lines for token in line["emitted"]] == ids_of(told)
@@ -176,24 +176,24 @@ def test_the_target_is_not_heard_by_those_who_cannot_follow(web: TestClient, mon
 
 def test_what_waits_to_be_told_is_counted(llm: LLM) -> None:
     (seq,) = llm.prepare("one two three", SamplingParams(max_tokens=30, ignore_eos=True))
-    tape = live.Tape(seq, "full")
+    tape = jobs.StepNotes(seq, "full")
     llm.engine.add(seq)
     notes = []
     while not seq.done:
         notes.append(tape.note(llm.engine.step(), 0))
     llm.close(seq)
     kept = sum(note.rows for note in notes if note is not None)
-    assert tape._waiting == kept
+    assert tape._pending_rows == kept
     assert all(note is not None and tape.line(note) for note in notes)
-    assert tape._waiting == 0
-    assert kept < live.ROWS + 5  # the last that fitted, a draft of four and its root
+    assert tape._pending_rows == 0
+    assert kept < jobs.MAX_PENDING_ROWS + 5  # the last that fitted, a draft of four and its root
 
 
 def test_a_tape_that_breaks_costs_lines_not_the_answer(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("of ill will")
 
-    monkeypatch.setattr(live.Tape, "note", broken)
+    monkeypatch.setattr(jobs.StepNotes, "note", broken)
     told = chunks(web, speculation={"trace": "full"})
     monkeypatch.undo()
     assert ids_of(told) == ids_of(chunks(web))

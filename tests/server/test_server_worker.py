@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Draft, Drafter, ModelError, SamplingParams
-from outrider.server.job import Job, Mailbox, Words
-from outrider.server.problems import Problem
-from outrider.server.queue import FairQueue
+from outrider.server.errors import ApiError
+from outrider.server.jobs import Delta, EventQueue, FairQueue, Job
 from outrider.server.settings import Limits, Settings
-from outrider.server.traces import Traces
+from outrider.server.tracing import TraceStore
 from outrider.server.worker import Worker
 from outrider.types import Sequence
 
@@ -69,17 +68,17 @@ def run(llm: LLM, scenario: Callable[[Worker], Any], queue: int = 100) -> Any:
 
 
 def job(llm: LLM, params: SamplingParams = SHORT, client: str = "me", streams: bool = True) -> Job:
-    one = Job("id", client, streams, Mailbox())
+    one = Job("id", client, streams, EventQueue())
     one.add(llm.prepare("the quick brown fox", params))
     return one
 
 
-async def ids(one: Job) -> list[int] | Problem:
+async def ids(one: Job) -> list[int] | ApiError:
     found: list[int] = []
     while True:
-        event = await one.mailbox.get(20)
+        event = await one.events.get(20)
         assert event is not None, "nothing was said in time"
-        if isinstance(event, Problem):
+        if isinstance(event, ApiError):
             return event
         found += event.tokens
         if event.finish:
@@ -114,11 +113,11 @@ def test_the_text_does_not_depend_on_the_company(llm: LLM) -> None:
 
 
 def test_a_full_queue_says_when_to_come_back(llm: LLM) -> None:
-    async def scenario(worker: Worker) -> Problem:
+    async def scenario(worker: Worker) -> ApiError:
         first = [job(llm, LONG) for _ in range(3)]
         for each in first:
             worker.submit(each)
-        with pytest.raises(Problem) as refused:
+        with pytest.raises(ApiError) as refused:
             worker.submit(job(llm))
         for each in first:
             worker.cancel(each)
@@ -134,12 +133,12 @@ def test_a_cancelled_job_has_left_before_the_next_step(llm: LLM) -> None:
         gone, stays = job(llm, LONG), job(llm, LONG)
         worker.submit(gone)
         worker.submit(stays)
-        assert isinstance(await gone.mailbox.get(20), Words)
-        before = gone.answers[0].seq.stats.steps
+        assert isinstance(await gone.events.get(20), Delta)
+        before = gone.choices[0].seq.stats.steps
         worker.cancel(gone)
-        await asyncio.to_thread(wait_for, lambda: gone.answers[0].ended > 0)
-        assert gone.answers[0].seq.stats.steps <= before + 2  # the step under way, and no other with it
-        assert gone.answers[0].finish == "cancelled"
+        await asyncio.to_thread(wait_for, lambda: gone.choices[0].ended > 0)
+        assert gone.choices[0].seq.stats.steps <= before + 2  # the step under way, and no other with it
+        assert gone.choices[0].finish == "cancelled"
         waiting = job(llm, LONG)
         worker.submit(waiting)
         worker.cancel(waiting)
@@ -157,7 +156,7 @@ def test_draining_lets_answers_end_and_takes_none_on(llm: LLM) -> None:
         inside = job(llm, LONG)
         worker.submit(inside)
         worker.drain(20)
-        with pytest.raises(Problem, match="shutting down"):
+        with pytest.raises(ApiError, match="shutting down"):
             worker.submit(job(llm))
         assert len(await ids(inside)) == 200
 
@@ -169,11 +168,11 @@ def test_what_takes_too_long_to_drain_ends_with_a_problem(llm: LLM) -> None:
         jobs = [job(llm, LONG) for _ in range(4)]
         for each in jobs:
             worker.submit(each)
-        await jobs[0].mailbox.get(20)
+        await jobs[0].events.get(20)
         worker.drain(0)
         return [await ids(each) for each in jobs]
 
-    assert all(isinstance(end, Problem) and end.status == 503 for end in run(llm, scenario))
+    assert all(isinstance(end, ApiError) and end.status == 503 for end in run(llm, scenario))
 
 
 # ---------------------------------------------------------------- faults
@@ -189,7 +188,7 @@ def test_a_failing_step_costs_those_under_way_and_nobody_else(llm: LLM, monkeypa
             broken = job(llm, LONG)
             worker.submit(broken)
             problem = await ids(broken)
-            assert isinstance(problem, Problem)
+            assert isinstance(problem, ApiError)
             assert words in problem.message
             assert llm.engine is not engine
             after = job(llm, SHORT)
@@ -199,9 +198,9 @@ def test_a_failing_step_costs_those_under_way_and_nobody_else(llm: LLM, monkeypa
         monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
         last = job(llm, LONG)
         worker.submit(last)
-        assert isinstance(await ids(last), Problem)
-        assert worker.ill
-        with pytest.raises(Problem, match="could not be restarted"):
+        assert isinstance(await ids(last), ApiError)
+        assert worker.unhealthy
+        with pytest.raises(ApiError, match="could not be restarted"):
             worker.submit(job(llm))
         monkeypatch.undo()
 
@@ -334,8 +333,8 @@ def test_a_full_disk_costs_traces_only(llm: LLM, tmp_path: Path, monkeypatch: py
 
 
 def test_a_failing_watcher_is_not_heard_of(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Traces, "observed", lambda self, step: 1 / 0)
-    monkeypatch.setattr(Traces, "ended", lambda self, answer: 1 / 0)
+    monkeypatch.setattr(TraceStore, "on_step", lambda self, step: 1 / 0)
+    monkeypatch.setattr(TraceStore, "on_end", lambda self, choice: 1 / 0)
     with client(llm, Settings(keys=("a-key-for-tests",), traces=tmp_path)) as web:
         web.headers["authorization"] = "Bearer a-key-for-tests"
         assert web.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 5}).status_code == 200
@@ -343,7 +342,7 @@ def test_a_failing_watcher_is_not_heard_of(llm: LLM, tmp_path: Path, monkeypatch
 
 def test_a_bug_in_an_endpoint_is_one_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with client(llm) as web:
-        monkeypatch.setattr(web.service, "read", lambda wish: 1 / 0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(web.service.parser, "parse", lambda request: 1 / 0)  # type: ignore[attr-defined]
         answer = web.post("/v1/chat/completions", json={"messages": HELLO})
         assert answer.status_code == 500
         assert is_openai_error(answer.json())
