@@ -22,6 +22,7 @@ from .errors import ApiError, internal_error, validation_error
 from .guard import Guard
 from .jobs import Listener
 from .pages import pages
+from .requests import RequestParser
 from .routes import Service, api_router
 from .settings import Settings
 from .telemetry import Metrics, RequestLog, spans_for
@@ -44,10 +45,10 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
     metrics = Metrics(name)
     traces = TraceStore(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
     listeners: list[Listener] = [metrics, RequestLog(llm, settings.log_text), *spans_for(name)]
-    listeners += [traces] if traces is not None else []
+    listeners += [traces] if traces else []
     worker = Worker(llm, settings.limits.queue, listeners, settings.drafter_seconds)
     metrics.attach(worker)
-    service = Service(llm, name, settings, worker, metrics, traces)
+    service = Service(llm, name, settings, RequestParser(llm, name, settings.limits), worker, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -88,8 +88,7 @@ class Guard:
         token = token.strip() if scheme.lower() == b"bearer" else b""
         matches = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: the time tells nothing
         if not any(matches):
-            message = "The API key is missing or wrong; send it as 'Authorization: Bearer …'."
-            raise ApiError(401, message, "invalid_api_key")
+            raise ApiError(401, "The API key is missing or wrong; send 'Authorization: Bearer KEY'.", "invalid_api_key")
         exchange.client = f"key-{matches.index(True)}"
 
     def _limited(self, exchange: Exchange) -> Receive:

@@ -115,9 +115,10 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
     choices: list[Choice] = field(default_factory=list)
 
-    def add(self, seqs: list[Sequence]) -> None:
+    def add(self, seqs: list[Sequence], trace_level: str = "off") -> None:
         for seq in seqs:
-            self.choices.append(Choice(self, len(self.choices), seq))
+            notes = StepNotes(seq, trace_level) if trace_level != "off" else None
+            self.choices.append(Choice(self, len(self.choices), seq, notes))
 
 
 class Listener:

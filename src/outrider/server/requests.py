@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import OutriderError
-from ..llm import LLM, Messages
+from ..llm import LLM
 from ..types import SamplingParams, Sequence
 from .errors import ApiError, bad_request
 from .settings import Limits
@@ -222,8 +222,7 @@ class RequestParser:
         """The part of a composite drafter that is requested, or empty; why nothing is drafted, or empty."""
         own, names = self.llm.config.drafter_name, self.llm.drafters
         if options.drafter is not None and options.drafter not in names:
-            message = f"This server's drafters are: {', '.join(names)}."
-            raise bad_request(message, "speculation.drafter")
+            raise bad_request(f"This server's drafters are: {', '.join(names)}.", "speculation.drafter")
         if own == "off":
             return "", "the server runs without a drafter"
         if options.enabled is False or options.drafter == "off" or options.k == 0:
@@ -248,19 +247,15 @@ class RequestParser:
 
 def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:
     if isinstance(request, ChatRequest):
-        return [_messages(request)]
+        return [[_message(message) for message in request.messages]]
     prompt: Any = request.prompt
     single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     return [prompt] if single else list(prompt)
 
 
-def _messages(request: ChatRequest) -> Messages:
-    """As chat templates know them: OpenAI's 'developer' role is their 'system'."""
-    return [
-        {"role": "system" if m.role == "developer" else m.role, "content": m.text}
-        | ({"name": m.name} if m.name else {})
-        for m in request.messages
-    ]
+def _message(message: Message) -> dict[str, str]:
+    role = "system" if message.role == "developer" else message.role  # what chat templates call it
+    return {"role": role, "content": message.text} | ({"name": message.name} if message.name else {})
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> dict[str, Any]:

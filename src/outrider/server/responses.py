@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
@@ -100,23 +101,19 @@ class ResponseBuilder:
         if self.request.params.logprobs is None:
             return None
         if self.kind == "chat.completion":
-            return {"content": [self._entry(each) for each in entries], "refusal": None}
+            top = ([self._token(*pair) for pair in entry.top] for entry in entries)
+            tokens = (self._token(entry.token, entry.logprob) for entry in entries)
+            content = [token | {"top_logprobs": best} for token, best in zip(tokens, top, strict=True)]
+            return {"content": content, "refusal": None}
         piece = self.llm.tokenizer.id_to_piece
-        offsets = []
-        for entry in entries:
-            offsets.append(start)
-            start += len(piece(entry.token))
-        self.offsets[index] = start
+        pieces = [piece(entry.token) for entry in entries]
+        *offsets, self.offsets[index] = accumulate(map(len, pieces), initial=start)
         return {
-            "tokens": [piece(entry.token) for entry in entries],
+            "tokens": pieces,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [{piece(token): _finite(value) for token, value in entry.top} for entry in entries],
             "text_offset": offsets,
         }
-
-    def _entry(self, entry: TokenLogprob) -> Json:
-        top = [self._token(token, value) for token, value in entry.top]
-        return self._token(entry.token, entry.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, value: float) -> Json:
         tokenizer = self.llm.tokenizer

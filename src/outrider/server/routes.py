@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..llm import LLM
 from ..types import Sequence
 from .errors import ApiError, bad_request
-from .jobs import EventQueue, Job, StepNotes
+from .jobs import EventQueue, Job
 from .requests import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
 from .responses import EventStream, ResponseBuilder, collect, unless_disconnected
 from .settings import Settings
@@ -39,17 +39,14 @@ class ErrorResponse(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorResponse, "description": text}
-    for code, text in {
-        400: "The request is invalid",
-        401: "The API key is missing or wrong",
-        404: "Not found",
-        408: "The request took too long",
-        413: "The body is too large",
-        429: "The queue is full; Retry-After says when to try again",
-        503: "Shutting down",
-        "default": "Any other error",
-    }.items()
+    400: {"model": ErrorResponse, "description": "The request is invalid"},
+    401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
+    404: {"model": ErrorResponse, "description": "Not found"},
+    408: {"model": ErrorResponse, "description": "The request took too long"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
+    429: {"model": ErrorResponse, "description": "The queue is full; Retry-After says when to try again"},
+    503: {"model": ErrorResponse, "description": "Shutting down"},
+    "default": {"model": ErrorResponse, "description": "Any other error"},
 }
 
 
@@ -60,13 +57,11 @@ class Service:
     llm: LLM
     name: str
     settings: Settings
+    parser: RequestParser
     worker: Worker
     metrics: Metrics
     traces: TraceStore | None
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.parser = RequestParser(self.llm, self.name, self.settings.limits)
 
     async def complete(self, http: Request, request: ChatRequest | CompletionRequest) -> Response:
         """Parse the request, queue it, and respond, whole or as a stream."""
@@ -75,10 +70,7 @@ class Service:
         self.worker.check_capacity(1)  # before any work is done for it
         job = Job(f"{prefix}-{http.state.id}", http.state.client, bool(request.stream), EventQueue())
         parsed, seqs = await asyncio.to_thread(self._parse, request)  # tokenising a long prompt takes a while
-        job.add(seqs)
-        if parsed.trace_level != "off":
-            for choice in job.choices:
-                choice.notes = StepNotes(choice.seq, parsed.trace_level)
+        job.add(seqs, parsed.trace_level)
         limit = self.settings.limits.seconds
         deadline = job.arrived + min(request.timeout or limit, limit)
         self.worker.submit(job)
@@ -87,9 +79,7 @@ class Service:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return EventStream(builder, self.worker, deadline, with_usage)
         deltas = await unless_disconnected(http, collect(job, self.worker, deadline))
-        if deltas is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(builder.whole(deltas))
+        return JSONResponse(builder.whole(deltas)) if deltas else Response(status_code=CLIENT_CLOSED_REQUEST)
 
     def _parse(self, request: ChatRequest | CompletionRequest) -> tuple[ParsedRequest, list[Sequence]]:
         parsed = self.parser.parse(request)

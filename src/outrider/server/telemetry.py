@@ -2,8 +2,7 @@
 
 Metrics have vLLM's names with our prefix; the current K, the break-even acceptance and fallbacks by reason are our own.
 Labels are few and fixed: no request can create one. The log is one JSON object per line. It contains text only if that
-is configured; spans never do. Spans need `pip install 'outrider[otel]'`, and go where OpenTelemetry is configured to
-send them.
+is configured; spans never do. Spans need the `otel` extra and go where OpenTelemetry is configured to send them.
 """
 
 from __future__ import annotations
@@ -96,8 +95,6 @@ class Metrics(Listener):
     def count_error(self, status: int) -> None:
         self.errors.labels(status=str(status), **self._labels).inc()
 
-    # ------------------------------------------------------------ on the engine's thread
-
     def on_step(self, step: Step) -> None:
         self.steps.inc()
         self.draft_seconds.inc(step.clock.get("draft", 0.0))
@@ -186,11 +183,7 @@ class RequestLog(Listener):
             "finish": choice.finish,
             "prompt_tokens": seq.prompt_len,
             "tokens": len(seq.generated),
-            "reused": seq.stats.reused,
-            "drafted": seq.stats.drafted,
-            "accepted": seq.stats.accepted,
-            "passes": seq.stats.passes,
-            "failures": seq.stats.failures,
+            **{name: getattr(seq.stats, name) for name in ("reused", "drafted", "accepted", "passes", "failures")},
             "queued_s": round((choice.started or choice.ended) - job.arrived, 4),
             "first_s": round(choice.first - job.arrived, 4) if choice.first else None,
             "seconds": round(choice.ended - job.arrived, 4),

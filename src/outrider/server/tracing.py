@@ -137,9 +137,7 @@ class TraceStore(Listener):
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
 
-    # ------------------------------------------------------------ on the writer's thread
-
-    def _save(self, name: str, lines: list[Line]) -> None:
+    def _save(self, name: str, lines: list[Line]) -> None:  # on the writer's thread
         try:
             data = "".join(json.dumps(line) + "\n" for line in lines).encode()
             if len(data) <= self.max_bytes:

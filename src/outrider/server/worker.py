@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence as Listing
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from .jobs import Choice, Delta, FairQueue, Job, Listener
 
 log = logging.getLogger("outrider.server")
 STALLED = 60.0  # seconds of one step after which the server is unhealthy
-T = TypeVar("T")
 
 
 class Worker:
@@ -155,7 +154,7 @@ class Worker:
         with self._changed:
             self._cancelled -= cancelled  # only now: a thread that replaces this one ends the rest
         if expired:
-            self._fail(self._all(), shutting_down())
+            self._fail(shutting_down())
         self._admit()
         return not self._stopping
 
@@ -222,12 +221,11 @@ class Worker:
             self._mean_seconds += 0.1 * (choice.ended - choice.started - self._mean_seconds)
             self.llm.engine.cancel(choice.seq)  # no-op for a finished one; last, because its drafter may hang
 
-    def _all(self) -> list[Choice]:
-        """The running choices and the waiting ones, which leave the queue."""
-        with self._changed:
-            return [*self._running.values(), *self._waiting.remove(lambda choice: True)]
-
-    def _fail(self, choices: list[Choice], error: ApiError) -> None:
+    def _fail(self, error: ApiError, choices: list[Choice] | None = None) -> None:
+        """End these choices with an error; None: all, the waiting ones included."""
+        if choices is None:
+            with self._changed:
+                choices = [*self._running.values(), *self._waiting.remove(lambda choice: True)]
         for choice in choices:
             self._end(choice, "error")
         for job in {choice.job for choice in choices}:
@@ -237,19 +235,25 @@ class Worker:
         """After a failed step the engine's state is unknown: restart it, and fail what was running."""
         log.error("step_failed", exc_info=error)
         sent = internal_error() if not isinstance(error, OutriderError) else ApiError(500, str(error), "model_error")
-        try:
-            self.llm.restart()  # first: a client that retries at once finds an engine
-        except Exception as worse:
-            log.critical("restart_failed", exc_info=worse)
-            self.fatal = "The engine failed and could not be started again; the log says why."
-            self._fail(self._all(), sent)
+        fatal = "The engine failed and could not be started again; the log says why."
+        if not self._restart(self.llm.restart, fatal, sent):  # first: a client that retries at once finds an engine
             return
         with self._changed:
             running = list(self._running.values())
             self._cancelled |= {choice.job for choice in running}  # their other choices may still wait
-        self._fail(running, sent)
+        self._fail(sent, running)
 
-    def _notify(self, callbacks: Iterable[Callable[[T], None]], event: T) -> None:
+    def _restart(self, restart: Callable[[], None], fatal: str, error: ApiError) -> bool:
+        """Whether the engine runs again. If not, `fatal` says why and every choice ends with the error."""
+        try:
+            restart()
+        except Exception as worse:
+            log.critical("restart_failed", exc_info=worse)
+            self.fatal = fatal
+            self._fail(error)
+        return not self.fatal
+
+    def _notify(self, callbacks: Iterable[Callable[[Any], None]], event: Any) -> None:
         for callback in callbacks:
             try:
                 callback(event)
@@ -271,12 +275,8 @@ class Worker:
         )
         log.error("drafter_hangs", extra={"fields": {"why": why}})
         end_thread(self._thread)
-        try:
-            self.llm.give_up_drafter(why)
-        except Exception as worse:
-            log.critical("restart_failed", exc_info=worse)
-            self.fatal = "The drafter hangs, and the engine could not be started without it; the log says why."
-            self._fail(self._all(), internal_error())
+        fatal = "The drafter hangs, and the engine could not be started without it; the log says why."
+        if not self._restart(lambda: self.llm.give_up_drafter(why), fatal, internal_error()):
             return
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
