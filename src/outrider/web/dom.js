@@ -89,7 +89,7 @@ export function legend(...fates) {
   return el("ul", { class: "legend", "aria-label": "Legend" }, items);
 }
 
-/** A colour of the page, for canvases. Reading it forces a style computation, so it is cached until the theme changes. */
+/** A colour of the page, for canvases. Reading it computes styles, so it is cached until the theme changes. */
 export function colour(name) {
   if (!palette.has(name))
     palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());

@@ -1,7 +1,7 @@
-/* The server's API: its drafters, and one streamed response with its own trace. It knows HTTP and nothing about drawing.
+/* The server's API: its drafters, and one streamed response with its own trace. It draws nothing.
 
-   Every failure becomes a RequestError with a message for the user: the server's own where there is one. The key stays in
-   the caller's memory and is sent to this page's own server only. */
+   Every failure becomes a RequestError with a message for the user: the server's own where there is one. The key stays
+   in the caller's memory and is sent to this page's own server only. */
 
 export class RequestError extends Error {}
 

@@ -1,8 +1,7 @@
 /* One race: the same request with one drafter, optionally with a second, and with plain decoding, one after the other.
 
-   A runner is one of these: its trace (a Run of trace.js), text, token ids and clock. The clock is the trace's: from the
-   end of the prompt's pass to the end of the last pass, on the server. Nothing is estimated: what has not been measured
-   is not shown. */
+   A runner is one of these: its trace (a Run of trace.js), text, token ids and clock. The clock is the trace's: from
+   the end of the prompt's pass to the end of the last pass, on the server. Nothing is estimated. */
 
 import { stream } from "./live-api.js";
 import { Run } from "./trace.js";

@@ -2,8 +2,8 @@
 
    mountLive(section, app)      app.open(run, title) shows a run in the other views
 
-   It shows what the traces in the responses contain and estimates nothing. During a race it spends at most a twentieth of
-   the time on drawing steps, because on one machine the browser and the model share the cores. */
+   It shows what the traces in the responses contain and estimates nothing. During a race it spends at most a twentieth
+   of the time on drawing steps, because on one machine the browser and the model share the cores. */
 
 import { el, replace } from "./dom.js";
 import { RequestError, drafters } from "./live-api.js";
@@ -24,7 +24,7 @@ export function mountLive(section, app) {
   const verdicts = el("div", { class: "verdicts" });
   const looking = el("div", { class: "looking", role: "group", "aria-label": "Which run is shown below" });
   const heading = el("h2", {});
-  const container = el("div", { class: "live-run" });
+  const body = el("div", { class: "live-run" });
   const scores = makeScores();
   let runners = [],
     shown = null,
@@ -32,7 +32,7 @@ export function mountLive(section, app) {
     stopper = null;
 
   style();
-  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, container);
+  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, body);
   if (!keyed) connect();
 
   /* ------------------------------------------------------------ connection */
@@ -119,7 +119,7 @@ export function mountLive(section, app) {
   function look(runner) {
     shown?.view?.destroy();
     shown = { runner, view: null };
-    replace(container, el("p", { class: "note" }, "Waiting for the first step …"));
+    replace(body, el("p", { class: "note" }, "Waiting for the first step …"));
     showRun();
     const button = (each) =>
       el(
@@ -147,7 +147,7 @@ export function mountLive(section, app) {
   function showRun() {
     if (shown.view) shown.view.update();
     else if (shown.runner.run.steps.length)
-      shown.view = mountRun(container, shown.runner.run, { compact: stopper !== null });
+      shown.view = mountRun(body, shown.runner.run, { compact: stopper !== null });
   }
 
   let due = null,

@@ -173,7 +173,7 @@ export class Run {
     return ratio(this.counts.drafted, this.counts.drafts);
   }
 
-  /** End times of this run's passes and of the plain run's, each from the end of its prompt pass. null: not recorded. */
+  /** End times of this run's and the plain run's passes, each from the end of its prompt pass. null: not recorded. */
   race() {
     if (this.raced?.version !== this.version) this.raced = { version: this.version, race: this.#race() };
     return this.raced.race;
@@ -308,7 +308,8 @@ function readNode(raw, before, where) {
   if (!Number.isInteger(parent) || parent < -1 || parent >= before.length)
     throw new TraceError(`${where} has a node whose parent does not come before it.`);
   if (!FATES.has(fate)) throw new TraceError(`${where} has a node whose fate is unknown: ${short(fate)}.`);
-  return { token, parent, q: probability(q), p: probability(p), fate, depth: parent < 0 ? 0 : before[parent].depth + 1 };
+  const depth = parent < 0 ? 0 : before[parent].depth + 1;
+  return { token, parent, q: probability(q), p: probability(p), fate, depth };
 }
 
 function readChoice(raw) {

@@ -1,7 +1,7 @@
 /* What if: the theory of speculative decoding with three sliders, and this run's measured point on its curves.
 
-   α is the probability that a reached drafted token is accepted, K the drafted tokens per pass, c the cost of drafting one
-   in plain passes. The theory assumes independent acceptances and a wide pass that costs no more than a narrow one. */
+   α is the probability that a reached drafted token is accepted, K the drafted tokens per pass, c the cost of drafting
+   one in plain passes. The theory assumes independent acceptances and a wide pass that costs no more than a narrow one. */
 
 import { UNKNOWN, el, fixed, percent, replace, times } from "./dom.js";
 import { mountPlot } from "./plot.js";
