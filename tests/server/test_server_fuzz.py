@@ -1,4 +1,4 @@
-"""Bodies nobody would send, by the thousand: never a 5xx, never a traceback, always OpenAI's form."""
+"""Thousands of malformed bodies: never a 5xx, never a traceback, always OpenAI's form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from starlette.testclient import TestClient
 
 from outrider import LLM
-from outrider.server.protocol import ChatRequest, CompletionRequest
+from outrider.server.requests import ChatRequest, CompletionRequest
 from outrider.server.settings import Limits, Settings
 
 from support import tiny
@@ -63,9 +63,9 @@ FUZZ = settings(max_examples=1500, deadline=None, suppress_health_check=list(Hea
 
 
 @FUZZ
-@given(bodies())
-def test_almost_a_request(web: TestClient, asked: tuple[str, dict[str, Any]]) -> None:
-    path, body = asked
+@given(request=bodies())
+def test_almost_a_request(web: TestClient, request: tuple[str, dict[str, Any]]) -> None:
+    path, body = request
     content = json.dumps(body)  # NaN and infinities as Python writes them: not JSON, and sent by some
     check(web.post(path, content=content, headers={"content-type": "application/json"}))
 
@@ -76,6 +76,6 @@ def test_no_request_at_all(web: TestClient, path: str, content: bytes | str) -> 
     check(web.post(path, content=content, headers={"content-type": "application/json"}))
 
 
-def test_afterwards_the_server_is_well(web: TestClient) -> None:
+def test_the_server_is_healthy_afterwards(web: TestClient) -> None:
     assert web.get("/health").status_code == 200
     assert web.post(PATHS[0], json={"messages": USUAL["messages"], "max_tokens": 3}).status_code == 200

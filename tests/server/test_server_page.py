@@ -1,4 +1,4 @@
-"""The page as a server hands it out: its own files and no others, under a policy, for everybody."""
+"""The page's static files: these and no others, with a content security policy, without a key."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again(web: TestClient) -> None:
         again = web.get("/web/app.js", headers={"if-none-match": known})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
     assert web.get("/web/app.js", headers={"if-none-match": '"other"'}).status_code == 200
-    assert File.of(b"one", ".js").tag != File.of(b"two", ".js").tag
+    assert File.of(b"one", ".js").etag != File.of(b"two", ".js").etag
 
 
 ASTRAY = (
@@ -77,7 +77,7 @@ ASTRAY = (
 
 
 def test_no_other_file_is_ever_sent(llm: LLM) -> None:
-    """Over a socket, for a polite client would tidy these paths up before it sends them."""
+    """Over a socket: an HTTP client library would normalise these paths."""
     with listening(llm) as (address, _):
         for path in ASTRAY:
             line = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
@@ -91,13 +91,13 @@ def test_no_other_file_is_ever_sent(llm: LLM) -> None:
             assert "import annotations" not in text
 
 
-def test_what_lies_beside_the_page_is_not_the_pages(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_not_served(tmp_path: Path) -> None:
     for name in ("index.html", "app.js", "secret.py", "notes.md", ".env"):
         (tmp_path / name).write_text("x")
     assert set(read_files(tmp_path, "<title>", keyed=False)) == {"index.html", "app.js"}
 
 
-def test_the_page_is_for_everybody_and_the_rest_for_those_with_a_key(llm: LLM) -> None:
+def test_the_page_needs_no_key_and_the_api_does(llm: LLM) -> None:
     with client(llm, Settings(keys=(KEY,))) as web:
         front = web.get("/")
         assert front.status_code == 200
@@ -108,7 +108,7 @@ def test_the_page_is_for_everybody_and_the_rest_for_those_with_a_key(llm: LLM) -
             assert web.get(path).status_code == 401, path
         assert web.get("/v1/drafters", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
         foreign = web.get("/", headers={"host": "evil.example"})
-        assert foreign.status_code == 200  # a key guards what matters; without one the name is looked at:
+        assert foreign.status_code == 200  # the API has a key; without one the host is checked:
     with client(llm) as web:
         assert web.get("/", headers={"host": "evil.example"}).status_code == 403
 

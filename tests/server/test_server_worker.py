@@ -1,4 +1,4 @@
-"""The engine's thread under stress: fair turns, full queues, clients that leave, drafters and disks that fail."""
+"""The worker under stress: fairness, full queues, cancelled jobs, failing drafters and disks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 
 from outrider import LLM, Draft, Drafter, ModelError, SamplingParams
 from outrider.drafters import DraftRequest
-from outrider.server.job import Job, Mailbox, Words
-from outrider.server.problems import Problem
-from outrider.server.queue import FairQueue
+from outrider.server.errors import ApiError
+from outrider.server.jobs import Delta, EventQueue, FairQueue, Job
 from outrider.server.settings import Limits, Settings
-from outrider.server.traces import Traces
+from outrider.server.tracing import TraceStore
 from outrider.server.worker import Worker
 from outrider.types import Sequence
 
@@ -32,11 +31,11 @@ class Raising(Drafter):
     name = "raising"
 
     def draft(self, request: DraftRequest) -> Draft:
-        raise RuntimeError("a drafter of ill will")
+        raise RuntimeError("a drafter that fails")
 
 
 class Hanging(Drafter):
-    """Hangs whenever it is asked until somebody lets it go on."""
+    """Hangs in every draft until the gate opens."""
 
     name = "hanging"
     gate = threading.Event()
@@ -53,7 +52,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def run(llm: LLM, scenario: Callable[[Worker], Any], queue: int = 100) -> Any:
-    """A scenario with a worker around it; afterwards every slot is accounted for."""
+    """Run a scenario with a worker; afterwards every slot is free."""
 
     async def live() -> Any:
         worker = Worker(llm, queue)
@@ -71,27 +70,27 @@ def run(llm: LLM, scenario: Callable[[Worker], Any], queue: int = 100) -> Any:
 
 
 def job(llm: LLM, params: SamplingParams = SHORT, client: str = "me", streams: bool = True) -> Job:
-    one = Job("id", client, streams, Mailbox())
+    one = Job("id", client, streams, EventQueue())
     one.add(llm.prepare("the quick brown fox", params))
     return one
 
 
-async def ids(one: Job) -> list[int] | Problem:
+async def ids(one: Job) -> list[int] | ApiError:
     found: list[int] = []
     while True:
-        event = await one.mailbox.get(20)
-        assert event is not None, "nothing was said in time"
-        if isinstance(event, Problem):
+        event = await one.events.get(20)
+        assert event is not None, "no event in time"
+        if isinstance(event, ApiError):
             return event
         found += event.tokens
         if event.finish:
             return found
 
 
-# ---------------------------------------------------------------- turns
+# ---------------------------------------------------------------- queue
 
 
-def test_clients_take_turns() -> None:
+def test_the_queue_is_fair() -> None:
     queue: FairQueue[str] = FairQueue()
     for i in range(3):
         queue.put("greedy", f"g{i}")
@@ -102,7 +101,7 @@ def test_clients_take_turns() -> None:
     assert [queue.take() for _ in range(len(queue))] == ["g0", "m0", "o0", "g2"]
 
 
-def test_the_text_does_not_depend_on_the_company(llm: LLM) -> None:
+def test_the_text_does_not_depend_on_the_load(llm: LLM) -> None:
     alone = llm.generate("the quick brown fox", LONG)[0].token_ids
 
     async def scenario(worker: Worker) -> None:
@@ -115,12 +114,12 @@ def test_the_text_does_not_depend_on_the_company(llm: LLM) -> None:
     run(llm, scenario)
 
 
-def test_a_full_queue_says_when_to_come_back(llm: LLM) -> None:
-    async def scenario(worker: Worker) -> Problem:
+def test_a_full_queue_has_a_retry_after(llm: LLM) -> None:
+    async def scenario(worker: Worker) -> ApiError:
         first = [job(llm, LONG) for _ in range(3)]
         for each in first:
             worker.submit(each)
-        with pytest.raises(Problem) as refused:
+        with pytest.raises(ApiError) as refused:
             worker.submit(job(llm))
         for each in first:
             worker.cancel(each)
@@ -136,12 +135,12 @@ def test_a_cancelled_job_has_left_before_the_next_step(llm: LLM) -> None:
         gone, stays = job(llm, LONG), job(llm, LONG)
         worker.submit(gone)
         worker.submit(stays)
-        assert isinstance(await gone.mailbox.get(20), Words)
-        before = gone.answers[0].seq.stats.steps
+        assert isinstance(await gone.events.get(20), Delta)
+        before = gone.choices[0].seq.stats.steps
         worker.cancel(gone)
-        await asyncio.to_thread(wait_for, lambda: gone.answers[0].ended > 0)
-        assert gone.answers[0].seq.stats.steps <= before + 2  # the step under way, and no other with it
-        assert gone.answers[0].finish == "cancelled"
+        await asyncio.to_thread(wait_for, lambda: gone.choices[0].ended > 0)
+        assert gone.choices[0].seq.stats.steps <= before + 2  # the step under way, and no other with it
+        assert gone.choices[0].finish == "cancelled"
         waiting = job(llm, LONG)
         worker.submit(waiting)
         worker.cancel(waiting)
@@ -151,37 +150,37 @@ def test_a_cancelled_job_has_left_before_the_next_step(llm: LLM) -> None:
     run(llm, scenario)
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- draining
 
 
-def test_draining_lets_answers_end_and_takes_none_on(llm: LLM) -> None:
+def test_draining_ends_jobs_and_accepts_none(llm: LLM) -> None:
     async def scenario(worker: Worker) -> None:
         inside = job(llm, LONG)
         worker.submit(inside)
         worker.drain(20)
-        with pytest.raises(Problem, match="shutting down"):
+        with pytest.raises(ApiError, match="shutting down"):
             worker.submit(job(llm))
         assert len(await ids(inside)) == 200
 
     run(llm, scenario)
 
 
-def test_what_takes_too_long_to_drain_ends_with_a_problem(llm: LLM) -> None:
+def test_jobs_that_outlast_the_drain_end_with_an_error(llm: LLM) -> None:
     async def scenario(worker: Worker) -> list[Any]:
         jobs = [job(llm, LONG) for _ in range(4)]
         for each in jobs:
             worker.submit(each)
-        await jobs[0].mailbox.get(20)
+        await jobs[0].events.get(20)
         worker.drain(0)
         return [await ids(each) for each in jobs]
 
-    assert all(isinstance(end, Problem) and end.status == 503 for end in run(llm, scenario))
+    assert all(isinstance(end, ApiError) and end.status == 503 for end in run(llm, scenario))
 
 
 # ---------------------------------------------------------------- faults
 
 
-def test_a_failing_step_costs_those_under_way_and_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_fails_running_jobs_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = llm.generate("the quick brown fox", SHORT)[0].token_ids
 
     async def scenario(worker: Worker) -> None:
@@ -191,7 +190,7 @@ def test_a_failing_step_costs_those_under_way_and_nobody_else(llm: LLM, monkeypa
             broken = job(llm, LONG)
             worker.submit(broken)
             problem = await ids(broken)
-            assert isinstance(problem, Problem)
+            assert isinstance(problem, ApiError)
             assert words in problem.message
             assert llm.engine is not engine
             after = job(llm, SHORT)
@@ -201,9 +200,9 @@ def test_a_failing_step_costs_those_under_way_and_nobody_else(llm: LLM, monkeypa
         monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
         last = job(llm, LONG)
         worker.submit(last)
-        assert isinstance(await ids(last), Problem)
-        assert worker.ill
-        with pytest.raises(Problem, match="could not be restarted"):
+        assert isinstance(await ids(last), ApiError)
+        assert worker.unhealthy
+        with pytest.raises(ApiError, match="could not be restarted"):
             worker.submit(job(llm))
         monkeypatch.undo()
 
@@ -222,8 +221,8 @@ def test_a_raising_drafter_never_kills_a_stream(llm: LLM) -> None:
     assert "outrider:spec_decode_drafter_failures_total" in metrics
 
 
-def test_a_hanging_drafter_meets_the_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request ends in time, the pulse tells of it, and when the drafter lets go the server goes on."""
+def test_a_request_with_a_hanging_drafter_ends_at_its_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request ends in time, /health reports it, and when the drafter returns the server goes on."""
     monkeypatch.setattr("outrider.server.worker.STALLED", 0.2)
     Hanging.gate.clear()
     body: dict[str, Any] = {"messages": HELLO, "max_tokens": 8, "timeout": 0.5}
@@ -241,7 +240,7 @@ def test_a_hanging_drafter_meets_the_deadline(llm: LLM, monkeypatch: pytest.Monk
 
 
 class Stuck(Drafter):
-    """Never comes back from one of its verbs: in a loop of Python's, or waiting in C for what never happens."""
+    """Never returns from one of its methods: in a Python loop, or waiting in C."""
 
     name = "stuck"
     verb, python = "draft", True
@@ -271,10 +270,10 @@ class Stuck(Drafter):
 
 @pytest.mark.parametrize("python", [True, False])
 @pytest.mark.parametrize("verb", ["begin", "draft", "observe", "end"])
-def test_a_drafter_that_never_comes_back_costs_nobody_a_word(
+def test_a_drafter_that_never_returns_changes_no_text(
     llm: LLM, verb: str, python: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three answers, two at a time: all of them end with the text of plain decoding, and the server is well."""
+    """Three requests, two at a time: all end with the text of plain decoding, and the server is healthy."""
     body = {"messages": HELLO, "max_tokens": 12, "temperature": 0.8, "return_token_ids": True, "ignore_eos": True}
     with client(llm.using(drafter="off")) as web:
         plain = [
@@ -297,8 +296,8 @@ def test_a_drafter_that_never_comes_back_costs_nobody_a_word(
         wait_for(lambda: threading.active_count() <= threads)
 
 
-def test_a_drafter_that_comes_back_late_finds_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that was given up ends its thread before it can touch what another engine has taken over."""
+def test_a_drafter_that_returns_late_cannot_touch_the_new_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abandoned call ends its thread before it can touch what another engine has taken over."""
     Hanging.gate.clear()
     body = {"messages": HELLO, "max_tokens": 12, "seed": 1, "return_token_ids": True, "ignore_eos": True}
     late = llm.using(drafter=Hanging, k=4)
@@ -336,17 +335,17 @@ def test_a_full_disk_costs_traces_only(llm: LLM, tmp_path: Path, monkeypatch: py
         assert web.get("/traces").json()["problem"] == ""
 
 
-def test_a_failing_watcher_is_not_heard_of(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Traces, "observed", lambda self, step: 1 / 0)
-    monkeypatch.setattr(Traces, "ended", lambda self, answer: 1 / 0)
+def test_a_failing_listener_is_only_logged(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TraceStore, "on_step", lambda self, step: 1 / 0)
+    monkeypatch.setattr(TraceStore, "on_end", lambda self, choice: 1 / 0)
     with client(llm, Settings(keys=("a-key-for-tests",), traces=tmp_path)) as web:
         web.headers["authorization"] = "Bearer a-key-for-tests"
         assert web.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 5}).status_code == 200
 
 
-def test_a_bug_in_an_endpoint_is_one_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_an_endpoint_is_a_500_without_details(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with client(llm) as web:
-        monkeypatch.setattr(web.service, "read", lambda wish: 1 / 0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(web.service.parser, "parse", lambda request: 1 / 0)  # type: ignore[attr-defined]
         answer = web.post("/v1/chat/completions", json={"messages": HELLO})
         assert answer.status_code == 500
         assert is_openai_error(answer.json())

@@ -1,4 +1,4 @@
-"""The page for tests: made once for each file of them, shown, and given traces as a hand would give them."""
+"""The page for tests: created once per test file, shown, and given dropped traces."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VIEWS = ("explain", "run", "whatif")
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The self-contained page with the bundled runs, on the disk."""
-    place = tmp_path_factory.mktemp("page") / "explain.html"
-    place.write_text(make_page(), encoding="utf-8")
-    return place.as_uri()
+    """The URI of the self-contained page with the bundled traces."""
+    path = tmp_path_factory.mktemp("page") / "explain.html"
+    path.write_text(make_page(), encoding="utf-8")
+    return path.as_uri()
 
 
 def show(page: Page, address: str, view: str = "explain") -> None:
@@ -29,10 +29,10 @@ def show(page: Page, address: str, view: str = "explain") -> None:
 
 
 def drop(page: Page, name: str, content: str) -> None:
-    """Drop a file on the page, as a hand would."""
+    """Drop a file on the page."""
     page.evaluate(
         """([name, content]) => {
-            const node = '[5,-1,0.5,0.5,"r"]'; // a million of them are made here: they are long to send
+            const node = '[5,-1,0.5,0.5,"r"]'; // a million of them are created here: they are slow to send
             content = content.replace('"a million"', () => `${node},`.repeat(999_999) + node);
             const held = new DataTransfer();
             held.items.add(new File([content], name));

@@ -22,7 +22,7 @@ HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 @contextmanager
 def client(llm: LLM, settings: Settings | None = None) -> Iterator[TestClient]:
-    """Whatever is raised inside must have become an answer: nothing is hidden by this client."""
+    """A client without a socket. Exceptions of the application reach the test."""
     application = make_app(llm, settings or Settings())
     with TestClient(application.asgi, base_url="http://localhost") as test_client:
         test_client.service = application.service  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def client(llm: LLM, settings: Settings | None = None) -> Iterator[TestClient]:
 
 @contextmanager
 def listening(llm: LLM, settings: Settings | None = None) -> Iterator[tuple[str, Application]]:
-    """A real server on a free port of this machine: its address and its insides."""
+    """A server on a free port: its address and the application."""
     application = make_app(llm, settings or Settings())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,15 +52,15 @@ def listening(llm: LLM, settings: Settings | None = None) -> Iterator[tuple[str,
     assert not llm.engine.busy
 
 
-def wait_for(truth: Any, seconds: float = 20.0) -> None:
+def wait_for(condition: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not truth():
+    while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended as it should."""
+    """The chunks of a stream that ends with [DONE]."""
     lines = [line for line in text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""The watch over pages bites: what a page must not do is seen, and where there is no browser a sentence says so."""
+"""The browser fixtures: forbidden behaviour of a page fails its test; a missing browser is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = "<html lang=en><title>A page</title><main><h1>Hello</h1></main></html>"
         ("<meta http-equiv=content-security-policy content=\"script-src 'none'\"><script>1</script>", "script-src"),
     ],
 )
-def test_what_a_page_must_not_do_is_seen(browser: Browser, wrong: str, what: str) -> None:
+def test_forbidden_behaviour_fails(browser: Browser, wrong: str, what: str) -> None:
     seen = Seen()
     if "spy" in what:
         seen.forgive("Failed to load")
@@ -32,14 +32,14 @@ def test_what_a_page_must_not_do_is_seen(browser: Browser, wrong: str, what: str
         page.goto(f"data:text/html,{wrong}", wait_until="networkidle")
 
 
-def test_what_a_test_provokes_is_forgiven(page: Page, seen: Seen) -> None:
+def test_provoked_errors_are_ignored(page: Page, seen: Seen) -> None:
     seen.forgive("on purpose")
     page.goto("data:text/html,<script>console.error('on purpose')</script>")
     assert seen.errors == ["on purpose"]
     assert not seen.unforgiven
 
 
-def test_people_who_are_shut_out_are_noticed(page: Page) -> None:
+def test_accessibility_violations_fail(page: Page) -> None:
     page.set_content(GOOD)
     accessible(page)
     assert fits(page)
@@ -49,9 +49,7 @@ def test_people_who_are_shut_out_are_noticed(page: Page) -> None:
     assert not fits(page)
 
 
-def test_pictures_are_taken_only_where_they_are_wanted(
-    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_screenshots_are_taken_only_on_request(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page.set_content(GOOD)
     monkeypatch.delenv("OUTRIDER_SCREENSHOTS", raising=False)
     looks(page, "none")
@@ -62,12 +60,12 @@ def test_pictures_are_taken_only_where_they_are_wanted(
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_without_a_browser_a_sentence_says_what_to_install(
+def test_a_missing_browser_is_reported(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, required: bool
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("OUTRIDER_BROWSER", "required" if required else "")
     pytester.makepyfile("def test_it(page): page.goto('about:blank')")
-    result = pytester.runpytest_inprocess("-p", "browser", "-rs")
+    result = pytester.runpytest_inprocess("-p", "support.browser", "-rs")
     result.assert_outcomes(errors=int(required), skipped=int(not required))
     assert MISSING[:60] in result.stdout.str()

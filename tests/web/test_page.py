@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows the trace and nothing else, by keyboard too, and no trace can harm it."""
+"""The page in a real browser: it shows what the trace contains, works by keyboard, and is accessible."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-def of_file(page: Page, tmp_path: Path, path: Path) -> Trace:
+def open_trace(page: Page, tmp_path: Path, path: Path) -> Trace:
     """Show one trace as `outrider trace html` does."""
-    place = tmp_path / "run.html"
-    place.write_text(make_page(read_lines(path), title="The run"), encoding="utf-8")
-    show(page, place.as_uri(), "run")
+    html = tmp_path / "run.html"
+    html.write_text(make_page(read_lines(path), title="The run"), encoding="utf-8")
+    show(page, html.as_uri(), "run")
     return read(path)
 
 
@@ -49,7 +49,7 @@ def test_the_six_stations_advance_by_keyboard_and_by_clicks(page: Page, address:
     page.keyboard.press("ArrowLeft")
     assert station.get_attribute("data-station") == "5"
     page.locator(".dot", has_text="Verify").click()
-    assert "How can the target say more than one token per pass?" in station.inner_text()
+    assert "How can the target emit more than one token per pass?" in station.inner_text()
     page.get_by_role("button", name="Accept →").click()
     assert station.get_attribute("data-station") == "4"
     page.keyboard.press("Space")  # goes on, and does not press the button again
@@ -79,8 +79,8 @@ def test_the_stations_show_steps_of_the_trace(page: Page, address: str) -> None:
     assert page.locator(".station td .chip.rejected").inner_text() == seen(pieces[missed[0]])
 
 
-def test_a_run_without_them_borrows_the_bundled_steps(page: Page, tmp_path: Path) -> None:
-    of_file(page, tmp_path, TRACES["story.jsonl"])
+def test_a_run_without_suitable_steps_shows_the_bundled_ones(page: Page, tmp_path: Path) -> None:
+    open_trace(page, tmp_path, TRACES["story.jsonl"])
     page.locator("#tab-explain").click()
     page.locator(".dot", has_text="Reject").click()
     assert "the stations show the bundled run" in page.locator("#explain").inner_text()
@@ -97,7 +97,7 @@ def seen(text: str) -> str:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_numbers_on_the_page_are_the_traces(page: Page, tmp_path: Path, name: str) -> None:
-    trace = of_file(page, tmp_path, TRACES[name])
+    trace = open_trace(page, tmp_path, TRACES[name])
     stats = Stats()
     for line, verdict in zip(trace.lines, recorded(trace), strict=True):
         stats.count(Tree([node[0] for node in line["nodes"]], [node[1] for node in line["nodes"]]), verdict)
@@ -106,20 +106,20 @@ def test_the_numbers_on_the_page_are_the_traces(page: Page, tmp_path: Path, name
     assert number(page, "steps") == str(stats.steps) == str(trace.footer["steps"])
     assert number(page, "drafted") == str(stats.drafted) == str(trace.footer["drafted"])
     caption = page.locator(".dials figcaption").first.inner_text()
-    places = [
+    expected = [
         f"{i + 1}: {int(100 * a + 0.5)}% of {n}"
         for i, (a, n) in enumerate(zip(stats.alpha_by_position, stats.reached_at, strict=True))
     ]
-    assert caption == ", ".join(places[:8])
-    mine, plain = [line["us"]["verify"] for line in trace.lines], trace.footer["plain"]["us"]
-    ratio = (sum(plain[-1]) - sum(plain[0])) / (sum(mine[-1]) - sum(mine[0]))
+    assert caption == ", ".join(expected[:8])
+    own, plain = [line["us"]["verify"] for line in trace.lines], trace.footer["plain"]["us"]
+    ratio = (sum(plain[-1]) - sum(plain[0])) / (sum(own[-1]) - sum(own[0]))
     assert number(page, "speedup") == f"{ratio:.2f}×"
     assert page.locator(".lanes strong").inner_text() == f"{ratio:.2f}×"
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
-    trace = of_file(page, tmp_path, TRACES[name])
+    trace = open_trace(page, tmp_path, TRACES[name])
     page.get_by_label("First step").click()
     slider = page.get_by_label("Step", exact=True)
     slider.focus()
@@ -136,17 +136,17 @@ def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
     for step, line in enumerate(trace.lines[:12]):
         assert page.locator(".where").inner_text() == f"step {step + 1} of {len(trace.lines)}"
         assert page.locator(".step.future").count() == len(trace.lines) - step - 1
-        vain = [node[0] for node in line["nodes"] if node[4] in "ru"][:12]
+        rejected = [node[0] for node in line["nodes"] if node[4] in "ru"][:12]
         assert page.locator(".ghosts s").all_inner_texts() == [
-            seen(trace.footer["pieces"][str(token)]) for token in vain
+            seen(trace.footer["pieces"][str(token)]) for token in rejected
         ]
         page.keyboard.press("ArrowRight")
     page.locator("#run .flow .step").nth(2).click()
     assert page.locator(".where").inner_text().startswith("step 3 ")
 
 
-def test_a_node_says_why(page: Page, tmp_path: Path) -> None:
-    trace = of_file(page, tmp_path, TRACES["story.jsonl"])
+def test_a_node_explains_its_fate(page: Page, tmp_path: Path) -> None:
+    trace = open_trace(page, tmp_path, TRACES["story.jsonl"])
     at, line = next((i, line) for i, line in enumerate(trace.lines) if line.get("guesses") and "r" in fates(line))
     miss = fates(line).index("r")
     go_to(page, at)
@@ -185,13 +185,13 @@ def go_to(page: Page, step: int) -> None:
 
 def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
     """A server's summary of a batch: no p, no pieces, no clock; each sequence by itself."""
-    told: list[Line] = [{"outrider_trace": 1, "level": "summary", "rule": "match", "model": "m", "prompt_tokens": 3}]
+    lines: list[Line] = [{"outrider_trace": 1, "level": "summary", "rule": "match", "model": "m", "prompt_tokens": 3}]
     for i in range(6):
         nodes = [[40, -1, 0.5, None, "a"], [41, 0, None, None, "r"]]
-        told.append({"step": i, "seq": 7, "nodes": nodes, "emitted": [40, 42], "why": "because"})
-        told.append({"step": i, "seq": 9, "nodes": [], "emitted": [43], "why": ""})
+        lines.append({"step": i, "seq": 7, "nodes": nodes, "emitted": [40, 42], "why": "because"})
+        lines.append({"step": i, "seq": 9, "nodes": [], "emitted": [43], "why": ""})
     show(page, address, "run")
-    drop(page, "batch.jsonl", "\n".join(map(json.dumps, told)))
+    drop(page, "batch.jsonl", "\n".join(map(json.dumps, lines)))
     page.wait_for_selector("#run h1:text('batch.jsonl')")
     assert (number(page, "tau"), number(page, "alpha"), number(page, "speedup")) == ("2.00", "50.0%", "not recorded")
     assert page.locator(".flow .step").first.inner_text() == " #40 #42"
@@ -201,18 +201,18 @@ def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
     assert "not recorded" in page.locator(".lanes").inner_text()
 
 
-def test_what_drafters_tell_of_themselves_is_shown(page: Page, address: str) -> None:
-    told = read_lines(TRACES["code.jsonl"])
-    told[-1]["drafting"] = {"ahead": {"hit_rate": 0.75, "hidden_seconds": 0.5, "exposed_seconds": 0.0021}}
-    told[-1]["learning"] = {"state": "on", "updates": 12, "records": 3456}
+def test_a_drafters_own_statistics_are_shown(page: Page, address: str) -> None:
+    lines = read_lines(TRACES["code.jsonl"])
+    lines[-1]["drafting"] = {"ahead": {"hit_rate": 0.75, "hidden_seconds": 0.5, "exposed_seconds": 0.0021}}
+    lines[-1]["learning"] = {"state": "on", "updates": 12, "records": 3456}
     show(page, address, "run")
-    drop(page, "told.jsonl", "\n".join(map(json.dumps, told)))
+    drop(page, "told.jsonl", "\n".join(map(json.dumps, lines)))
     hits = page.locator("[data-number=hits]").inner_text()
-    assert hits.startswith("Ahead: 75% of outcomes were prepared for; 500 ms of drafting hidden")
+    assert hits.startswith("Ahead: 75% of outcomes were drafted in advance; 500 ms of drafting hidden")
     assert hits.endswith("2.1 ms not.")
     assert page.locator("[data-number=learning]").inner_text().startswith("Learning on: 12 updates from 3,456 verified")
     rows = page.locator(".sources tbody tr").all_inner_texts()
-    drafts = Counter(line["source"] for line in told if line.get("nodes"))
+    drafts = Counter(line["source"] for line in lines if line.get("nodes"))
     assert {row.split()[0]: int(row.split()[1]) for row in rows} == drafts
 
 
@@ -222,7 +222,7 @@ def test_it_plays_and_pauses(page: Page, address: str) -> None:
     page.get_by_label("First step").click()
     page.get_by_role("button", name="Play").click()
     page.wait_for_selector(".where:text('step 57 of 57')")
-    assert page.get_by_role("button", name="Play").count() == 1  # it has come to rest
+    assert page.get_by_role("button", name="Play").count() == 1  # it has stopped
     page.locator(".ribbon").focus()
     page.keyboard.press("Home")
     assert page.locator(".where").inner_text() == "step 1 of 57"
@@ -253,7 +253,7 @@ def test_the_curves_are_the_librarys(page: Page, address: str) -> None:
     assert f"τ = {tau:.2f} at {k:.1f} drafted per pass" in words[0]
 
 
-# ---------------------------------------------------------------- other people's traces
+# ---------------------------------------------------------------- opened traces
 
 
 def test_a_dropped_trace_and_a_picked_one_are_shown(page: Page, address: str, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_dropped_trace_and_a_picked_one_are_shown(page: Page, address: str, tm
     assert "not recorded" in page.locator(".lanes .result").inner_text()
 
 
-# ---------------------------------------------------------------- for everybody
+# ---------------------------------------------------------------- accessibility
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -317,14 +317,14 @@ def test_the_first_paint_comes_within_a_second(browser: Browser, address: str) -
         page = browser.new_page()
         show(page, address)
         first = "performance.getEntriesByName('first-contentful-paint')[0]"
-        page.wait_for_function(first)  # it is told of a little after it is painted
+        page.wait_for_function(first)  # the entry appears shortly after the paint
         painted.append(page.evaluate(f"{first}.startTime"))
         page.close()
     assert min(painted) < 1000, painted
 
 
 @pytest.fixture(autouse=True)
-def _nothing_asked(seen: Any) -> Iterator[None]:
-    """Of a file's page, nobody is asked for anything."""
+def _no_requests(seen: Any) -> Iterator[None]:
+    """A page from a file makes no request."""
     yield
     assert not [url for url in seen.requests if not url.startswith(("file:", "data:"))]

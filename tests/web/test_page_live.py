@@ -1,4 +1,4 @@
-"""The Live view in a real browser against a real server: what it shows is what the API says and the traces measured."""
+"""The Live view in a real browser against a real server: it shows what the API returns and the traces contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Served = tuple[str, Application]
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
-    """The default model with all the drafters that come with it."""
+    """The default model with all its drafters."""
     with listening(LLM(k=5, max_length=1024)) as served:
         yield served
 
@@ -48,12 +48,12 @@ def locked(folder: Path) -> Iterator[Served]:
         yield served
 
 
-def visit(page: Page, address: str) -> None:
+def open_live(page: Page, address: str) -> None:
     page.goto(f"{address}/#live")
     page.wait_for_selector("#live form")
 
 
-def ask(page: Page, prompt: str, **settings: Any) -> None:
+def start_race(page: Page, prompt: str, **settings: Any) -> None:
     """Fill the form and start."""
     page.wait_for_selector("#live-drafter option", state="attached")
     page.fill("#live-prompt", prompt)
@@ -65,8 +65,8 @@ def ask(page: Page, prompt: str, **settings: Any) -> None:
     page.get_by_role("button", name="Run the race").click()
 
 
-def raced(page: Page, many: int = 1) -> None:
-    there_are(many, page.locator("[data-verdict]"), seconds=60)
+def wait_for_results(page: Page, count: int = 1) -> None:
+    there_are(count, page.locator("[data-verdict]"), seconds=60)
     there_are(0, page.locator(".runner:not([data-state=done])"))
 
 
@@ -99,29 +99,29 @@ def clock(passes: list[list[int]]) -> int:
 
 
 @pytest.mark.real
-def test_a_race_streams_and_says_what_the_api_says(page: Page, real: Served, tmp_path: Path) -> None:
+def test_a_race_streams_what_the_api_returns(page: Page, real: Served, tmp_path: Path) -> None:
     address, _ = real
-    visit(page, address)
+    open_live(page, address)
     accessible(page)
     page.evaluate("""() => {  // every length that the first card's text ever had
         window.lengths = [];
         new MutationObserver(() => window.lengths.push(document.querySelector('.said')?.textContent.length ?? 0))
             .observe(document.querySelector('.runners'), { childList: true, subtree: true, characterData: true });
     }""")
-    ask(page, STORY, temperature=0.8, seed=5, tokens=96)
-    raced(page)
+    start_race(page, STORY, temperature=0.8, seed=5, tokens=96)
+    wait_for_results(page)
     assert len(set(page.evaluate("window.lengths"))) > 3, "the text did not come piece by piece"
 
     body = {"messages": [{"role": "user", "content": STORY}], "temperature": 0.8, "seed": 5, "max_tokens": 96}
     body |= {"return_token_ids": True, "speculation": {"enabled": False}}
-    told = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    reference = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
     for runner in ("auto", "plain decoding"):
-        assert page.locator(f'[data-runner="{runner}"] .said').text_content() == told["message"]["content"]
-        assert card(page, runner, "tokens") == str(len(told["token_ids"]))
+        assert page.locator(f'[data-runner="{runner}"] .said').text_content() == reference["message"]["content"]
+        assert card(page, runner, "tokens") == str(len(reference["token_ids"]))
 
     trace, plain = downloaded(page, "auto", tmp_path), downloaded(page, "plain decoding", tmp_path)
     for each in (trace, plain):
-        assert [token for line in each.lines for token in line["emitted"]] == told["token_ids"]
+        assert [token for line in each.lines for token in line["emitted"]] == reference["token_ids"]
         assert replay(each) == recorded(each)
     stats = stats_of(trace)
     assert stats.alpha is not None
@@ -129,25 +129,25 @@ def test_a_race_streams_and_says_what_the_api_says(page: Page, real: Served, tmp
     assert card(page, "auto", "alpha") == f"{stats.alpha:.0%}"
     assert card(page, "auto", "tau") == f"{stats.tau:.2f}"
     own = [line["us"]["verify"] for line in trace.lines]
-    theirs = [line["us"]["verify"] for line in plain.lines]
-    assert trace.footer["plain"]["us"] == theirs
-    rate = f"{clock(theirs) / clock(own):.2f}×"
+    plain_passes = [line["us"]["verify"] for line in plain.lines]
+    assert trace.footer["plain"]["us"] == plain_passes
+    rate = f"{clock(plain_passes) / clock(own):.2f}×"
     assert page.locator("[data-verdict] [data-number=speedup]").inner_text() == rate
     page.locator(".looking").get_by_role("button", name="auto", exact=True).click()
     assert page.locator(".lanes [data-number=speedup]").inner_text().startswith(rate)
     badge = page.locator("[data-verdict] [data-same]")
     assert badge.get_attribute("data-same") == "true"
-    assert f"All {len(told['token_ids'])} tokens" in badge.inner_text()
+    assert f"All {len(reference['token_ids'])} tokens" in badge.inner_text()
     assert any(line.get("chose") for line in trace.lines)
     looks(page, "live-race")
 
 
 @pytest.mark.real
 def test_two_drafters_and_the_kinds_of_text_side_by_side(page: Page, real: Served, tmp_path: Path) -> None:
-    visit(page, real[0])
+    open_live(page, real[0])
     again = "Repeat: one two three four. one two three four. one two three four."
-    ask(page, again, drafter="suffix", second="head", tokens=32)
-    raced(page, 2)
+    start_race(page, again, drafter="suffix", second="head", tokens=32)
+    wait_for_results(page, 2)
     for name in ("suffix", "head"):
         assert page.locator(f'[data-verdict="{name}"] [data-same]').get_attribute("data-same") == "true"
         trace = downloaded(page, name, tmp_path)
@@ -177,24 +177,24 @@ def test_stop_frees_the_slots_at_once(page: Page, small: Served, monkeypatch: py
     worker = application.service.worker
     engine, step = worker.llm.engine, worker.llm.engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])  # so that there is something to stop
-    visit(page, address)
-    ask(page, "one two three", tokens=200, temperature=1.3, seed=3)
+    open_live(page, address)
+    start_race(page, "one two three", tokens=200, temperature=1.3, seed=3)
     page.wait_for_selector(".runner[data-state=running]")
     page.keyboard.press("Escape")
     page.wait_for_selector(".runner[data-state=stopped]")
     wait_for(lambda: worker.running == 0 and not engine.busy)
-    told = httpx.get(f"{address}/metrics").text
-    assert re.search(r'request_success_total\{finished_reason="cancelled",.*\} 1\.0', told), "nobody told the server"
+    metrics = httpx.get(f"{address}/metrics").text
+    assert re.search(r'request_success_total\{finished_reason="cancelled",.*\} 1\.0', metrics)
     monkeypatch.undo()
     assert "Stopped" in page.locator("#live > [role=status]").inner_text()
     assert page.locator(".runner.plain").get_attribute("data-state") == "waiting"
     assert page.get_by_role("button", name="Run the race").is_enabled()
-    ask(page, "one two three", tokens=8)  # and it can be asked again
-    raced(page)
+    start_race(page, "one two three", tokens=8)  # and another race can start
+    wait_for_results(page)
 
 
 def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
-    visit(page, small[0])
+    open_live(page, small[0])
     page.wait_for_selector("#live-drafter option", state="attached")
     page.focus("#live-prompt")
     page.keyboard.press("Control+A")
@@ -204,7 +204,7 @@ def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
     page.keyboard.press("Control+A")
     page.keyboard.type("12")
     page.keyboard.press("Control+Enter")
-    raced(page)
+    wait_for_results(page)
     assert card(page, "suffix", "tokens") == card(page, "plain decoding", "tokens") == "12"
     assert page.evaluate("document.activeElement.textContent") == "Run the race"
     page.get_by_role("button", name="Open it in Run").focus()
@@ -215,11 +215,9 @@ def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
     assert card(page, "suffix", "tokens") == "12"  # what was measured is still there
 
 
-def test_a_key_is_asked_for_kept_in_memory_and_refused_with_the_servers_sentence(
-    page: Page, locked: Served, seen: Seen
-) -> None:
+def test_a_key_is_kept_in_memory_only(page: Page, locked: Served, seen: Seen) -> None:
     seen.forgive("401")
-    visit(page, locked[0])
+    open_live(page, locked[0])
     page.fill("#live-key", "a-wrong-key-of-mine")
     page.press("#live-key", "Tab")
     alert = page.locator("#live [role=alert]")
@@ -227,8 +225,8 @@ def test_a_key_is_asked_for_kept_in_memory_and_refused_with_the_servers_sentence
     assert "The API key is missing or wrong" in alert.inner_text()
     page.fill("#live-key", KEY)
     page.press("#live-key", "Tab")
-    ask(page, "one two", tokens=8)
-    raced(page)
+    start_race(page, "one two", tokens=8)
+    wait_for_results(page)
     assert not alert.is_visible()
     kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
     assert KEY not in kept
@@ -236,46 +234,46 @@ def test_a_key_is_asked_for_kept_in_memory_and_refused_with_the_servers_sentence
     accessible(page)
 
 
-def test_what_the_server_refuses_is_said_in_its_words(page: Page, locked: Served, seen: Seen) -> None:
+def test_the_servers_error_messages_are_shown(page: Page, locked: Served, seen: Seen) -> None:
     seen.forgive("400")
-    visit(page, locked[0])
+    open_live(page, locked[0])
     page.fill("#live-key", KEY)
     page.press("#live-key", "Tab")
-    ask(page, "one two three " * 20, tokens=8)
+    start_race(page, "one two three " * 20, tokens=8)
     alert = page.locator("#live [role=alert]")
     alert.wait_for()
     assert "this server takes at most 40" in alert.inner_text()
     assert page.locator(".runner").first.get_attribute("data-state") == "failed"
-    ask(page, "one two", tokens=8)
-    raced(page)
+    start_race(page, "one two", tokens=8)
+    wait_for_results(page)
     assert not alert.is_visible()
 
 
-def test_nothing_that_is_said_or_asked_can_run(page: Page, small: Served) -> None:
+def test_no_text_can_run_as_script(page: Page, small: Served) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     page.on("dialog", lambda dialog: pytest.fail("something ran"))
-    visit(page, small[0])
+    open_live(page, small[0])
     page.check("#live-raw")
-    ask(page, evil, tokens=8)
-    raced(page)
+    start_race(page, evil, tokens=8)
+    wait_for_results(page)
     page.locator(".live-run summary").first.click()
     assert evil in page.locator(".live-run details pre").first.inner_text()
     assert page.locator("#live img, #live script").count() == 0
 
 
-def test_a_server_that_is_gone_is_a_sentence(page: Page, small: Served, seen: Seen) -> None:
-    visit(page, small[0])
+def test_an_unreachable_server_is_reported(page: Page, small: Served, seen: Seen) -> None:
+    open_live(page, small[0])
     page.wait_for_selector("#live-drafter option", state="attached")
     seen.forgive("ERR_FAILED|Failed to load")
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    ask(page, "one two", tokens=8)
+    start_race(page, "one two", tokens=8)
     alert = page.locator("#live [role=alert]")
     alert.wait_for()
     assert "cannot be reached" in alert.inner_text()
 
 
-def test_a_text_that_differs_is_called_so(page: Page, small: Served) -> None:
-    """The badge is no ornament: one id of the plain run changed on its way, and it says where."""
+def test_a_different_text_is_reported(page: Page, small: Served) -> None:
+    """One id of the plain run is changed on its way: the badge says where."""
 
     def tampered(route: Any) -> None:
         answer = route.fetch()
@@ -286,12 +284,12 @@ def test_a_text_that_differs_is_called_so(page: Page, small: Served) -> None:
             text = "\n\n".join(lines)
         route.fulfill(response=answer, body=text)
 
-    visit(page, small[0])
+    open_live(page, small[0])
     page.route("**/v1/chat/completions", tampered)
-    ask(page, "one two three one two", tokens=16)
-    raced(page)
+    start_race(page, "one two three one two", tokens=16)
+    wait_for_results(page)
     badge = page.locator("[data-same]")
     assert badge.get_attribute("data-same") == "false"
     assert "from token 5 on" in badge.inner_text()
-    assert page.locator("[data-verdict] [data-number=speedup]").count() == 0  # no speed is claimed for another text,
-    assert "same text" not in page.locator("#live .lanes").inner_text()  # nor that it is the same
+    assert page.locator("[data-verdict] [data-number=speedup]").count() == 0  # no speedup of a different text,
+    assert "same text" not in page.locator("#live .lanes").inner_text()  # and no claim that it is the same

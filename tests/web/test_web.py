@@ -1,4 +1,4 @@
-"""The page as a file: made of its parts without a bundler, closed to the world, shipped with the package."""
+"""The self-contained page: bundled without tools, without network access, shipped with the package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts(html: str) -> tuple[str, str, str]:
     return style[1], data, script
 
 
-def test_the_page_is_closed_to_the_world() -> None:
+def test_the_page_can_fetch_nothing() -> None:
     html = web.page()
     style, _, script = parts(html)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
@@ -48,27 +48,27 @@ def test_nothing_in_a_trace_ends_the_element_it_stands_in() -> None:
     html = web.page([line], title=EVIL)
     _, data, _ = parts(html)
     assert "<" not in data
-    told = json.loads(data)
-    assert told["traces"][0]["title"] == EVIL
-    assert json.loads(told["traces"][0]["text"]) == line
-    assert (told["start"], len(told["traces"])) == ("run", 1 + len(TRACES))
+    embedded = json.loads(data)
+    assert embedded["traces"][0]["title"] == EVIL
+    assert json.loads(embedded["traces"][0]["text"]) == line
+    assert (embedded["start"], len(embedded["traces"])) == ("run", 1 + len(TRACES))
 
 
-def test_dark_is_dark_whoever_asks_for_it() -> None:
+def test_both_dark_palettes_are_equal() -> None:
     style = (web.files() / "page.css").read_text(encoding="utf-8")
-    wished = re.search(r':root:not\(\[data-theme="light"\]\) \{(.*?)\}', style, re.DOTALL)
-    chosen = re.search(r':root\[data-theme="dark"\] \{(.*?)\}', style, re.DOTALL)
-    assert wished
-    assert chosen
-    assert wished[1].split() == chosen[1].split()
+    system = re.search(r':root:not\(\[data-theme="light"\]\) \{(.*?)\}', style, re.DOTALL)
+    button = re.search(r':root\[data-theme="dark"\] \{(.*?)\}', style, re.DOTALL)
+    assert system
+    assert button
+    assert system[1].split() == button[1].split()
 
 
-def test_live_is_said_only_where_somebody_listens() -> None:
-    told = '<meta name="outrider-live" content="1">'
-    assert told in web.index(live=True)
-    assert told not in web.index()
-    assert told not in web.page()
-    assert told in web.page(live=True)
+def test_live_is_announced_only_by_a_server() -> None:
+    meta = '<meta name="outrider-live" content="1">'
+    assert meta in web.index(live=True)
+    assert meta not in web.index()
+    assert meta not in web.page()
+    assert meta in web.page(live=True)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def invoke(*arguments: object) -> tuple[int, str]:
 
 
 def test_a_trace_becomes_a_page(tmp_path: Path) -> None:
-    code, said = invoke("trace", "html", TRACES[0], "--out", tmp_path / "deep" / "run.html")
-    assert (code, "Wrote" in said) == (0, True)
+    code, output = invoke("trace", "html", TRACES[0], "--out", tmp_path / "deep" / "run.html")
+    assert (code, "Wrote" in output) == (0, True)
     _, data, _ = parts((tmp_path / "deep" / "run.html").read_text(encoding="utf-8"))
     first = json.loads(data)["traces"][0]
     assert first["title"] == TRACES[0].name
@@ -155,13 +155,13 @@ def test_a_trace_becomes_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "hello\n", "[1]\n", '{"a": 1}\n', b"\xff\xfe"])
-def test_other_files_are_a_sentence(tmp_path: Path, content: str | bytes | None) -> None:
+def test_other_files_are_an_error_message(tmp_path: Path, content: str | bytes | None) -> None:
     path = tmp_path / "other.jsonl"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    code, said = invoke("trace", "html", path)
+    code, output = invoke("trace", "html", path)
     assert code == 1
-    assert said.startswith("Error: ")
+    assert output.startswith("Error: ")
     assert not path.with_suffix(".html").exists()
 
 
@@ -192,12 +192,12 @@ def test_explain_loads_no_torch(tmp_path: Path) -> None:
 def test_compare_records_the_plain_run(folder: Path, tmp_path: Path) -> None:
     """What `--compare` measures is in the trace, beside the texts; the page needs nothing else."""
     path, fast = tmp_path / "run.jsonl", ["--dtype", "float32", "--k", "4", "--drafter", "suffix"]
-    code, said = invoke("generate", "-m", folder, *fast, "-n", 24, "--json", "--compare", "--trace", path, "the cat")
-    assert code == 0, said
-    footer, told = read(path).footer, json.loads(said.splitlines()[-1])
+    code, stdout = invoke("generate", "-m", folder, *fast, "-n", 24, "--json", "--compare", "--trace", path, "the cat")
+    assert code == 0, stdout
+    footer, output = read(path).footer, json.loads(stdout.splitlines()[-1])
     assert footer["plain"].keys() == {"tokens", "seconds", "us", "same"}
     assert footer["plain"]["same"] is True
     assert len(footer["plain"]["us"]) == footer["plain"]["tokens"] == footer["emitted"]
-    assert footer["plain"]["tokens"] / footer["plain"]["seconds"] == pytest.approx(told["plain_tokens_per_second"])
-    assert "".join(footer["texts"]) == told["text"]
+    assert footer["plain"]["tokens"] / footer["plain"]["seconds"] == pytest.approx(output["plain_tokens_per_second"])
+    assert "".join(footer["texts"]) == output["text"]
     assert all(start >= 0 and lasted > 0 for start, lasted in footer["plain"]["us"])

@@ -133,8 +133,8 @@ def _server_parts() -> Any:
         from types import SimpleNamespace
 
         from ..server.app import make_app, serve as listen
-        from ..server.logs import log_to
         from ..server.settings import Limits, Settings
+        from ..server.telemetry import log_to
     except ImportError as error:
         words = f"`outrider serve` needs packages that are not installed ({error.name}): pip install 'outrider[serve]'."
         raise OutriderError(words) from error

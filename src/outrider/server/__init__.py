@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server around one `LLM`: many requests, one engine, the same text whatever the load.
+"""An OpenAI-compatible HTTP server around one `LLM`. A request's text does not depend on the load.
 
-    guard      who may ask, and how much        protocol   what a request may say
-    asked      a request in the library's words worker     the one thread that drives the engine
-    routes     the endpoints                    answers    what is said back
-    pages      the page's files                 live       a request's own trace, as it happens
-    metrics, traces, logs                       what can be known afterwards
+    app        assembly and process                 guard      API keys, host names, body limits
+    routes     the endpoints                        pages      the page's static files
+    requests   schema, and its parsing              responses  OpenAI objects, whole or as events
+    jobs       requests, their events and queue     worker     the one thread that drives the engine
+    telemetry  Prometheus, log, spans               tracing    traces, streamed and recorded
 
-Only `worker` touches the engine. Everything here needs the `serve` extra; the library does not.
+Only `worker` calls the engine. The package needs the `serve` extra; the library does not.
 """

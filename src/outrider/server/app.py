@@ -1,12 +1,11 @@
-"""The application from its parts, and a process around it that leaves in good order."""
+"""Assembles the application, and runs it in a process that drains before it exits."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 import uvicorn
@@ -14,43 +13,42 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from .. import __version__
 from ..llm import LLM
-from .guard import Guard, unreadable
-from .logs import Journal
-from .metrics import Metrics
+from .errors import ApiError, internal_error, validation_error
+from .guard import Guard
+from .jobs import Listener
 from .pages import pages
-from .problems import Problem, broken
-from .routes import Service, endpoints
+from .requests import RequestParser
+from .routes import Service, api_router
 from .settings import Settings
-from .spans import spans_for
-from .traces import Traces
-from .worker import Watcher, Worker
+from .telemetry import Metrics, RequestLog, spans_for
+from .tracing import TraceStore
+from .worker import Worker
 
-GRACE = 5.0  # seconds that a connection may take to close after its last word
+GRACE = 5.0  # seconds for a connection to close after its last byte
 
 
 @dataclass
 class Application:
-    """`asgi` is what a server runs; the rest is for whoever started it."""
-
     asgi: ASGIApp
     service: Service
 
 
 def make_app(llm: LLM, settings: Settings | None = None) -> Application:
-    """Everything but a socket. The engine's thread lives as long as the application does."""
+    """Everything but a socket. The engine's thread runs during the application's lifespan."""
     settings = settings or Settings()
     name = settings.name or llm.name
     metrics = Metrics(name)
-    traces = Traces(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
-    watchers: list[Watcher] = [metrics, Journal(llm, settings.log_text), *spans_for(name)]
-    watchers += [traces] if traces is not None else []
-    worker = Worker(llm, settings.limits.queue, watchers, settings.drafter_seconds)
-    metrics.watch(worker)
-    service = Service(llm, name, settings, worker, metrics, traces)
+    traces = TraceStore(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
+    listeners: list[Listener] = [metrics, RequestLog(llm, settings.log_text), *spans_for(name)]
+    listeners += [traces] if traces else []
+    worker = Worker(llm, settings.limits.queue, listeners, settings.drafter_seconds)
+    metrics.attach(worker)
+    service = Service(llm, name, settings, RequestParser(llm, name, settings.limits), worker, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,74 +58,55 @@ def make_app(llm: LLM, settings: Settings | None = None) -> Application:
         if traces is not None:
             traces.close()
 
-    app = FastAPI(title="Outrider", version=_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.include_router(endpoints(service))
+    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(api_router(service))
     app.include_router(pages(keyed=bool(settings.keys)))
-    _speak_openai(app)
+    _add_error_handlers(app)
     if settings.origins:
-        carried = ["authorization", "content-type"]
-        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=carried)
+        headers = ["authorization", "content-type"]
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=headers)
     return Application(Guard(app, settings, metrics), service)
 
 
-def _speak_openai(app: FastAPI) -> None:
-    """Whatever the framework refuses is refused in our form."""
-
-    def said(problem: Problem) -> Response:
-        return JSONResponse(problem.body(), problem.status, problem.headers)
-
-    @app.exception_handler(Problem)
-    async def known(_: Request, problem: Problem) -> Response:
-        return said(problem)
+def _add_error_handlers(app: FastAPI) -> None:
+    """Send every error, the framework's own included, in OpenAI's form."""
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
-        return said(broken())  # it is raised again afterwards, for the log
+        return internal_error().response()  # Starlette raises it again, for the log
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        return said(unreadable(list(error.errors())))
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors()).response()
 
     @app.exception_handler(HTTPException)
-    async def other(_: Request, error: HTTPException) -> Response:
-        words = {404: "There is no such endpoint here.", 405: "This endpoint does not take that method."}
-        return said(Problem(error.status_code, words.get(error.status_code, "The request cannot be read.")))
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        if isinstance(error, ApiError):
+            return error.response()
+        messages = {404: "There is no such endpoint.", 405: "This endpoint does not take that method."}
+        return ApiError(error.status_code, messages.get(error.status_code, "The request cannot be read.")).response()
 
 
-class Leaving(uvicorn.Server):
-    """A server that takes nothing on after a signal, and lets what is under way end."""
+class DrainingServer(uvicorn.Server):
+    """On a signal, the worker accepts no more jobs and running ones may end."""
 
-    def __init__(self, config: uvicorn.Config, leave: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
         super().__init__(config)
-        self.leave = leave
+        self.worker, self.seconds = worker, seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.leave()
+        self.worker.drain(self.seconds)
         super().handle_exit(sig, frame)
 
 
 def serve(application: Application) -> None:
-    """Listen until a signal says to stop; then drain, and return."""
+    """Listen until SIGTERM or SIGINT; then drain, and return."""
     settings = application.service.settings
     config = uvicorn.Config(
-        application.asgi,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
+        application.asgi, host=settings.host, port=settings.port, lifespan="on",
+        log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=int(settings.drain_seconds + GRACE),
-        lifespan="on",
-    )
+    )  # fmt: skip
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            name, lambda *_: None
-        )  # uvicorn raises the signal again when it has drained: that is the end, not a crash
-    Leaving(config, lambda: application.service.worker.drain(settings.drain_seconds)).run()
-
-
-def _version() -> str:
-    try:
-        return version("outrider")
-    except PackageNotFoundError:
-        return "0"
+        signal.signal(name, lambda *_: None)  # uvicorn raises the signal again after draining: exit code 0
+    DrainingServer(config, application.service.worker, settings.drain_seconds).run()

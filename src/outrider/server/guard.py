@@ -1,14 +1,13 @@
-"""The door: who may come in, how much may be carried, and what is said when something breaks inside.
+"""The outermost ASGI layer: API keys, host names, body limits, request ids, the access log.
 
-It wraps the whole application. Keys are compared in constant time, bodies are counted as they arrive, and whatever is
-raised inside becomes a problem in OpenAI's form: no traceback ever leaves the house.
+Keys are compared in constant time and bodies are counted as they arrive. Any exception inside becomes an OpenAI error;
+no traceback is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import time
 from dataclasses import dataclass, field
@@ -16,25 +15,26 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .metrics import Metrics
-from .pages import is_open
-from .problems import Problem, broken, refused
+from .errors import ApiError, internal_error
+from .pages import is_page
 from .settings import Settings
+from .telemetry import Metrics
 
 log = logging.getLogger("outrider.server")
-OPEN = ("/health", "/ready")  # for whoever has to know whether this server lives
+PROBES = ("/health", "/ready")  # need no key
 
 
 @dataclass
-class Visit:
-    """One request on its way through."""
+class Exchange:
+    """One HTTP request and its response."""
 
     scope: Scope
+    receive: Receive
     send: Send
     id: str = field(default_factory=lambda: uuid4().hex)
-    client: str = ""
-    status: int = 0
-    begun: float = field(default_factory=time.monotonic)
+    client: str = ""  # the key's index, or the address
+    status: int = 0  # 0 until the response has started
+    arrived: float = field(default_factory=time.monotonic)
 
     async def reply(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -42,14 +42,9 @@ class Visit:
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
         await self.send(message)
 
-    async def refuse(self, problem: Problem) -> None:
-        if self.status:
-            return  # it has begun: nothing more can be said
-        body = json.dumps(problem.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **(problem.headers or {})}
-        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self.reply({"type": "http.response.start", "status": problem.status, "headers": pairs})
-        await self.reply({"type": "http.response.body", "body": body})
+    async def fail(self, error: ApiError) -> None:
+        if not self.status:  # otherwise the response has started and its status cannot change
+            await error.response()(self.scope, self.receive, self.reply)
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
@@ -65,82 +60,67 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # there is no websocket here
-        visit = Visit(scope, send)
+            return  # websockets are not served
+        exchange = Exchange(scope, receive, send)
         try:
-            self._admit(visit)
-            scope.setdefault("state", {}).update(id=visit.id, client=visit.client)
-            await self.app(scope, self._counted(visit, receive), visit.reply)
-        except Problem as problem:
-            await visit.refuse(problem)
+            self._authorize(exchange)
+            scope.setdefault("state", {}).update(id=exchange.id, client=exchange.client)
+            await self.app(scope, self._limited(exchange), exchange.reply)
+        except ApiError as error:
+            await exchange.fail(error)
         except Exception:
-            log.exception("request_failed", extra={"facts": {"id": visit.id}})
-            await visit.refuse(broken())
+            log.exception("request_failed", extra={"fields": {"id": exchange.id}})
+            await exchange.fail(internal_error())
         finally:
-            self._note(visit)
+            self._log(exchange)
 
-    def _admit(self, visit: Visit) -> None:
-        host = visit.header(b"host").decode("latin-1").rsplit(":", 1)[0].strip("[]") or "localhost"
+    def _authorize(self, exchange: Exchange) -> None:
+        host = exchange.header(b"host").decode("latin-1").rsplit(":", 1)[0].strip("[]") or "localhost"
         if self.settings.hosts and host not in self.settings.hosts:
-            raise Problem(403, "This server answers only to names of its own machine.", "wrong_host")
-        address = visit.scope.get("client")
-        visit.client = address[0] if address else ""
-        preflight = visit.scope["method"] == "OPTIONS" and self.settings.origins
-        path = visit.scope["path"]
-        if not self._keys or path in OPEN or is_open(path) or preflight:
+            raise ApiError(403, "Without an API key this server accepts only a loopback Host header.", "wrong_host")
+        address = exchange.scope.get("client")
+        exchange.client = address[0] if address else ""
+        preflight = exchange.scope["method"] == "OPTIONS" and self.settings.origins
+        path = exchange.scope["path"]
+        if not self._keys or path in PROBES or is_page(path) or preflight:
             return
-        scheme, _, said = visit.header(b"authorization").partition(b" ")
-        said = said.strip() if scheme.lower() == b"bearer" else b""
-        fits = [hmac.compare_digest(said, key) for key in self._keys]  # all of them: how many fit takes the same time
-        if not any(fits):
-            words = "The API key is missing or wrong; send it as 'Authorization: Bearer …'."
-            raise Problem(401, words, "invalid_api_key")
-        visit.client = f"key-{fits.index(True)}"
+        scheme, _, token = exchange.header(b"authorization").partition(b" ")
+        token = token.strip() if scheme.lower() == b"bearer" else b""
+        matches = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: the time tells nothing
+        if not any(matches):
+            raise ApiError(401, "The API key is missing or wrong; send 'Authorization: Bearer KEY'.", "invalid_api_key")
+        exchange.client = f"key-{matches.index(True)}"
 
-    def _counted(self, visit: Visit, receive: Receive) -> Receive:
-        limits, said = self.settings.limits, visit.header(b"content-length")
-        if said.isdigit() and int(said[:20]) > limits.body_bytes:
-            raise _too_large(limits.body_bytes)
-        seen, whole = 0, False
+    def _limited(self, exchange: Exchange) -> Receive:
+        """`receive` that raises for a body that is too large or too slow."""
+        limits, announced = self.settings.limits, exchange.header(b"content-length")
+        too_large = ApiError(413, f"The body is larger than the limit of {limits.body_bytes} bytes.", "too_large")
+        if announced.isdigit() and int(announced[:20]) > limits.body_bytes:
+            raise too_large
+        size, complete = 0, False
 
-        async def counted() -> Message:
-            nonlocal seen, whole
-            if whole:
-                return await receive()  # what comes now is a client that hangs up
+        async def limited() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await exchange.receive()  # only a disconnect can follow
+            left = exchange.arrived + limits.body_seconds - time.monotonic()
             try:
-                message = await asyncio.wait_for(
-                    receive(), max(visit.begun + limits.body_seconds - time.monotonic(), 0.1)
-                )
+                message = await asyncio.wait_for(exchange.receive(), max(left, 0.1))
             except TimeoutError:
-                raise Problem(408, "The request's body did not arrive in time.", "slow_body") from None
-            seen += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if seen > limits.body_bytes:
-                raise _too_large(limits.body_bytes)
+                raise ApiError(408, "The request's body did not arrive in time.", "slow_body") from None
+            size += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if size > limits.body_bytes:
+                raise too_large
             return message
 
-        return counted
+        return limited
 
-    def _note(self, visit: Visit) -> None:
-        path = visit.scope["path"]
-        if visit.status >= 400:
-            self.metrics.refused(visit.status)
-        facts = {"id": visit.id, "client": visit.client, "method": visit.scope["method"], "path": path[:128]}
-        facts |= {"status": visit.status, "seconds": round(time.monotonic() - visit.begun, 4)}
-        quiet = path in (*OPEN, "/metrics") or is_open(path)
-        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"facts": facts})
-
-
-def _too_large(most: int) -> Problem:
-    return Problem(413, f"The request's body is larger than {most} bytes, the most this server takes.", "too_large")
-
-
-def unreadable(errors: list[dict[str, object]]) -> Problem:
-    """What is wrong with a body, from pydantic's list: where and what, never the value itself."""
-    first = errors[0] if errors else {}
-    where = ".".join(str(part)[:64] for part in first.get("loc", ()) if part != "body")  # type: ignore[attr-defined]
-    what = str(first.get("msg", "it cannot be read"))[:300].rstrip(".")
-    if first.get("type") in ("json_invalid", "model_attributes_type"):
-        return refused("The body is not a JSON object; send one with content-type application/json.", None, "not_json")
-    code = "unknown_parameter" if first.get("type") == "extra_forbidden" else "invalid_value"
-    return refused(f"{where or 'The body'}: {what}.", where or None, code)
+    def _log(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"]
+        if exchange.status >= 400:
+            self.metrics.count_error(exchange.status)
+        fields = {"id": exchange.id, "client": exchange.client, "method": exchange.scope["method"], "path": path[:128]}
+        fields |= {"status": exchange.status, "seconds": round(time.monotonic() - exchange.arrived, 4)}
+        quiet = path in (*PROBES, "/metrics") or is_page(path)
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""The endpoints: what each is asked and what it says, and nothing of how."""
+"""The HTTP endpoints, and the service that answers a completion request."""
 
 from __future__ import annotations
 
@@ -13,166 +13,155 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..llm import LLM
 from ..types import Sequence
-from .answers import Letter
-from .job import Job, Mailbox
-from .live import Tape
-from .metrics import Metrics
-from .parsed import Asked, Reading
-from .problems import Problem, refused
-from .protocol import ChatRequest, CompletionRequest
+from .errors import ApiError, bad_request
+from .jobs import EventQueue, Job
+from .requests import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from .responses import EventStream, ResponseBuilder, collect, unless_disconnected
 from .settings import Settings
-from .stream import EventStream, collect, unless_gone
-from .traces import Traces
+from .telemetry import Metrics
+from .tracing import TraceStore
 from .worker import Worker
 
-HUNG_UP = 499  # nobody reads it: the client has gone
+CLIENT_CLOSED_REQUEST = 499  # for the log: the client does not read it
 
 
-class ErrorBody(BaseModel):
+class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class Error(BaseModel):
+class ErrorResponse(BaseModel):
     """Every error has this form."""
 
-    error: ErrorBody
+    error: ErrorDetail
 
 
-_WORDS: dict[int | str, str] = {
-    400: "The request asks for what cannot be",
-    401: "The key is missing or wrong",
-    404: "There is no such thing here",
-    408: "It took too long",
-    413: "The body is too large",
-    429: "The queue is full; Retry-After says when to try again",
-    503: "Shutting down",
-    "default": "Any other error",
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is invalid"},
+    401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
+    404: {"model": ErrorResponse, "description": "Not found"},
+    408: {"model": ErrorResponse, "description": "The request took too long"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
+    429: {"model": ErrorResponse, "description": "The queue is full; Retry-After says when to try again"},
+    503: {"model": ErrorResponse, "description": "Shutting down"},
+    "default": {"model": ErrorResponse, "description": "Any other error"},
 }
-ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": Error, "description": w} for code, w in _WORDS.items()}
 
 
 @dataclass
 class Service:
-    """Everything an endpoint may need."""
+    """Everything that the endpoints need."""
 
     llm: LLM
     name: str
     settings: Settings
+    parser: RequestParser
     worker: Worker
     metrics: Metrics
-    traces: Traces | None
+    traces: TraceStore | None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def __post_init__(self) -> None:
-        self.read = Reading(self.llm, self.name, self.settings.limits)
-
-    async def answer(self, request: Request, wish: ChatRequest | CompletionRequest) -> Response:
-        """Understand, take on, and tell, at once or as it comes."""
-        kind, prefix = ("chat.completion", "chatcmpl") if isinstance(wish, ChatRequest) else ("text_completion", "cmpl")
-        self.worker.insist_on_room(1)  # before any work is done for it
-        job = Job(f"{prefix}-{request.state.id}", request.state.client, bool(wish.stream), Mailbox())
-        # Long prompts take a while to become ids; other streams should not wait for that.
-        asked, seqs = await asyncio.to_thread(self._understood, wish)
-        job.add(seqs)
-        if asked.trace != "off":
-            for each in job.answers:
-                each.tape = Tape(each.seq, asked.trace)
-        deadline = job.arrived + min(wish.timeout or self.settings.limits.seconds, self.settings.limits.seconds)
+    async def complete(self, http: Request, request: ChatRequest | CompletionRequest) -> Response:
+        """Parse the request, queue it, and respond, whole or as a stream."""
+        chat = isinstance(request, ChatRequest)
+        kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+        self.worker.check_capacity(1)  # before any work is done for it
+        job = Job(f"{prefix}-{http.state.id}", http.state.client, bool(request.stream), EventQueue())
+        parsed, seqs = await asyncio.to_thread(self._parse, request)  # tokenising a long prompt takes a while
+        job.add(seqs, parsed.trace_level)
+        limit = self.settings.limits.seconds
+        deadline = job.arrived + min(request.timeout or limit, limit)
         self.worker.submit(job)
-        letter = Letter(self.llm, self.name, job, asked, bool(wish.return_token_ids), kind)
-        if wish.stream:
-            with_usage = bool(wish.stream_options and wish.stream_options.include_usage)
-            return EventStream(letter, self.worker, deadline, with_usage)
-        told = await unless_gone(request, collect(job, self.worker, deadline))
-        return Response(status_code=HUNG_UP) if told is None else JSONResponse(letter.whole(told))
+        builder = ResponseBuilder(self.llm, self.name, job, parsed, bool(request.return_token_ids), kind)
+        if request.stream:
+            with_usage = bool(request.stream_options and request.stream_options.include_usage)
+            return EventStream(builder, self.worker, deadline, with_usage)
+        deltas = await unless_disconnected(http, collect(job, self.worker, deadline))
+        return JSONResponse(builder.whole(deltas)) if deltas else Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    def _understood(self, wish: ChatRequest | CompletionRequest) -> tuple[Asked, list[Sequence]]:
-        asked = self.read(wish)
-        seqs = asked.sequences(self.llm)
-        longest, most = max(seq.prompt_len for seq in seqs), self.settings.limits.prompt_tokens
-        if most is not None and longest > most:
-            words = f"The prompt has {longest} tokens, but this server takes at most {most}."
-            raise refused(words, code="context_length_exceeded")
-        return asked, seqs
+    def _parse(self, request: ChatRequest | CompletionRequest) -> tuple[ParsedRequest, list[Sequence]]:
+        parsed = self.parser.parse(request)
+        seqs = parsed.sequences(self.llm)
+        longest, limit = max(seq.prompt_len for seq in seqs), self.settings.limits.prompt_tokens
+        if limit is not None and longest > limit:
+            message = f"The prompt has {longest} tokens, but this server takes at most {limit}."
+            raise bad_request(message, code="context_length_exceeded")
+        return parsed, seqs
+
+    def model_card(self) -> dict[str, Any]:
+        llm, config = self.llm, self.llm.config
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "outrider"}
+        card |= {"max_model_len": llm.engine.cache.length, "dtype": llm.dtype, "device": llm.device}
+        return card | {"drafter": config.drafter_name, "k": config.k, "rule": config.rule}
+
+    def drafters(self) -> dict[str, Any]:
+        """The values of `speculation.drafter`, the default first, and the limits that the page needs."""
+        own, named = self.llm.config.drafter_name, self.llm.drafters
+        data = [{"id": id, "object": "drafter", "default": id == own, "about": text} for id, text in named.items()]
+        limits = {"max_tokens": self.settings.limits.max_tokens, "temperature": 100}
+        return {"object": "list", "data": data, "model": self.name, "k": self.llm.config.k, "limits": limits}
+
+    def trace_store(self) -> TraceStore:
+        if self.traces is None:
+            raise ApiError(404, "Nothing is recorded here; start the server with --traces FOLDER.", "traces_off")
+        return self.traces
 
 
-def endpoints(service: Service) -> APIRouter:
+def api_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", responses=ERRORS, summary="Answer a conversation")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await service.answer(request, asked)
+    @router.post("/v1/chat/completions", responses=ERRORS, summary="Chat completion")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.complete(request, body)
 
-    @router.post("/v1/completions", responses=ERRORS, summary="Continue a text")
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await service.answer(request, asked)
+    @router.post("/v1/completions", responses=ERRORS, summary="Text completion")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await service.complete(request, body)
 
-    @router.get("/v1/models", summary="The one model there is")
+    @router.get("/v1/models", summary="The served model, as a list of one")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_card(service)]}
+        return {"object": "list", "data": [service.model_card()]}
 
-    @router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, summary="What is known about it")
+    @router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, summary="The served model")
     async def model(name: str) -> dict[str, Any]:
         if name != service.name:
-            raise Problem(404, f"This server has only '{service.name}'.", "model_not_found", "model")
-        return _card(service)
+            raise ApiError(404, f"This server has only '{service.name}'.", "model_not_found", "model")
+        return service.model_card()
 
-    @router.get("/v1/drafters", summary="Who may draft for a request")
+    @router.get("/v1/drafters", summary="The drafters that a request may name")
     async def drafters() -> dict[str, Any]:
-        return _drafters(service)
+        return service.drafters()
 
-    _add_watching(router, service)
+    _add_operations(router, service)
     return router
 
 
-def _add_watching(router: APIRouter, service: Service) -> None:
+def _add_operations(router: APIRouter, service: Service) -> None:
     worker = service.worker
 
-    @router.get("/health", summary="Does the engine move?")
+    @router.get("/health", summary="Liveness: does the engine make progress?")
     async def health() -> Response:
-        return JSONResponse({"status": worker.ill or "ok"}, 503 if worker.ill else 200)
+        return JSONResponse({"status": worker.unhealthy or "ok"}, 503 if worker.unhealthy else 200)
 
-    @router.get("/ready", summary="Would a request be taken on?")
+    @router.get("/ready", summary="Readiness: would a request be accepted?")
     async def ready() -> Response:
-        reason = worker.ill or ("draining" if worker.draining else "")
+        reason = worker.unhealthy or ("draining" if worker.draining else "")
         return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
 
-    @router.get("/metrics", summary="For Prometheus", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.get("/traces", responses={404: ERRORS[404]}, summary="Recorded answers, the newest first")
+    @router.get("/traces", responses={404: ERRORS[404]}, summary="Names of recorded traces, the newest first")
     async def traces() -> dict[str, Any]:
-        kept = _traces(service)
-        return {"object": "list", "data": kept.names(), "dropped": kept.dropped, "problem": kept.problem}
+        store = service.trace_store()
+        return {"object": "list", "data": store.names(), "dropped": store.dropped, "problem": store.problem}
 
-    @router.get("/traces/{name}", responses={404: ERRORS[404]}, summary="One of them, as JSONL")
+    @router.get("/traces/{name}", responses={404: ERRORS[404]}, summary="One recorded trace, as JSONL")
     async def trace(name: str) -> Response:
-        data = await asyncio.to_thread(_traces(service).read, name)
+        data = await asyncio.to_thread(service.trace_store().read, name)
         if data is None:
-            raise Problem(404, "There is no such trace; it may have made room for newer ones.", "not_found")
+            raise ApiError(404, "There is no such trace; older ones are deleted for newer ones.", "not_found")
         return Response(data, media_type="application/x-ndjson")
-
-
-def _traces(service: Service) -> Traces:
-    if service.traces is None:
-        raise Problem(404, "Nothing is recorded here; start the server with --traces FOLDER.", "traces_off")
-    return service.traces
-
-
-def _drafters(service: Service) -> dict[str, Any]:
-    """Those that `speculation.drafter` may name, the default first, and how far a request may go."""
-    own, told = service.llm.config.drafter_name, service.llm.drafters
-    data = [{"id": name, "object": "drafter", "default": name == own, "about": words} for name, words in told.items()]
-    limits = {"max_tokens": service.settings.limits.max_tokens, "temperature": 100}
-    return {"object": "list", "data": data, "model": service.name, "k": service.llm.config.k, "limits": limits}
-
-
-def _card(service: Service) -> dict[str, Any]:
-    llm = service.llm
-    facts = {"max_model_len": llm.engine.cache.length, "dtype": llm.dtype, "device": llm.device}
-    facts |= {"drafter": llm.config.drafter_name, "k": llm.config.k, "rule": llm.config.rule}
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "outrider", **facts}

@@ -1,4 +1,4 @@
-"""What whoever runs the server decides once: where it listens, who may ask, and how much."""
+"""Server configuration, fixed at start: address, access, limits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one request may ask for; beyond it the answer is an error, never a smaller answer."""
+    """Limits per request. A request beyond one gets an error; it is never silently shortened."""
 
     body_bytes: int = 4 << 20
-    body_seconds: float = 30.0  # a body that takes longer to arrive is not waited for
-    prompt_tokens: int | None = None  # None: what fits into the context
+    body_seconds: float = 30.0  # time for the body to arrive
+    prompt_tokens: int | None = None  # None: the model's context length
     max_tokens: int = 4096
     answers: int = 16  # prompts times n
     stops: int = 8  # stop strings, and bad words
-    stop_length: int = 256
+    stop_length: int = 256  # characters
     biases: int = 1024
-    queue: int = 128  # answers that may wait for a place in the batch
-    seconds: float = 600.0  # the longest a request may take, waiting included
+    queue: int = 128  # answers waiting for a batch slot
+    seconds: float = 600.0  # from arrival to the last token, queueing included
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -33,35 +33,35 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server is run. Without keys everybody who reaches the port may ask, so only this machine can."""
+    """Without API keys anyone who reaches the port may use it, so it listens on loopback only unless `open`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
-    open: bool = False  # no key, and yet not only on this machine: it has to be said
-    name: str | None = None  # what the model is called here; None: its own name
-    origins: tuple[str, ...] = ()  # web pages that may ask from a browser
+    open: bool = False  # allow a non-loopback host without a key
+    name: str | None = None  # served model name; None: the model's own
+    origins: tuple[str, ...] = ()  # CORS
     traces: Path | None = None  # None: nothing is recorded
     traces_bytes: int = 64 << 20
-    log_text: bool = False  # prompts and answers in the log
-    drain_seconds: float = 30.0  # how long answers may go on after the signal to stop
-    drafter_seconds: float = 30.0  # a drafter that does not come back from a call by then is left behind
+    log_text: bool = False  # log prompts and answers
+    drain_seconds: float = 30.0  # time for running answers to end after SIGTERM
+    drafter_seconds: float = 30.0  # a drafter call that takes longer is abandoned
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not self.keys and not self.open and self.host not in LOOPBACK:
             raise ConfigError(
-                f"Without a key anybody who reaches {self.host}:{self.port} could use this server. Give --api-key, "
-                "or say --open if that is what you want."
+                f"Without a key anyone who reaches {self.host}:{self.port} could use this server. Give --api-key, "
+                "or --open to allow that."
             )
         if self.drafter_seconds <= 0:
-            raise ConfigError(f"A drafter cannot answer within {self.drafter_seconds:g} s: give it more than 0.")
+            raise ConfigError(f"The drafter timeout is {self.drafter_seconds:g} s, but it must be more than 0.")
         if any(len(key) < 8 for key in self.keys):
-            raise ConfigError("An API key is shorter than 8 characters; it would be guessed. Use a longer one.")
+            raise ConfigError("An API key is shorter than 8 characters and could be guessed. Use a longer one.")
         if self.traces is not None and not self.keys:
-            raise ConfigError("Traces hold what was said, so they can be read only with a key: give --api-key too.")
+            raise ConfigError("Traces contain users' tokens, so they are served only with a key: give --api-key too.")
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names this server answers to; any where empty. A page in a browser must not reach it by renaming itself."""
+        """Accepted Host headers; empty: any. Stops DNS rebinding from a browser where there is no key."""
         return LOOPBACK if not (self.keys or self.open) else ()

@@ -1,11 +1,11 @@
-"""The page: plain files that a server hands out as they are, and one self-contained file made of them.
+"""The page: static files for the server, and one self-contained HTML file made of them.
 
-    index(live=True)   index.html as the server sends it; `live` tells the page that live.js has somebody to talk to
-    files()            the folder that everything else is served from
-    page(lines)        one HTML file with all of it inside, for a browser without a server
+    index(live=True)   index.html; `live` tells the page that a server answers
+    files()            the folder of the static files
+    page(lines)        one HTML file with everything inside, for a browser without a server
 
-The modules use a small part of the language's import and export, which `join` understands; it refuses anything else.
-It knows text; what a trace means is known in `trace.py` and, for the page, in `trace.js`.
+`join` bundles the JavaScript modules. It understands a small part of `import` and `export` and refuses the rest. What a
+trace means is known in `engine/trace.py` and `trace.js`, not here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def files() -> Path:
 
 
 def index(live: bool = False) -> str:
-    """The page whose parts are fetched from beside it."""
-    told = '<meta name="outrider-live" content="1">' if live else ""
-    return _text("index.html").replace("<!-- head -->", told)
+    """The page that fetches its parts from its own folder."""
+    meta = '<meta name="outrider-live" content="1">' if live else ""
+    return _text("index.html").replace("<!-- head -->", meta)
 
 
 def examples() -> list[dict[str, str]]:
-    """The bundled runs: title and file of each."""
-    listed: list[dict[str, str]] = json.loads(_text("examples/index.json"))
-    return listed
+    """The bundled traces: title and file of each."""
+    entries: list[dict[str, str]] = json.loads(_text("examples/index.json"))
+    return entries
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A trace's lines as far as they can be read, with a sentence for a file that is none. It needs no torch."""
+    """A trace's lines up to the first that cannot be read; an error if there are none. It needs no torch."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except (json.JSONDecodeError, RecursionError):
-            break  # the run was cut off while writing this line
+            break  # the run ended while writing this line
         if not isinstance(line, dict) or (number == 0 and "outrider_trace" not in line):
             break
         lines.append(line)
@@ -66,10 +66,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def page(trace_lines: Iterable[dict[str, Any]] | None = None, live: bool = False, title: str = "This run") -> str:
-    """One self-contained file: this trace, if there is one, then the bundled runs. It asks nobody for anything."""
-    own: list[dict[str, Any]] = [] if trace_lines is None else [{"title": title, "text": _jsonl(trace_lines)}]
-    traces = [*own, *(_bundled(**each) for each in examples())]
-    data = _script_safe(json.dumps({"start": "run" if own else "explain", "traces": traces}, ensure_ascii=False))
+    """One self-contained file: this trace, if any, then the bundled ones. It makes no request unless `live`."""
+    traces: list[dict[str, Any]] = [
+        {"title": each["title"], "text": _text(f"examples/{each['file']}"), "bundled": True} for each in examples()
+    ]
+    if trace_lines is not None:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in trace_lines if line)
+        traces.insert(0, {"title": title, "text": text})
+    start = "explain" if trace_lines is None else "run"
+    data = _script_safe(json.dumps({"start": start, "traces": traces}, ensure_ascii=False))
     style, script = _text("vendor/uPlot.css") + _text("page.css"), join("app.js")
     policy = f"{POLICY}; script-src {_hash(script)}; style-src {_hash(style)}"
     if live:
@@ -84,7 +89,7 @@ def page(trace_lines: Iterable[dict[str, Any]] | None = None, live: bool = False
 
 
 def join(entry: str) -> str:
-    """The module and all that it imports as one script: each in a function of its own, in the order of need."""
+    """A module and all that it imports as one script: each in its own function, dependencies first."""
     done: dict[str, str] = {}
     _add(entry, done, ())
     script = "\n".join(done.values())
@@ -95,18 +100,18 @@ def join(entry: str) -> str:
 
 def _add(name: str, done: dict[str, str], above: tuple[str, ...]) -> None:
     if name in above:
-        raise ValueError(f"{name} imports itself by way of {', '.join(above)}.")
+        raise ValueError(f"{name} imports itself via {', '.join(above)}.")
     if name in done:
         return
     source, folder = _text(name), Path(name).parent
 
-    def importing(found: re.Match[str]) -> str:
-        other = (folder / found[3]).as_posix()
+    def to_constants(match: re.Match[str]) -> str:
+        other = (folder / match[3]).as_posix()
         _add(other, done, (*above, name))
-        names = found[1].replace(" as ", ": ") if found[1] else f"default: {found[2]}"
+        names = match[1].replace(" as ", ": ") if match[1] else f"default: {match[2]}"
         return f"const {{ {names.strip()} }} = {_name(other)};"
 
-    body = _IMPORT.sub(importing, source)
+    body = _IMPORT.sub(to_constants, source)
     exported = [*_NAMED.findall(body), *(f"default: {local}" for local in _DEFAULT.findall(body))]
     body = _DEFAULT.sub("", _EXPORT.sub("", body))
     if left := re.search(r"^(import|export)\b[^(].*$", body, re.MULTILINE):
@@ -122,16 +127,8 @@ def _text(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def _bundled(title: str, file: str) -> dict[str, Any]:
-    return {"title": title, "text": _text(f"examples/{file}"), "bundled": True}
-
-
-def _jsonl(lines: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line)
-
-
 def _script_safe(text: str) -> str:
-    """JSON in which no `<` is left: nothing in a trace can end the element it stands in."""
+    """JSON without `<`, so that nothing in a trace can end the script element that holds it."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

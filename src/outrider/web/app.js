@@ -1,26 +1,26 @@
-/* The page: which run is open, which view is shown. Every view is a pure function of a trace.
+/* The page: which run is open, and in which view. Every view is a pure function of a trace.
 
-   Traces come from #outrider-data (a self-contained file), from examples/ beside this file (served), from files that are
-   dropped or picked, or from live.js, which is loaded only where the server says that it is there:
+   Traces come from #outrider-data (a self-contained file), from examples/ in this folder (served), from files that
+   are dropped or picked, or from live.js, which is loaded only from a server that announces it:
 
-     mountLive(section, app)      app.open(run, title) shows a run in the other views; app.say(sentence) reports a problem */
+     mountLive(section, app)      app.open(run, title) shows a run in the other views; app.report(message) shows a problem */
 
 import { el, replace } from "./dom.js";
 import { mountExplain } from "./explain.js";
-import { telling } from "./telling.js";
+import { exampleSteps } from "./highlights.js";
 import { LIMITS, TraceError, parseTrace } from "./trace.js";
 import { mountRun } from "./view.js";
 import { mountWhatIf } from "./whatif.js";
 
 const VIEWS = ["explain", "run", "whatif", "live"];
 const $ = (id) => document.getElementById(id);
-const app = { runs: [], current: null, fallback: null, mounted: new Map(), open, say };
+const app = { runs: [], current: null, fallback: null, mounted: new Map(), open, report };
 
 /* ---------------------------------------------------------------- runs */
 
 async function open(run, title = run.title) {
   if (!app.runs.some((each) => each.run === run)) app.runs.push({ title, run });
-  if (!telling(run)) app.fallback ??= await read(app.runs.find((each) => each.bundled)); // what the stations need
+  if (!exampleSteps(run)) app.fallback ??= await read(app.runs.find((each) => each.bundled)); // for the stations
   app.current = run;
   listRuns();
   unmount();
@@ -45,20 +45,20 @@ async function choose(entry) {
   await open(await read(entry), entry.title);
 }
 
-/** A sentence for the user; an empty one clears it. */
-function say(sentence) {
-  $("problem").textContent = sentence;
-  $("problem").hidden = !sentence;
+/** Show a problem to the user; an empty message clears it. */
+function report(message) {
+  $("problem").textContent = message;
+  $("problem").hidden = !message;
 }
 
 async function attempt(work) {
   try {
     await work();
-    say("");
+    report("");
   } catch (error) {
-    if (error instanceof TraceError) say(error.message);
+    if (error instanceof TraceError) report(error.message);
     else {
-      say("This trace cannot be shown: it is not as Outrider writes it.");
+      report("This trace cannot be shown: it does not have the format that Outrider writes.");
       console.warn(error);
     }
   }
@@ -79,8 +79,8 @@ async function openFiles(files) {
 /* ---------------------------------------------------------------- views */
 
 function view() {
-  const asked = location.hash.slice(1);
-  return VIEWS.includes(asked) && !$(`tab-${asked}`).hidden ? asked : app.start;
+  const name = location.hash.slice(1);
+  return VIEWS.includes(name) && !$(`tab-${name}`).hidden ? name : app.start;
 }
 
 const MAKE = {
@@ -106,7 +106,7 @@ function unmount() {
   app.mounted.clear();
 }
 
-/* ---------------------------------------------------------------- the frame */
+/* ---------------------------------------------------------------- frame */
 
 function theme() {
   const dark = document.documentElement.dataset.theme
@@ -138,22 +138,22 @@ function listen() {
   );
 }
 
-/** Keys belong to the view that is shown, wherever they are pressed; a run hears those inside it by itself. */
+/** Keys go to the view that is shown, wherever they are pressed; a run handles those inside it itself. */
 function key(event) {
   const free = event.target === document.body || event.target === $("main");
   if (free || view() === "explain") app.mounted.get(view())?.key?.(event);
 }
 
-/** The traces that come with the page: inside it, or beside it. */
+/** The traces that come with the page: embedded in it, or in examples/. */
 async function bundled() {
-  const inside = $("outrider-data");
-  if (inside) {
-    const { start, traces } = JSON.parse(inside.textContent);
+  const embedded = $("outrider-data");
+  if (embedded) {
+    const { start, traces } = JSON.parse(embedded.textContent);
     app.start = start;
     return traces.map(({ title, text, bundled }) => ({ title, bundled, run: null, load: async () => text }));
   }
-  const listed = await (await fetch("examples/index.json")).json();
-  return listed.map(({ title, file }) => ({
+  const entries = await (await fetch("examples/index.json")).json();
+  return entries.map(({ title, file }) => ({
     title,
     bundled: true,
     run: null,
@@ -162,8 +162,8 @@ async function bundled() {
 }
 
 async function live() {
-  const told = document.querySelector('meta[name="outrider-live"]')?.content === "1";
-  if (!told || !location.protocol.startsWith("http")) return;
+  const served = document.querySelector('meta[name="outrider-live"]')?.content === "1";
+  if (!served || !location.protocol.startsWith("http")) return;
   const { mountLive } = await import("./live.js");
   $("tab-live").hidden = false;
   mountLive($("live"), app);

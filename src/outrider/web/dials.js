@@ -1,15 +1,15 @@
-/* The dials: how often the target agrees, how far a pass reaches, how much is drafted and why. */
+/* Statistics of a run: acceptance, tokens per pass, draft lengths, and the controller's reasons. */
 
 import { UNKNOWN, el, fixed, grouped, micros, percent, plural, replace, times } from "./dom.js";
 import { mountPlot } from "./plot.js";
 
-const WINDOW = 24; // drafts of one point of the learning curve
+const WINDOW = 24; // drafts per point of the α curve
 
 export function mountDials(run, { compact }) {
   const numbers = el("dl", { class: "numbers" });
   const alpha = mountPlot({
     title: "α by position, given that it was reached",
-    words: "",
+    summary: "",
     x: "position in the draft",
     y: "α",
     series: [{ label: "α", hue: "accepted", kind: "bars" }],
@@ -17,7 +17,7 @@ export function mountDials(run, { compact }) {
   });
   const depth = mountPlot({
     title: "Drafted and accepted, step by step",
-    words: "",
+    summary: "",
     x: "step",
     y: "tokens",
     series: [
@@ -27,7 +27,7 @@ export function mountDials(run, { compact }) {
   });
   const learning = mountPlot({
     title: `α over time, the last ${WINDOW} drafts`,
-    words: "",
+    summary: "",
     x: "step",
     y: "α",
     series: [{ label: "α", hue: "accepted", kind: "line" }],
@@ -38,8 +38,8 @@ export function mountDials(run, { compact }) {
   const plots = compact ? [] : [alpha, depth, learning];
   const element = el(
     "section",
-    { class: "panel dials", "aria-label": "The dials" },
-    el("h3", {}, "The dials"),
+    { class: "panel dials", "aria-label": "Statistics" },
+    el("h3", {}, "Statistics"),
     numbers,
     compact
       ? null
@@ -55,12 +55,12 @@ export function mountDials(run, { compact }) {
   function draw() {
     replace(numbers, figures(run));
     if (compact) return;
-    const places = run.alphaByPosition(),
+    const positions = run.alphaByPosition(),
       xs = run.steps.map((step) => step.index + 1);
-    alpha.element.hidden = !places.length;
+    alpha.element.hidden = !positions.length;
     alpha.set(
-      [places.map((_, i) => i + 1), places.map((each) => each.alpha)],
-      places
+      [positions.map((_, i) => i + 1), positions.map((each) => each.alpha)],
+      positions
         .map((each, i) => `${i + 1}: ${percent(each.alpha)} of ${each.reached}`)
         .slice(0, 8)
         .join(", ") || "Nothing was drafted.",
@@ -69,7 +69,7 @@ export function mountDials(run, { compact }) {
       [xs, run.steps.map((step) => step.nodes.length), run.steps.map((step) => step.accepted)],
       `${plural(run.counts.drafted, "token")} drafted, ${run.counts.accepted} accepted, in ${plural(run.counts.steps, "step")}.`,
     );
-    learning.set([xs, rolling(run.steps)], "It rises where a drafter learns, and falls where the text turns hard.");
+    learning.set([xs, rolling(run.steps)], "It rises when a drafter learns and falls where the text is hard to predict.");
     replace(notes, sources(run), drafting(run));
   }
 
@@ -83,17 +83,17 @@ export function mountDials(run, { compact }) {
   return { element, draw, seek, destroy: () => plots.forEach((plot) => plot.destroy()) };
 }
 
-/** Every figure carries its name for whoever checks them against the trace. */
+/** Each figure has its name as data-number, so that tests can compare it with the trace. */
 function figures(run) {
   const { counts } = run;
-  const told = [
+  const entries = [
     ["tau", "τ, tokens per pass", fixed(run.tau()), "bonus included"],
     ["alpha", "α, accepted ÷ reached", percent(run.alpha(), 1), `${counts.accepted} of ${counts.reached}`],
-    ["speedup", "against plain", times(run.speedup()), "clock against clock"],
+    ["speedup", "speedup over plain", times(run.speedup()), "wall clock"],
     ["steps", "passes", String(counts.steps), `${counts.emitted} tokens`],
-    ["drafted", "drafted", String(counts.drafted), `K ${fixed(run.meanK(), 1)} on average`],
+    ["drafted", "drafted", String(counts.drafted), `mean K ${fixed(run.meanK(), 1)}`],
   ];
-  return told.map(([name, title, value, more]) =>
+  return entries.map(([name, title, value, more]) =>
     el("div", {}, el("dt", {}, title), el("dd", { "data-number": name }, value), el("dd", { class: "more" }, more)),
   );
 }
@@ -101,11 +101,11 @@ function figures(run) {
 function rolling(steps) {
   const last = [];
   return steps.map((step) => {
-    const walked = step.accepted + step.nodes.some((node) => node.fate === "r");
-    if (walked) last.push([step.accepted, walked]);
+    const reached = step.accepted + step.nodes.some((node) => node.fate === "r");
+    if (reached) last.push([step.accepted, reached]);
     if (last.length > WINDOW) last.shift();
-    const reached = last.reduce((sum, each) => sum + each[1], 0);
-    return reached ? last.reduce((sum, each) => sum + each[0], 0) / reached : null;
+    const total = last.reduce((sum, each) => sum + each[1], 0);
+    return total ? last.reduce((sum, each) => sum + each[0], 0) / total : null;
   });
 }
 
@@ -150,10 +150,10 @@ function sources(run) {
     ]),
   );
   return [
-    el("h4", {}, "Who drafted"),
+    el("h4", {}, "Drafters"),
     el(
       "div",
-      { class: "wide", tabindex: "0", role: "group", "aria-label": "Who drafted" },
+      { class: "wide", tabindex: "0", role: "group", "aria-label": "Drafters" },
       el(
         "table",
         { class: "sources" },
@@ -164,37 +164,37 @@ function sources(run) {
   ];
 }
 
-/** A drafter that learns while it serves says how far it is. */
-function learning(told) {
-  if (typeof told !== "object" || told === null) return null;
-  const [updates, records] = [told.updates, told.records].map((value) =>
+/** The state of a drafter that learns while it serves. */
+function learning(state) {
+  if (typeof state !== "object" || state === null) return null;
+  const [updates, records] = [state.updates, state.records].map((value) =>
     Number.isSafeInteger(value) ? grouped(value) : UNKNOWN,
   );
   return el(
     "p",
     { "data-number": "learning" },
-    `Learning ${String(told.state).slice(0, 40)}: ${updates} updates from ${records} verified tokens so far.`,
+    `Learning ${String(state.state).slice(0, 40)}: ${updates} updates from ${records} verified tokens so far.`,
   );
 }
 
-/** What a drafter told about its own work. Shown as it was told; `ahead` is known by name. */
+/** The drafter's own statistics, shown as recorded; only `ahead` has a sentence of its own. */
 function drafting(run) {
-  const told = run.footer?.drafting ?? {},
-    learnt = learning(run.footer?.learning);
-  if (!Object.keys(told).length) return learnt;
-  const ahead = typeof told.ahead === "object" && told.ahead ? told.ahead : null;
-  const rest = Object.entries(told)
+  const recorded = run.footer?.drafting ?? {},
+    learned = learning(run.footer?.learning);
+  if (!Object.keys(recorded).length) return learned;
+  const ahead = typeof recorded.ahead === "object" && recorded.ahead ? recorded.ahead : null;
+  const rest = Object.entries(recorded)
     .filter(([name]) => name !== "ahead")
     .slice(0, 12);
   const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
   return [
-    learnt,
-    el("h4", {}, "What the drafter tells"),
+    learned,
+    el("h4", {}, "The drafter’s own statistics"),
     ahead
       ? el(
           "p",
           { "data-number": "hits" },
-          `Ahead: ${percent(number(ahead.hit_rate))} of outcomes were prepared for; ${micros((number(ahead.hidden_seconds) ?? 0) * 1e6)} of drafting hidden behind the target, ${micros((number(ahead.exposed_seconds) ?? 0) * 1e6)} not.`,
+          `Ahead: ${percent(number(ahead.hit_rate))} of outcomes were drafted in advance; ${micros((number(ahead.hidden_seconds) ?? 0) * 1e6)} of drafting hidden behind the target, ${micros((number(ahead.exposed_seconds) ?? 0) * 1e6)} not.`,
         )
       : null,
     rest.length

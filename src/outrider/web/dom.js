@@ -1,4 +1,4 @@
-/* Small tools for making elements. Data becomes text and attributes here, never markup: nothing in a trace can run. */
+/* Creates elements. Data becomes text and attributes, never markup: nothing in a trace can run. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,12 +21,12 @@ function fill(node, props, children) {
   return node;
 }
 
-/** Put these into a node instead of what is there. */
+/** Replace a node's children. */
 export function replace(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }
 
-/* ---------------------------------------------------------------- words for numbers */
+/* ---------------------------------------------------------------- formatting */
 
 export const UNKNOWN = "not recorded";
 
@@ -42,7 +42,7 @@ export function times(value) {
   return value === null || value === undefined ? UNKNOWN : `${value.toFixed(2)}×`;
 }
 
-/** A chance, short enough for a small box. */
+/** A probability, short enough for a small box. */
 export function chance(value) {
   if (value === null || value === undefined) return "–";
   return value.toFixed(value < 0.01 ? 3 : 2).replace(/^0\./, ".");
@@ -62,34 +62,34 @@ export function plural(count, one, many = `${one}s`) {
   return `${grouped(count)} ${count === 1 ? one : many}`;
 }
 
-/** A token's text where white space must be seen. */
+/** A token's text with visible white space. */
 export function visible(text) {
   if (text === "") return "∅";
   return text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/ /g, "·");
 }
 
-/** The same, cut for a small box. */
+/** The same, shortened for a small box. */
 export function label(text, most = 12) {
   const shown = [...visible(text.slice(0, 4 * most))];
   return shown.length > most ? `${shown.slice(0, most - 1).join("")}…` : shown.join("");
 }
 
-/* ---------------------------------------------------------------- the fates, one legend everywhere */
+/* ---------------------------------------------------------------- fates: one legend for all views */
 
 export const FATES = {
-  a: { name: "accepted", words: "accepted from the draft", mark: "✓" },
-  b: { name: "bonus", words: "the target’s own", mark: "◆" },
-  r: { name: "rejected", words: "rejected draft", mark: "✗" },
-  u: { name: "unreached", words: "never reached", mark: "·" },
-  p: { name: "pruned", words: "pruned", mark: "–" },
+  a: { name: "accepted", text: "accepted from the draft", mark: "✓" },
+  b: { name: "bonus", text: "bonus: the target’s own", mark: "◆" },
+  r: { name: "rejected", text: "rejected draft", mark: "✗" },
+  u: { name: "unreached", text: "never reached", mark: "·" },
+  p: { name: "pruned", text: "pruned", mark: "–" },
 };
 
 export function legend(...fates) {
-  const items = fates.map((fate) => el("li", {}, el("span", { class: `chip ${FATES[fate].name}` }, FATES[fate].words)));
+  const items = fates.map((fate) => el("li", {}, el("span", { class: `chip ${FATES[fate].name}` }, FATES[fate].text)));
   return el("ul", { class: "legend", "aria-label": "Legend" }, items);
 }
 
-/** A colour of the page's own, for canvases. Asking the browser makes it settle its styles, so it is asked once a theme. */
+/** A colour of the page, for canvases. Reading it computes styles, so it is cached until the theme changes. */
 export function colour(name) {
   if (!palette.has(name))
     palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
@@ -99,4 +99,4 @@ export function colour(name) {
 const palette = new Map();
 document.addEventListener("outrider:theme", () => palette.clear(), { capture: true });
 
-export const prefersStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const prefersReducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,4 +1,4 @@
-/* Six stations over a real run, one idea each. Every token, chance and time on them is the trace's. */
+/* Six stations over a real run, one idea each. Every token, probability and time is from the trace. */
 
 import {
   UNKNOWN,
@@ -9,66 +9,66 @@ import {
   micros,
   percent,
   plural,
-  prefersStill,
+  prefersReducedMotion,
   replace,
   times,
   visible,
 } from "./dom.js";
-import { telling } from "./telling.js";
+import { exampleSteps } from "./highlights.js";
 
 const STATIONS = [
   {
     name: "Baseline",
     title: "One pass, one token",
-    idea: "A language model reads all of the text so far and says one token. For the next one it has to run again, from the first layer to the last. However easy the word is, the price is one whole pass.",
-    rule: "Another token? Run the whole model once more.",
-    trap: "“One token is little work.” Little arithmetic, but all the weights are read for it: the pass mostly waits for memory.",
+    idea: "A language model reads all of the text so far and emits one token. For the next token it runs again, from the first layer to the last. However easy the token is, it costs one whole pass.",
+    rule: "One more token: run the whole model once more.",
+    trap: "“One token is little work.” It is little arithmetic, but all the weights are read for it: the pass mostly waits for memory.",
     figure: baseline,
   },
   {
     name: "Draft",
-    title: "Somebody cheap guesses ahead",
-    idea: "A drafter (a small network, or a lookup in what was said before) writes down the next few tokens as it imagines them. q is how sure it is. Its guesses have no authority at all.",
-    rule: "Draft as far as the guesses are still likely to be reached, and no further.",
-    trap: "A drafter that is right but slow: the passes it saves are spent on drafting.",
+    title: "A cheap drafter guesses ahead",
+    idea: "A drafter (a small network, or a lookup in the text so far) proposes the next few tokens. q is the probability that it gives each one. Its proposals are only candidates: the target decides.",
+    rule: "Draft only as far as the tokens are still likely to be reached.",
+    trap: "A drafter that is right but slow: the time that it saves is spent on drafting.",
     figure: (run, steps) => stepFigure(run, steps.accept, "draft"),
   },
   {
     name: "Verify",
-    title: "The target reads them all at once",
-    idea: "How can the target say more than one token per pass? A pass over several tokens gives a prediction after every one of them. Usually only the last is of use, because nobody knows what comes next. The draft is a guess of exactly that: fed behind the text, it lets one pass judge every position. p is what the target thinks of each guess.",
+    title: "The target checks them all at once",
+    idea: "How can the target emit more than one token per pass? A pass over several tokens gives a prediction after each of them. Usually only the last prediction is useful, because the following tokens are not known yet. The draft is a guess of them: appended to the text, it lets one pass check every position. p is the target’s probability of each drafted token.",
     rule: "One pass over the whole draft; at every position the target makes its own choice.",
     trap: "“Extra positions are free.” They are cheap while the machine waits for memory, and cost full price when it is busy.",
     figure: (run, steps) => stepFigure(run, steps.accept, "verify"),
   },
   {
     name: "Accept",
-    title: "What agrees is kept",
-    idea: "Where the draft holds the very token that the target chose, the next position was computed on a true text, so its choice counts too. The agreeing prefix is emitted, and the target’s next choice comes on top as a bonus.",
+    title: "The agreeing prefix is kept",
+    idea: "Where the drafted token equals the target’s choice, the next position was computed on the right text, so the choice there counts too. The agreeing prefix is emitted, and the target’s next choice is added as a bonus.",
     rule: "Keep drafted tokens while each equals the target’s own choice; then add the target’s next one.",
-    trap: "Counting a match that comes after a miss: the target judged it behind a text that nobody said.",
+    trap: "Counting a match after a miss: the target computed it from a text that was never emitted.",
     figure: (run, steps) => stepFigure(run, steps.accept, "accept"),
   },
   {
     name: "Reject",
     title: "The first miss ends it",
-    idea: "Where the draft is wrong, the target’s own choice is emitted in its place, and everything drafted behind it is thrown away. The text is what it would have been without any draft. A bad draft costs time, never a word.",
+    idea: "Where the draft is wrong, the target’s own choice is emitted instead, and everything drafted after it is discarded. The text is the same as without any draft. A bad draft costs time, never correctness.",
     rule: "At the first miss: emit the target’s token, discard the tail, draft again.",
-    trap: "Reading rejections as errors. Nothing false was ever in the text; only a little work was in vain.",
+    trap: "Reading rejections as errors. No wrong token was ever in the text; only a little work was wasted.",
     figure: (run, steps) => stepFigure(run, steps.reject, "reject"),
   },
   {
     name: "Speedup",
     title: "The same text in fewer passes",
-    idea: "All that was gained is passes that did not have to run. How many depends on α, how often the target agrees, and on K, how far one dares to draft. The large model is never optional: it still chooses every token.",
-    rule: "Speculate while the expected tokens of a pass outweigh the draft and the wider pass.",
+    idea: "The gain is the passes that did not have to run. How many depends on α, how often the target agrees, and on K, how many tokens are drafted. The target is never skipped: it still chooses every token.",
+    rule: "Speculate while the expected tokens per pass outweigh the cost of drafting and of the wider pass.",
     trap: "Looking at α alone. A drafter that is always right gains nothing if it is as slow as the target, or if K is 0.",
     figure: speedup,
   },
 ];
 
 export function mountExplain(element, run, fallback) {
-  const [shown, steps] = telling(run) ? [run, telling(run)] : [fallback, telling(fallback)];
+  const [shown, steps] = exampleSteps(run) ? [run, exampleSteps(run)] : [fallback, exampleSteps(fallback)];
   let at = 0;
   const dots = STATIONS.map((station, i) =>
     el(
@@ -85,7 +85,7 @@ export function mountExplain(element, run, fallback) {
     onclick: (event) => (at === STATIONS.length - 1 ? (location.hash = "#run") : press(event, at + 1)),
   });
   const card = el("article", { class: "station", "aria-live": "polite", tabindex: "-1" });
-  const borrowed =
+  const substituted =
     shown === run
       ? null
       : el(
@@ -102,7 +102,7 @@ export function mountExplain(element, run, fallback) {
     );
     back.disabled = at === 0;
     next.textContent = at === STATIONS.length - 1 ? "See the whole run →" : `${STATIONS[at + 1].name} →`;
-    card.classList.toggle("arrive", !prefersStill());
+    card.classList.toggle("arrive", !prefersReducedMotion());
     card.dataset.station = String(at + 1);
     replace(
       card,
@@ -119,7 +119,7 @@ export function mountExplain(element, run, fallback) {
     );
   }
 
-  /** After a click of the mouse the space bar should go on, not press the same button again. */
+  /** After a mouse click the space bar should advance, not press the same button again. */
   function press(event, i) {
     go(i);
     if (event.detail > 0) card.focus({ preventScroll: true });
@@ -142,7 +142,7 @@ export function mountExplain(element, run, fallback) {
     el(
       "div",
       { class: "intro" },
-      el("h1", {}, "Watch a model say several tokens at once"),
+      el("h1", {}, "Watch a model emit several tokens per pass"),
       el(
         "p",
         {},
@@ -151,7 +151,7 @@ export function mountExplain(element, run, fallback) {
         " or the arrow keys.",
       ),
     ),
-    borrowed,
+    substituted,
     el("nav", { class: "dots", "aria-label": "Stations" }, dots),
     card,
     el("div", { class: "pager" }, back, next),
@@ -162,7 +162,7 @@ export function mountExplain(element, run, fallback) {
 
 /* ---------------------------------------------------------------- figures */
 
-function before(run, step) {
+function contextOf(run, step) {
   const text = run.steps
     .slice(0, step.index)
     .map((each) => run.textOf(each).join(""))
@@ -189,30 +189,30 @@ function baseline(run) {
       el("code", { class: "chip bonus" }, visible(text)),
     ),
   );
-  const said = plain
-    ? `The plain run of this prompt: ${plural(plain.passes.length, "token")}, ${plural(plain.passes.length, "pass", "passes")}, ${micros(plain.pass)} each by the median.`
+  const summary = plain
+    ? `The plain run of this prompt: ${plural(plain.passes.length, "token")}, ${plural(plain.passes.length, "pass", "passes")}, median ${micros(plain.pass)} each.`
     : `The plain run is ${UNKNOWN} in this trace.`;
   return el(
     "figure",
     { class: "strip" },
     el("ol", { class: "passes", tabindex: "0", "aria-label": "Passes of the plain run" }, cells),
-    el("figcaption", {}, said),
+    el("figcaption", {}, summary),
   );
 }
 
-/** One step as a table: a column for each position, a row for each one who speaks. */
+/** One step as a table: a column for each position, rows for draft, target and emitted. */
 function stepFigure(run, step, stage) {
   const width = step.nodes.length,
     judged = stage !== "draft",
     settled = stage === "accept" || stage === "reject";
   const columns = judged ? Math.max(width, step.emitted.length) + (step.emitted.length > width ? 0 : 1) : width;
-  const places = [...Array(columns).keys()];
+  const positions = [...Array(columns).keys()];
   const rows = [
     el(
       "tr",
       {},
       el("th", { scope: "row" }, "draft"),
-      places.map((i) => draftCell(run, step, i, settled)),
+      positions.map((i) => draftCell(run, step, i, settled)),
     ),
   ];
   if (judged)
@@ -221,7 +221,7 @@ function stepFigure(run, step, stage) {
         "tr",
         {},
         el("th", { scope: "row" }, "target"),
-        places.map((i) => targetCell(run, step, i, settled)),
+        positions.map((i) => targetCell(run, step, i, settled)),
       ),
     );
   if (settled)
@@ -230,14 +230,14 @@ function stepFigure(run, step, stage) {
         "tr",
         { class: "emitted" },
         el("th", { scope: "row" }, "emitted"),
-        places.map((i) => emittedCell(run, step, i)),
+        positions.map((i) => emittedCell(run, step, i)),
       ),
     );
   const head = el(
     "tr",
     {},
     el("th", { scope: "col" }, "position"),
-    places.map((i) => el("th", { scope: "col" }, i < width ? `+${i + 1}` : "next")),
+    positions.map((i) => el("th", { scope: "col" }, i < width ? `+${i + 1}` : "next")),
   );
   const pass = judged
     ? el("div", { class: "onepass" }, `one pass of the target · ${micros(step.us.verify?.[1])}`)
@@ -245,7 +245,7 @@ function stepFigure(run, step, stage) {
   return el(
     "figure",
     { class: "strip" },
-    before(run, step),
+    contextOf(run, step),
     el(
       "div",
       { class: "wide", tabindex: "0", role: "group", "aria-label": "The step, position by position" },
@@ -275,12 +275,12 @@ function draftCell(run, step, i, settled) {
 
 function targetCell(run, step, i, settled) {
   const node = step.nodes[i],
-    said = step.emitted[i],
+    emitted = step.emitted[i],
     reached = i < step.emitted.length;
   if (settled && !reached) return el("td", { class: "empty" }, "–");
   const p = settled || !node ? step.chose?.[i]?.p : node.p;
   const shown = reached
-    ? el("code", { class: "chip own" }, visible(run.piece(said)))
+    ? el("code", { class: "chip own" }, visible(run.piece(emitted)))
     : el("span", { class: "empty" }, node ? "…" : "");
   return el(
     "td",
@@ -302,19 +302,19 @@ function emittedCell(run, step, i) {
 function caption(run, step, stage) {
   const n = step.index + 1;
   if (stage === "draft")
-    return `Step ${n} of this run: ${plural(step.nodes.length, "token")} drafted by ${step.source || "nobody named"}; the target has seen none of them yet.`;
+    return `Step ${n} of this run: ${plural(step.nodes.length, "token")} drafted by ${step.source || "an unnamed drafter"}, not verified yet.`;
   if (stage === "verify")
-    return `The same step: ${plural(step.nodes.length + 1, "prediction")} from one pass, one after the text and one after each drafted token. p is the target’s chance for the drafted one.`;
+    return `The same step: ${plural(step.nodes.length + 1, "prediction")} from one pass, one after the text and one after each drafted token. p is the target’s probability of the drafted token.`;
   if (stage === "accept")
     return `The same step: ${step.accepted} accepted and ${step.emitted.length - step.accepted} bonus: ${plural(step.emitted.length, "token")} from one pass.`;
   const miss = step.nodes.find((node) => node.fate === "r"),
-    said = (id, name) => el("code", { class: `chip ${name}` }, visible(run.piece(id)));
+    chip = (id, name) => el("code", { class: `chip ${name}` }, visible(run.piece(id)));
   return [
-    `Step ${n}: the draft said `,
-    said(miss.token, "rejected"),
-    ", the target ",
-    said(step.emitted[miss.depth], "bonus"),
-    `. ${plural(step.emitted.length, "token")} still came from this pass; ${plural(step.nodes.length - step.accepted, "drafted token")} went.`,
+    `Step ${n}: the drafter proposed `,
+    chip(miss.token, "rejected"),
+    ", the target chose ",
+    chip(step.emitted[miss.depth], "bonus"),
+    `. ${plural(step.emitted.length, "token")} emitted by this pass, ${plural(step.nodes.length - step.accepted, "drafted token")} discarded.`,
   ];
 }
 
@@ -332,7 +332,7 @@ function speedup(run) {
       el("b", {}, after),
     );
   const clock = race?.plain
-    ? `Clock against clock, after the prompt: ${micros(race.plain.end)} plain, ${micros(race.ownEnd)} here: ${times(speed)}${speed < 1 ? ". Here drafting cost more than it brought, and the page says so" : ""}.`
+    ? `Wall clock after the prompt: ${micros(race.plain.end)} plain, ${micros(race.ownEnd)} here: ${times(speed)}${speed < 1 ? ". Drafting cost more than it saved" : ""}.`
     : `The plain run’s clock is ${UNKNOWN}.`;
   return el(
     "figure",
@@ -342,7 +342,7 @@ function speedup(run) {
     el(
       "figcaption",
       {},
-      `${plural(counts.emitted, "token")}${race?.plain?.same ? ", the same in both" : ""}. τ = ${fixed(run.tau())} tokens per pass; α = ${percent(run.alpha())} of the drafted tokens that the target looked at were its own choice. ${clock}`,
+      `${plural(counts.emitted, "token")}${race?.plain?.same ? ", the same in both" : ""}. τ = ${fixed(run.tau())} tokens per pass; α = ${percent(run.alpha())} of the reached drafted tokens were accepted. ${clock}`,
     ),
   );
 }

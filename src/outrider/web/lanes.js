@@ -1,16 +1,16 @@
-/* The lanes: where the microseconds of each step went, and the race against the plain run on the same clock.
+/* Time: the race against the plain run on one clock, and the phases of each step in microseconds.
 
-   Two pictures. The race shows both runs whole, from the end of each one's prompt pass to its finish. The lanes below
-   show the steps around the cursor in real microseconds. What never changes is drawn once and kept. */
+   The race shows both whole runs, from the end of each prompt pass to the finish. The lanes below show the steps around
+   the cursor. What never changes is drawn once and kept. */
 
 import { UNKNOWN, colour, el, micros, plural, replace, times } from "./dom.js";
 
 const LANES = ["draft", "verify", "overlap", "judge", "host"];
 const SAME = new Map([
   [true, ", the same text"],
-  [false, ", but another text"],
+  [false, ", but a different text"],
   [null, ""],
-]); // what the recorder found
+]); // as recorded
 const AROUND = 3; // steps before and after the current one
 const LEFT = 66,
   ROW = 22,
@@ -24,18 +24,18 @@ export function mountLanes(run, { onseek }) {
     "aria-label": "Microseconds of the steps around the cursor",
   });
   const result = el("p", { class: "result", "data-number": "speedup" });
-  const words = el("p", { class: "note", "aria-live": "off" });
+  const note = el("p", { class: "note", "aria-live": "off" });
   const element = el(
     "section",
     { class: "panel lanes", "aria-label": "The race" },
     el("h3", {}, "The race against plain decoding"),
     result,
     race,
-    el("h4", {}, "Around this step, in real microseconds"),
+    el("h4", {}, "Phases of the steps around this one"),
     zoom,
-    words,
+    note,
   );
-  let still = null,
+  let background = null,
     at = 0,
     width = 0; // reading the width makes the browser lay out the page: once is enough
 
@@ -50,7 +50,7 @@ export function mountLanes(run, { onseek }) {
   function draw() {
     const found = run.race();
     replace(result, sentence(run, found));
-    still = null;
+    background = null;
     seek(at);
   }
 
@@ -58,12 +58,12 @@ export function mountLanes(run, { onseek }) {
     at = step;
     const found = run.race();
     race.hidden = zoom.hidden = !found;
-    if (!found) return void (words.textContent = `The clock of this run is ${UNKNOWN}.`);
+    if (!found) return void (note.textContent = `The clock of this run is ${UNKNOWN}.`);
     if (!(width >= 1)) return; // not on screen, or not laid out yet
-    still ??= background(race, width, found);
-    drawRace(race, width, still, found, step);
+    background ??= drawBackground(race, width, found);
+    drawRace(race, width, background, found, step);
     drawZoom(zoom, width, run, found, step);
-    words.textContent = tell(run, found, step);
+    note.textContent = describe(run, found, step);
   }
 
   const watcher = new ResizeObserver(() => {
@@ -76,7 +76,7 @@ export function mountLanes(run, { onseek }) {
 
 const raceEnd = (found) => Math.max(found.ownEnd, found.plain?.end ?? 0) || 1;
 
-/** The last pass that had ended by then. */
+/** The index of the last pass that had ended at this moment. */
 export function passAt(passes, moment) {
   let low = 0,
     high = passes.length - 1;
@@ -96,11 +96,11 @@ function sentence(run, found) {
   const ratio = el("strong", {}, times(speed));
   return [
     ratio,
-    ` the plain speed${speed < 1 ? " (this run lost the race)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}${SAME.get(found.plain.same)}.`,
+    ` the plain speed${speed < 1 ? " (slower than plain)" : ""}: ${plural(found.tokens, "token")} in ${micros(found.ownEnd)} against ${micros(found.plain.end)}${SAME.get(found.plain.same)}.`,
   ];
 }
 
-function tell(run, found, at) {
+function describe(run, found, at) {
   const step = run.steps[at],
     own = found.own[at];
   const phases = LANES.filter((lane) => step.us[lane]).map((lane) => `${lane} ${micros(step.us[lane][1])}`);
@@ -128,8 +128,8 @@ function prepare(canvas, width, height) {
   return pen;
 }
 
-/** All that stands still: both tracks, their passes, the finish lines. */
-function background(canvas, width, found) {
+/** What does not move: both tracks, their passes, the finish lines. */
+function drawBackground(canvas, width, found) {
   const height = 118,
     pen = prepare(canvas, width, height);
   const x = (moment) => LEFT + (moment / raceEnd(found)) * (width - LEFT - 12);
@@ -204,9 +204,9 @@ function drawRace(canvas, width, { kept, x, tracks }, found, at) {
     pen.fillRect(LEFT, top + 4, x(Math.max(0, Math.min(done.at, end))) - LEFT, 18);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("ink");
-    const words = `${done.tokens} tokens`,
+    const label = `${done.tokens} tokens`,
       right = Math.max(x(Math.min(done.at, end)), x(now)) + 8;
-    pen.fillText(words, right + 80 > x(raceEnd(found)) ? x(raceEnd(found)) - 86 : right, top + 13);
+    pen.fillText(label, right + 80 > x(raceEnd(found)) ? x(raceEnd(found)) - 86 : right, top + 13);
   });
   cursor(pen, x(now), 10, 98);
 }
@@ -261,9 +261,9 @@ function zoomBar(pen, { lane, span, now }, top, x, width) {
   pen.fillStyle = colour(lane);
   pen.fillRect(left, top, right - left, ROW);
   pen.globalAlpha = 1;
-  const words = micros(span[1]);
-  if (now && right - left > pen.measureText(words).width + 8) {
+  const label = micros(span[1]);
+  if (now && right - left > pen.measureText(label).width + 8) {
     pen.fillStyle = colour("on-lane");
-    pen.fillText(words, left + 4, top + ROW / 2);
+    pen.fillText(label, left + 4, top + ROW / 2);
   }
 }

@@ -1,6 +1,6 @@
-/* What is asked: the prompt, who drafts, how warm, how long. It keeps the key in this page's memory and nowhere else. */
+/* The form of the Live view: prompt, drafters, temperature, length. The key stays in this page's memory. */
 
-import { el, prefersStill, replace } from "./dom.js";
+import { el, prefersReducedMotion, replace } from "./dom.js";
 
 export const PRESETS = [
   {
@@ -23,7 +23,7 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
   prompt.value = PRESETS[0].prompt;
   const first = el("select", { id: "live-drafter" });
   const second = el("select", { id: "live-second" });
-  const warmth = el("input", {
+  const temperature = el("input", {
     id: "live-temperature",
     type: "number",
     min: 0,
@@ -58,10 +58,10 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
     onchange: connect,
   });
   const raw = el("input", { id: "live-raw", type: "checkbox" });
-  const thoughts = el("input", { id: "live-full", type: "checkbox", checked: true });
+  const full = el("input", { id: "live-full", type: "checkbox", checked: true });
   const about = el("p", { class: "note", id: "live-about" });
   const go = el("button", { type: "submit", class: "primary" }, "Run the race");
-  const halt = el("button", { type: "button", disabled: true, onclick: stop }, "Stop");
+  const cancel = el("button", { type: "button", disabled: true, onclick: stop }, "Stop");
   const presets = PRESETS.map((preset) =>
     el("button", { type: "button", onclick: () => (fill(preset.prompt), start(preset.title)) }, preset.title),
   );
@@ -70,23 +70,23 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
     "div",
     { class: "acts" },
     go,
-    halt,
+    cancel,
     el("span", { class: "presets", role: "group", "aria-label": "Presets" }, presets, both),
   );
-  let offered = null;
+  let available = null;
 
   const element = el(
     "form",
-    { class: "panel live-form", "aria-label": "What to ask" },
+    { class: "panel live-form", "aria-label": "Request" },
     field("Prompt", prompt, "whole"),
     el(
       "div",
       { class: "fields" },
       field("Drafter", first),
-      field("Against a second one", second),
-      field("Temperature", warmth),
+      field("Second drafter", second),
+      field("Temperature", temperature),
       field("Seed", seed),
-      field("Tokens at most", tokens),
+      field("Maximum tokens", tokens),
       keyed ? field("API key", key) : null,
     ),
     about,
@@ -94,14 +94,14 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
       ? el(
           "p",
           { class: "note" },
-          "The key stays in this page’s memory: it is sent to this server only, and forgotten when the page is closed.",
+          "The key stays in this page’s memory: it is sent to this server only and is gone when the page is closed.",
         )
       : null,
     el(
       "div",
       { class: "ticks" },
-      tick("Record what the target thought at every node (takes a little time)", thoughts),
-      tick("Continue the text as it is, without the chat template", raw),
+      tick("Record the target’s top five at every node (takes a little time)", full),
+      tick("Continue the prompt as plain text, without the chat template", raw),
     ),
     acts,
   );
@@ -115,55 +115,55 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
   }
 
   function describe() {
-    about.textContent = offered?.find((each) => each.id === first.value)?.about ?? "";
+    about.textContent = available?.find((each) => each.id === first.value)?.about ?? "";
   }
 
-  /** What the server has: drafters by name, the default first, and how long an answer may be. */
-  function offer(told) {
-    offered = told.data.filter((each) => each.id !== "off");
+  /** Show what GET /v1/drafters returned: drafters, the default first, and limits. */
+  function setDrafters(list) {
+    available = list.data.filter((each) => each.id !== "off");
     const option = (each, chosen) => el("option", { value: each.id, selected: chosen }, each.id);
     replace(
       first,
-      offered.length
-        ? offered.map((each) => option(each, each.default))
+      available.length
+        ? available.map((each) => option(each, each.default))
         : el("option", { value: "off" }, "none: this server runs without a drafter"),
     );
     replace(
       second,
       el("option", { value: "" }, "none"),
-      offered.map((each) => option(each, false)),
+      available.map((each) => option(each, false)),
     );
-    tokens.max = String(told.limits.max_tokens);
-    warmth.max = String(told.limits.temperature);
+    tokens.max = String(list.limits.max_tokens);
+    temperature.max = String(list.limits.temperature);
     describe();
   }
 
   return {
     element,
     fill,
-    offer,
+    setDrafters,
     get key() {
       return key.value;
     },
     get connected() {
-      return offered !== null;
+      return available !== null;
     },
     valid: () => element.reportValidity(),
     running(on) {
-      if (on) acts.scrollIntoView({ block: "start", behavior: prefersStill() ? "auto" : "smooth" }); // what comes is below
-      halt.disabled = !on;
+      if (on) acts.scrollIntoView({ block: "start", behavior: prefersReducedMotion() ? "auto" : "smooth" }); // the result is below
+      cancel.disabled = !on;
       for (const button of [go, both, ...presets]) button.disabled = on;
-      if (on) halt.focus({ preventScroll: true });
-      else if (document.activeElement === halt || document.activeElement === document.body)
+      if (on) cancel.focus({ preventScroll: true });
+      else if (document.activeElement === cancel || document.activeElement === document.body)
         go.focus({ preventScroll: true });
     },
     settings: () => ({
       prompt: prompt.value,
       raw: raw.checked,
-      temperature: Number(warmth.value),
+      temperature: Number(temperature.value),
       seed: Number(seed.value),
       tokens: Number(tokens.value),
-      level: thoughts.checked ? "full" : "summary",
+      level: full.checked ? "full" : "summary",
       drafters: [...new Set([first.value, second.value].filter(Boolean))],
     }),
   };

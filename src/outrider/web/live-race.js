@@ -1,10 +1,9 @@
-/* One race: the same request to one drafter, perhaps to a second, and to plain decoding, one after the other.
+/* One race: the same request with one drafter, optionally with a second, and with plain decoding, one after the other.
 
-   A runner is one contestant: its trace as it comes (a Run of trace.js), its text, its token ids, its clock. The clock is
-   the trace's own: from the end of the pass over the prompt to the end of the last pass, on the server. Nothing is
-   estimated: what has not been measured yet is not shown. It knows numbers; live.js shows them. */
+   A runner is one of these: its trace (a Run of trace.js), text, token ids and clock. The clock is the trace's: from
+   the end of the prompt's pass to the end of the last pass, on the server. Nothing is estimated. */
 
-import { stream } from "./live-ask.js";
+import { stream } from "./live-api.js";
 import { Run } from "./trace.js";
 
 export class Runner {
@@ -13,13 +12,13 @@ export class Runner {
     this.plain = plain;
     this.state = "waiting"; // running, done, stopped, failed
     this.run = new Run();
-    this.lines = []; // the trace's, as they came
+    this.lines = []; // of the trace
     this.text = "";
     this.ids = [];
     this.finish = "";
   }
 
-  take(chunk) {
+  add(chunk) {
     const choice = chunk.choices?.[0];
     if (!choice) return;
     this.text += choice.delta?.content ?? choice.text ?? "";
@@ -39,12 +38,12 @@ export class Runner {
     return this.run.tau();
   }
 
-  /** Microseconds from the end of the prompt's pass to the end of the latest one; null before there are two. */
+  /** Microseconds from the end of the prompt's pass to the end of the latest one; null before the second pass. */
   get clock() {
     return this.run.race()?.ownEnd ?? null;
   }
 
-  /** Tokens per second of that time: the first token is the prompt's pass's. */
+  /** Tokens per second in that time; the first token belongs to the prompt's pass. */
   get speed() {
     return this.clock ? ((this.ids.length - 1) * 1e6) / this.clock : null;
   }
@@ -54,7 +53,7 @@ export class Runner {
     return this.run.steps.map((step) => step.us.verify ?? null);
   }
 
-  /** The plain run of the same request belongs to this one's record: the race can then be drawn from it alone. */
+  /** Add the plain run of the same request to this trace's footer, so that the trace alone shows the race. */
   keepPlain(plain) {
     if (!same(this, plain).identical || plain.passes.some((pass) => pass === null)) return;
     const footer = { ...(this.lines.at(-1)?.end ? this.lines.pop() : { end: true }), plain: { us: plain.passes } };
@@ -67,26 +66,26 @@ export class Runner {
   }
 }
 
-/** Are two answers the same, id by id? `upTo`: how many ids they share from the start. */
+/** Whether two token sequences are equal; `upTo`: length of their common prefix. */
 export function same(one, other) {
   let upTo = 0;
   while (upTo < one.ids.length && upTo < other.ids.length && one.ids[upTo] === other.ids[upTo]) upTo++;
   return { identical: upTo === one.ids.length && upTo === other.ids.length && upTo > 0, upTo };
 }
 
-/** How many times faster than the plain run, clock against clock over the same tokens; null where there is no such. */
+/** Speedup over the plain run by the clock; null unless the tokens are the same. */
 export function speedup(runner, plain) {
   return runner.clock && plain?.clock && same(runner, plain).identical ? plain.clock / runner.clock : null;
 }
 
-/** Run them one after the other, so that none slows another; `changed(runner)` after every step of each. */
-export async function race(runners, wish, { key, signal, changed }) {
+/** Run them one after the other, so that none slows another; `changed(runner)` is called after every step. */
+export async function race(runners, { path, body, level }, { key, signal, changed }) {
   for (const runner of runners) {
     runner.state = "running";
     changed(runner);
-    const tell = (chunk) => (runner.take(chunk), changed(runner));
+    const onchunk = (chunk) => (runner.add(chunk), changed(runner));
     try {
-      await stream(wish.path, { ...wish.body, speculation: speculation(runner, wish) }, { key, signal, tell });
+      await stream(path, { ...body, speculation: speculation(runner, level) }, { key, signal, onchunk });
     } catch (error) {
       runner.state = error.name === "AbortError" ? "stopped" : "failed";
       changed(runner);
@@ -99,13 +98,13 @@ export async function race(runners, wish, { key, signal, changed }) {
   for (const runner of runners) if (!runner.plain && plain) runner.keepPlain(plain);
 }
 
-function speculation(runner, wish) {
-  return runner.plain ? { enabled: false, trace: "summary" } : { drafter: runner.name, trace: wish.level };
+function speculation(runner, level) {
+  return runner.plain ? { enabled: false, trace: "summary" } : { drafter: runner.name, trace: level };
 }
 
-/** The request that all of them get. Nobody learns from it: a drafter that remembers would know the answer next time. */
+/** The request of all runners. `learn: false`: a drafter with memory would otherwise know the answer next time. */
 export function request({ prompt, raw, temperature, seed, tokens, level }) {
-  const said = raw ? { prompt } : { messages: [{ role: "user", content: prompt }] };
-  const body = { ...said, temperature, seed, max_tokens: tokens, stream: true, return_token_ids: true, learn: false };
+  const input = raw ? { prompt } : { messages: [{ role: "user", content: prompt }] };
+  const body = { ...input, temperature, seed, max_tokens: tokens, stream: true, return_token_ids: true, learn: false };
   return { path: raw ? "v1/completions" : "v1/chat/completions", body, level };
 }

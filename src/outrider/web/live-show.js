@@ -1,10 +1,10 @@
-/* How a race looks: a card for each runner, the verdict on the texts, the scores of all races so far. */
+/* Draws a race: a card for each runner, the comparison of the texts, a table of all races so far. */
 
 import { el, fixed, micros, percent, plural, replace, times } from "./dom.js";
 import { same, speedup } from "./live-race.js";
 
 const STATES = {
-  waiting: "waits for its turn",
+  waiting: "waiting",
   running: "running …",
   done: "done",
   stopped: "stopped",
@@ -18,8 +18,8 @@ export function makeCard(runner, tokens) {
     ["clock", "tokens", "speed", "alpha", "tau"].map((name) => [name, el("dd", { "data-number": name }, NONE)]),
   );
   const bar = el("progress", { max: tokens, value: 0, "aria-label": `Tokens of ${runner.name}` });
-  const text = el("pre", { class: "said", tabindex: "0", "aria-label": `What ${runner.name} says` });
-  const row = (words, name) => el("div", {}, el("dt", {}, words), cells[name]);
+  const text = el("pre", { class: "said", tabindex: "0", "aria-label": `Text of ${runner.name}` });
+  const row = (title, name) => el("div", {}, el("dt", {}, title), cells[name]);
   const element = el(
     "article",
     {
@@ -65,7 +65,7 @@ export function makeCard(runner, tokens) {
   return { element, state: show, update };
 }
 
-/** Is it the same text, and how fast was it? */
+/** Whether the texts are the same, and the speedup. */
 export function verdict(runner, plain) {
   const { identical, upTo } = same(runner, plain),
     rate = speedup(runner, plain);
@@ -74,13 +74,13 @@ export function verdict(runner, plain) {
         "p",
         { class: "badge same", "data-same": "true" },
         el("strong", {}, "✓ The same text. "),
-        `All ${plural(upTo, "token")} of ${runner.name} have the ids of plain decoding’s.`,
+        `All ${plural(upTo, "token")} of ${runner.name} equal those of plain decoding.`,
       )
     : el(
         "p",
         { class: "badge differs", "data-same": "false" },
         el("strong", {}, "✗ The texts differ "),
-        `from token ${upTo + 1} on. ${excuse(runner)}`,
+        `from token ${upTo + 1} on. ${explanation(runner)}`,
       );
   const result =
     rate === null
@@ -93,28 +93,28 @@ export function verdict(runner, plain) {
         );
   return el(
     "section",
-    { class: "verdict", "data-verdict": runner.name, "aria-label": `The verdict on ${runner.name}` },
+    { class: "verdict", "data-verdict": runner.name, "aria-label": `Result of ${runner.name}` },
     result,
     badge,
   );
 }
 
 function sentence(runner, plain, rate) {
-  const lost = rate < 1 ? " It lost this race: what was drafted cost more than it brought." : "";
+  const lost = rate < 1 ? " Drafting cost more than it saved." : "";
   return `the plain speed with ${runner.name}: ${micros(runner.clock)} against ${micros(plain.clock)} after the prompt’s pass, both measured by the server.${lost}`;
 }
 
-function excuse(runner) {
+function explanation(runner) {
   const rule = runner.run.header?.rule;
   return rule && rule !== "match"
-    ? `This server runs the rule “${String(rule).slice(0, 20)}”, which keeps the distribution rather than the very text.`
-    : "That must never happen: please run `outrider verify` and report what it says.";
+    ? `This server runs the rule “${String(rule).slice(0, 20)}”, which preserves the distribution, not the exact text.`
+    : "This is a bug: please run `outrider verify` and report its output.";
 }
 
 export function outcome(runner, plain) {
   const rate = speedup(runner, plain),
     { identical } = same(runner, plain);
-  return `${runner.name}: ${rate === null ? "done" : `${times(rate)} the plain speed`}, ${identical ? "the same text" : "a different text"}.`;
+  return `${runner.name}: ${rate === null ? "done" : `${times(rate)} plain speed`}, ${identical ? "the same text" : "a different text"}.`;
 }
 
 export function makeScores() {
@@ -123,7 +123,7 @@ export function makeScores() {
   const table = el(
     "table",
     {},
-    el("caption", {}, "Races so far, side by side"),
+    el("caption", {}, "Races so far"),
     el(
       "thead",
       {},

@@ -1,20 +1,19 @@
-/* The Live view: ask this server, watch the answer come, and race it against plain decoding of the same request.
+/* The Live view: send a prompt to this server and race a drafter against plain decoding of the same request.
 
    mountLive(section, app)      app.open(run, title) shows a run in the other views
 
-   What is shown is what the traces say that arrive with the answers; the page estimates nothing. While a race is on it
-   draws the run's steps seldom (a twentieth of its time at most), because on one machine the browser and the model share
-   the cores. */
+   It shows what the traces in the responses contain and estimates nothing. During a race it spends at most a twentieth
+   of the time on drawing steps, because on one machine the browser and the model share the cores. */
 
 import { el, replace } from "./dom.js";
-import { Refusal, drafters } from "./live-ask.js";
+import { RequestError, drafters } from "./live-api.js";
 import { makeForm } from "./live-form.js";
 import { Runner, race, request } from "./live-race.js";
 import { makeCard, makeScores, outcome, verdict } from "./live-show.js";
 import { mountRun } from "./view.js";
 
-const DRAW = 250; // milliseconds between two drawings of a run that grows, at least
-const IDLE = 20; // times as long as it took, at least
+const DRAW = 250; // least milliseconds between two drawings of a growing run
+const IDLE = 20; // least pause after a drawing, in multiples of the time it took
 
 export function mountLive(section, app) {
   const keyed = document.querySelector('meta[name="outrider-key"]')?.content === "1";
@@ -25,7 +24,7 @@ export function mountLive(section, app) {
   const verdicts = el("div", { class: "verdicts" });
   const looking = el("div", { class: "looking", role: "group", "aria-label": "Which run is shown below" });
   const heading = el("h2", {});
-  const place = el("div", { class: "live-run" });
+  const body = el("div", { class: "live-run" });
   const scores = makeScores();
   let runners = [],
     shown = null,
@@ -33,25 +32,25 @@ export function mountLive(section, app) {
     stopper = null;
 
   style();
-  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, place);
+  replace(section, intro(), form.element, status, problem, cards, verdicts, scores.element, looking, heading, body);
   if (!keyed) connect();
 
-  /* ------------------------------------------------------------ who is there */
+  /* ------------------------------------------------------------ connection */
 
   async function connect() {
     try {
-      form.offer(await drafters(form.key));
-      say("");
+      form.setDrafters(await drafters(form.key));
+      report("");
     } catch (error) {
-      complain(error);
+      fail(error);
     }
   }
 
-  /* ------------------------------------------------------------ a race */
+  /* ------------------------------------------------------------ race */
 
   async function start(title = "your prompt") {
     if (stopper || !form.valid()) return;
-    say("");
+    report("");
     if (!form.connected) await connect();
     if (!form.connected) return;
     stopper = new AbortController();
@@ -59,16 +58,16 @@ export function mountLive(section, app) {
     try {
       await one(form.settings(), title);
     } catch (error) {
-      complain(error);
+      fail(error);
     } finally {
       stopper = null;
       form.running(false);
-      if (shown) look(shown.runner); // now with everything
+      if (shown) look(shown.runner); // now with all panels
       draw(true);
     }
   }
 
-  /** Two prompts, each raced against plain decoding; the scores stand side by side. */
+  /** Race each preset against plain decoding; the scores are listed together. */
   async function compare(presets) {
     for (const { title, prompt } of presets) {
       form.fill(prompt);
@@ -81,8 +80,8 @@ export function mountLive(section, app) {
     begin([...settings.drafters.map((name) => new Runner(name)), new Runner("plain decoding", true)], settings.tokens);
     const changed = (runner) => {
       runner.card.state(runner);
-      if (runner.state === "running" && !runner.told) tell(`${runner.name} is running.`);
-      runner.told = runner.state === "running";
+      if (runner.state === "running" && !runner.announced) announce(`${runner.name} is running.`);
+      runner.announced = runner.state === "running";
       if (!pinned && !runner.plain && runner.state === "running" && shown.runner !== runner) look(runner);
       draw();
     };
@@ -95,7 +94,7 @@ export function mountLive(section, app) {
     );
     for (const runner of drafted) scores.add(title, runner, plain);
     if (!pinned) shown.runner = drafted[0];
-    tell(drafted.map((runner) => outcome(runner, plain)).join(" "));
+    announce(drafted.map((runner) => outcome(runner, plain)).join(" "));
   }
 
   function begin(fresh, tokens) {
@@ -112,15 +111,15 @@ export function mountLive(section, app) {
   function stop() {
     if (!stopper) return;
     stopper.abort();
-    tell("Stopped: the server has been told, and its slots are free.");
+    announce("Stopped: the request was cancelled and its slots are free.");
   }
 
-  /* ------------------------------------------------------------ the run below */
+  /* ------------------------------------------------------------ the shown run */
 
   function look(runner) {
     shown?.view?.destroy();
     shown = { runner, view: null };
-    replace(place, el("p", { class: "note" }, "Waiting for the first step …"));
+    replace(body, el("p", { class: "note" }, "Waiting for the first step …"));
     showRun();
     const button = (each) =>
       el(
@@ -144,18 +143,18 @@ export function mountLive(section, app) {
     location.hash = "#run";
   }
 
-  /** The run below, as soon as there is something to see of it; while a race is on, only what is quickly drawn. */
+  /** Draw the shown run as soon as it has a step; during a race without its slow panels. */
   function showRun() {
     if (shown.view) shown.view.update();
     else if (shown.runner.run.steps.length)
-      shown.view = mountRun(place, shown.runner.run, { compact: stopper !== null });
+      shown.view = mountRun(body, shown.runner.run, { compact: stopper !== null });
   }
 
   let due = null,
     next = 0,
     frame = null;
 
-  /** Numbers and texts of the cards with the next frame; the run below when it is due. */
+  /** Update the cards with the next frame, and the shown run when it is due. */
   function draw(now = false) {
     frame ??= requestAnimationFrame(() => {
       frame = null;
@@ -167,33 +166,33 @@ export function mountLive(section, app) {
   }
 
   function drawRun() {
-    const begun = performance.now();
+    const started = performance.now();
     due = null;
     if (shown) showRun();
     const ended = performance.now();
-    next = ended + Math.max(DRAW, IDLE * (ended - begun));
+    next = ended + Math.max(DRAW, IDLE * (ended - started));
   }
 
-  /* ------------------------------------------------------------ words */
+  /* ------------------------------------------------------------ messages */
 
-  function tell(sentence) {
-    status.textContent = sentence;
+  function announce(message) {
+    status.textContent = message;
   }
 
-  function say(sentence) {
-    problem.textContent = sentence;
-    problem.hidden = !sentence;
+  function report(message) {
+    problem.textContent = message;
+    problem.hidden = !message;
   }
 
-  function complain(error) {
+  function fail(error) {
     if (error.name === "AbortError") return;
-    say(
-      error instanceof Refusal || error.constructor.name === "TraceError"
+    report(
+      error instanceof RequestError || error.constructor.name === "TraceError"
         ? error.message
         : `This page failed: ${error.message}`,
     );
-    tell("");
-    if (!(error instanceof Refusal)) console.warn(error);
+    announce("");
+    if (!(error instanceof RequestError)) console.warn(error);
   }
 
   return { start, stop };
@@ -207,8 +206,8 @@ function intro() {
     el(
       "p",
       {},
-      "Your prompt goes to this server, first with a drafter, then to plain decoding: one after the other, so that neither slows the other. " +
-        "With the same seed both say the same, token by token, at every temperature; only the time differs. This page checks both. One race is one sample; for a figure to rely on there is ",
+      "Your prompt is answered by this server twice, with a drafter and by plain decoding, one after the other so that neither slows the other. " +
+        "With the same seed both texts are equal, token by token, at every temperature; only the time differs. This page checks both. One race is one sample; for reliable figures use ",
       el("code", {}, "outrider bench"),
       ".",
     ),
@@ -221,7 +220,7 @@ function download(runner) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** This view's own style sheet, where it is used. */
+/** Load this view's style sheet. */
 function style() {
   const href = new URL("./live.css", import.meta.url).href;
   if (![...document.styleSheets].some((sheet) => sheet.href === href))

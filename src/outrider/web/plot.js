@@ -1,12 +1,12 @@
-/* Plots by uPlot in the page's own colours. What a plot says is also said in words, for those who cannot see it. */
+/* Plots by uPlot in the page's colours, each with a text alternative. */
 
 import uPlot from "./vendor/uPlot.js";
 import { colour, el } from "./dom.js";
 
 /* series: [{label, hue, kind: "line" | "bars" | "steps" | "points" (rings) | "spots"}]; data: [xs, ys, …]; a null is a gap. */
-export function mountPlot({ title, words, x, y, series, height = 190, range = {} }) {
-  const place = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${words}` });
-  const caption = el("figcaption", {}, words);
+export function mountPlot({ title, summary, x, y, series, height = 190, range = {} }) {
+  const container = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${summary}` });
+  const caption = el("figcaption", {}, summary);
   const keys =
     series.length > 1
       ? el(
@@ -15,7 +15,7 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
           series.map((s) => el("li", {}, el("i", { class: `key ${s.kind} hue-${s.hue}` }), s.label)),
         )
       : null;
-  const element = el("figure", { class: "figure" }, el("h4", {}, title), keys, place, caption);
+  const element = el("figure", { class: "figure" }, el("h4", {}, title), keys, container, caption);
   const line = el("div", { class: "cursorline", hidden: true });
   let plot = null,
     data = series.map(() => []),
@@ -23,10 +23,10 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
   data.unshift([]);
 
   function make() {
-    const width = place.clientWidth;
+    const width = container.clientWidth;
     if (!width) return;
     plot?.destroy();
-    plot = new uPlot(options(width), data, place);
+    plot = new uPlot(options(width), data, container);
     plot.over.append(line);
     move(at);
   }
@@ -54,11 +54,11 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
     if (!line.hidden) line.style.transform = `translateX(${Math.round(plot.valToPos(value, "x"))}px)`;
   }
 
-  function set(next, told) {
+  function set(next, text) {
     data = next;
-    if (told) {
-      caption.textContent = told;
-      place.setAttribute("aria-label", `${title}. ${told}`);
+    if (text) {
+      caption.textContent = text;
+      container.setAttribute("aria-label", `${title}. ${text}`);
     }
     if (plot) plot.setData(data);
     else make();
@@ -67,11 +67,11 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
 
   function fit() {
     if (!plot) make();
-    else if (plot.width !== place.clientWidth && place.clientWidth) plot.setSize({ width: place.clientWidth, height });
+    else if (plot.width !== container.clientWidth && container.clientWidth) plot.setSize({ width: container.clientWidth, height });
   }
 
-  const watcher = new ResizeObserver(() => requestAnimationFrame(fit)); // not at once: a new size is news to watchers, too
-  watcher.observe(place);
+  const watcher = new ResizeObserver(() => requestAnimationFrame(fit)); // later: a resize inside the callback would notify the observer again
+  watcher.observe(container);
   const recolour = () => plot?.redraw();
   document.addEventListener("outrider:theme", recolour);
   const destroy = () => (
@@ -82,7 +82,7 @@ export function mountPlot({ title, words, x, y, series, height = 190, range = {}
   return { element, set, move, destroy };
 }
 
-/** By the data: what uPlot hands over is the scale as it is, which would grow with every drawing. */
+/** From the data: uPlot passes the current scale, which would grow with every drawing. */
 function padded(u) {
   const xs = u.data[0],
     low = xs[0] ?? 0,
@@ -116,7 +116,7 @@ function asSeries({ label, hue, kind, width = 2, dash }) {
       points: { show: false },
     };
   if (kind === "points" || kind === "spots") {
-    // A ring and a dot: colour is not all that tells them apart, and a dot in a ring is seen as both.
+    // A ring and a dot: they differ in more than colour, and a dot inside a ring is visible.
     const ring = kind === "points";
     const points = {
       show: true,

@@ -1,13 +1,13 @@
 /* The ribbon: the text, each step a tint, accepted solid, bonus outlined, rejected drafts struck out at the caret.
 
-   Only a window of steps around the caret is in the document, and moving the caret touches only what changes: a step's
-   class, and the ghosts. So a run of thousands of steps scrubs as smoothly as a short one. */
+   Only a window of steps around the caret is in the document, and moving the caret changes only steps' classes and the
+   struck-out tokens, so that a run of thousands of steps scrubs as smoothly as a short one. */
 
 import { FATES, el, grouped, replace, visible } from "./dom.js";
 
 const CHUNK = 50; // steps are added and dropped in chunks
 const AROUND = 1; // chunks before and after the caret's own
-const WHOLE = 300; // a run this short is simply all there
+const WHOLE = 300; // steps up to which the whole run is in the document
 
 export function mountRibbon(run, { onseek, compact }) {
   const flow = el("div", { class: "flow" });
@@ -32,8 +32,8 @@ export function mountRibbon(run, { onseek, compact }) {
     shown = []; // the window's steps [low, high), and their elements
 
   flow.addEventListener("click", (event) => {
-    const found = event.target.closest("[data-step]");
-    if (found) onseek(Number(found.dataset.step));
+    const target = event.target.closest("[data-step]");
+    if (target) onseek(Number(target.dataset.step));
   });
 
   function window_(step) {
@@ -48,12 +48,12 @@ export function mountRibbon(run, { onseek, compact }) {
     if (from !== low || to !== high) redraw(from, to, step);
     else mark(step);
     at = step;
-    haunt(run.steps[step]);
+    showRejected(run.steps[step]);
   }
 
   function redraw(from, to, step) {
     if (from === low && to > high && shown.length) {
-      const more = make(high, to, step); // a live run grows at its end
+      const more = make(high, to, step); // a live run grows at the end
       flow.append(...more);
       shown.push(...more);
       high = to;
@@ -79,19 +79,19 @@ export function mountRibbon(run, { onseek, compact }) {
       shown[i - low].className = className(i, step);
   }
 
-  /** What the current step drafted in vain, struck out where it would have stood: before the target's own token. */
-  function haunt(step) {
-    const vain = step.nodes.filter((node) => node.fate === "r" || node.fate === "u");
+  /** The current step's rejected and unreached tokens, struck out before the target's own token. */
+  function showRejected(step) {
+    const rejected = step.nodes.filter((node) => node.fate === "r" || node.fate === "u");
     replace(
       ghosts,
-      vain.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
+      rejected.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
     );
-    ghosts.hidden = !vain.length;
+    ghosts.hidden = !rejected.length;
     const element = shown[step.index - low];
     element.insertBefore(ghosts, element.querySelector(".bonus"));
   }
 
-  /** Bring the caret into sight. It reads the layout, so it comes after all that changes it. */
+  /** Scroll to the caret. It reads the layout, so it is called after all changes. */
   function follow() {
     const element = shown[at - low],
       room = box.clientHeight;
@@ -115,7 +115,7 @@ function stepElement(run, step, name) {
 
 function tokenElement(text, origin) {
   const token = el("span", { class: origin });
-  // A line's end is shown, then done: an outline around nothing would be lost.
+  // A mark before the line break: an outline around nothing would be invisible.
   text.split(/(\n)/).forEach((part) => {
     if (part === "\n") token.append(el("i", { "aria-hidden": "true" }, "↵"), "\n");
     else if (part) token.append(part);

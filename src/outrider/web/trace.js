@@ -1,12 +1,12 @@
-/* A trace in the page: read line by line, checked, counted. It knows the file's format and no pixels.
+/* Reads, checks and counts a trace. It knows the file's format and nothing about drawing.
 
-   run = parseTrace(text)      a whole file, or a TraceError whose message is a sentence for people
-   run = new Run(); run.push(line); …      the same while lines arrive
-   run.steps                   one sequence's steps, in order (choose another one by run.select(id))
-   run.piece(id)               a token's text; run.textOf(step) what each emitted token released
+   run = parseTrace(text)      a whole file, or a TraceError with a message for the user
+   run = new Run(); run.push(line); …      the same, line by line
+   run.steps                   one sequence's steps, in order; run.select(id) changes the sequence
+   run.piece(id)               a token's text; run.textOf(step): the text of each emitted token
 
-   Nothing in a trace is trusted: shapes are checked here, once, and what is too large to show is refused. A number
-   that is missing or no number is null, and whoever shows it says "not recorded". */
+   A trace is untrusted input: shapes are checked here, once, and what is too large to show is refused. A missing or
+   malformed number is null, and is shown as "not recorded". */
 
 export class TraceError extends Error {}
 
@@ -28,7 +28,7 @@ export class Run {
     this.title = title;
     this.header = null;
     this.footer = null;
-    this.version = 0; // grows with every change: whoever draws knows when to draw again
+    this.version = 0; // grows with every change, so that views know when to redraw
     this.pieces = new Map();
     this.bySequence = new Map();
     this.nodeCount = 0;
@@ -37,12 +37,12 @@ export class Run {
     this.counts = emptyCounts();
   }
 
-  /* ------------------------------------------------------------ lines come in */
+  /* ------------------------------------------------------------ input */
 
   push(line) {
     if (!isObject(line)) throw new TraceError("A line of the trace is not a JSON object.");
     this.version++;
-    if (line.pieces !== undefined) this.#learnPieces(line.pieces);
+    if (line.pieces !== undefined) this.#addPieces(line.pieces);
     if ("outrider_trace" in line) this.#header(line);
     else if (line.end) this.footer = { ...line, drafting: isObject(line.drafting) ? line.drafting : null };
     else this.#step(line);
@@ -84,7 +84,7 @@ export class Run {
     if (step.seq === this.seq) count(this.counts, step);
   }
 
-  #learnPieces(pieces) {
+  #addPieces(pieces) {
     if (!isObject(pieces)) return;
     for (const [id, text] of Object.entries(pieces)) {
       if (this.pieces.size >= LIMITS.pieces) return;
@@ -93,7 +93,7 @@ export class Run {
     }
   }
 
-  /* ------------------------------------------------------------ what there is */
+  /* ------------------------------------------------------------ contents */
 
   get steps() {
     return this.bySequence.get(this.seq) ?? [];
@@ -115,17 +115,17 @@ export class Run {
     return number(this.header?.temperature);
   }
 
-  /** A token's text, or #id where the trace does not tell. */
+  /** A token's text; #id where the trace does not have it. */
   piece(id) {
     return this.pieces.get(id) ?? `#${id}`;
   }
 
-  /** What each emitted token of a step released: the very text where it is recorded, else the tokens' pieces. */
+  /** The text of each emitted token of a step: as recorded, else the tokens' pieces. */
   textOf(step) {
     if (step.texts) return step.texts;
-    const told = this.sequences.length === 1 && Array.isArray(this.footer?.texts) ? this.footer.texts : null;
+    const raw = this.sequences.length === 1 && Array.isArray(this.footer?.texts) ? this.footer.texts : null;
     return step.emitted.map((id, i) => {
-      const text = told?.[step.tokensBefore + i];
+      const text = raw?.[step.tokensBefore + i];
       return typeof text === "string" ? text.slice(0, LIMITS.pieceLength) : (this.pieces.get(id) ?? ` #${id}`);
     });
   }
@@ -134,7 +134,7 @@ export class Run {
     return this.steps.map((step) => this.textOf(step).join("")).join("");
   }
 
-  /* ------------------------------------------------------------ numbers, as the terminal counts them */
+  /* ------------------------------------------------------------ statistics, counted as in the terminal */
 
   /** Emitted tokens per pass with a verdict, bonus included. */
   tau() {
@@ -146,7 +146,7 @@ export class Run {
     return ratio(this.counts.accepted, this.counts.reached);
   }
 
-  /** α at each depth, given that the walk came there. */
+  /** α at each depth, given that it was reached. */
   alphaByPosition() {
     return this.counts.reachedAt.map((reached, i) => ({
       reached,
@@ -155,7 +155,7 @@ export class Run {
     }));
   }
 
-  /** What became of each drafter's proposals, those with most drafts first. */
+  /** Counts by drafter, those with most drafts first. */
   bySource() {
     const sources = new Map();
     for (const step of this.steps) {
@@ -173,7 +173,7 @@ export class Run {
     return ratio(this.counts.drafted, this.counts.drafts);
   }
 
-  /** When this run's passes ended against the plain run's, from the end of each one's prompt pass. null: not recorded. */
+  /** End times of this run's and the plain run's passes, each from the end of its prompt pass. null: not recorded. */
   race() {
     if (this.raced?.version !== this.version) this.raced = { version: this.version, race: this.#race() };
     return this.raced.race;
@@ -181,23 +181,23 @@ export class Run {
 
   #race() {
     const steps = this.steps;
-    const mine = steps.map(
+    const passes = steps.map(
       (step) =>
         step.us.verify && {
           at: step.us.verify[0] + step.us.verify[1],
           tokens: step.tokensBefore + step.emitted.length,
         },
     );
-    if (mine.length < 2 || mine.some((pass) => !pass)) return null;
-    const zero = mine[0].at;
-    const own = mine.map((pass) => ({ at: pass.at - zero, tokens: pass.tokens }));
+    if (passes.length < 2 || passes.some((pass) => !pass)) return null;
+    const zero = passes[0].at;
+    const own = passes.map((pass) => ({ at: pass.at - zero, tokens: pass.tokens }));
     return { own, plain: this.#plain(), ownEnd: own[own.length - 1].at, tokens: own[own.length - 1].tokens };
   }
 
   #plain() {
-    const told = this.footer?.plain;
-    if (!isObject(told) || !Array.isArray(told.us) || told.us.length < 2 || told.us.length > LIMITS.steps) return null;
-    const spans = told.us.map(span);
+    const raw = this.footer?.plain;
+    if (!isObject(raw) || !Array.isArray(raw.us) || raw.us.length < 2 || raw.us.length > LIMITS.steps) return null;
+    const spans = raw.us.map(span);
     if (spans.some((each) => !each)) return null;
     const zero = spans[0][0] + spans[0][1];
     const passes = spans.map(([start, lasted], i) => ({
@@ -207,20 +207,20 @@ export class Run {
       tokens: i + 1,
     }));
     return {
-      same: told.same === true ? true : told.same === false ? false : null,
+      same: raw.same === true ? true : raw.same === false ? false : null,
       passes,
       end: passes[passes.length - 1].at,
       pass: median(passes.slice(1).map((pass) => pass.lasted)),
     };
   }
 
-  /** How many times faster than the plain run, clock against clock; null where there is nothing to compare. */
+  /** Wall-clock speedup over the plain run; null if that is not recorded. */
   speedup() {
     const race = this.race();
     return race?.plain && race.ownEnd > 0 ? race.plain.end / race.ownEnd : null;
   }
 
-  /** c: drafting one token against one plain pass. */
+  /** c: time to draft one token, in plain passes. */
   draftCost() {
     const plain = this.race()?.plain;
     const drafts = this.steps.filter((step) => step.nodes.length && step.us.draft);
@@ -229,7 +229,7 @@ export class Run {
     return plain && tokens && plain.pass ? micros / tokens / plain.pass : null;
   }
 
-  /** A pass that judges a draft against a plain one. */
+  /** Time of a pass that verifies a draft, in plain passes. */
   passCost() {
     const plain = this.race()?.plain;
     const passes = this.steps.slice(1).filter((step) => step.nodes.length && step.us.verify);
@@ -249,7 +249,7 @@ export function parseTrace(text, title = "") {
     try {
       parsed = JSON.parse(line);
     } catch {
-      if (i > 0 && i === lines.length - 1) return; // the run was cut off while writing this line
+      if (i > 0 && i === lines.length - 1) return; // the run ended while writing this line
       throw new TraceError(
         i === 0
           ? "This is not an Outrider trace: its first line is not JSON."
@@ -277,23 +277,23 @@ function readStep(line, ordinal) {
   if (!Array.isArray(line.emitted) || line.emitted.length > LIMITS.emitted || !line.emitted.every(isToken))
     throw new TraceError(`${where} does not say which tokens were emitted.`);
   const nodes = [];
-  for (const told of line.nodes) nodes.push(readNode(told, nodes, where));
+  for (const raw of line.nodes) nodes.push(readNode(raw, nodes, where));
   return {
     step: number(line.step) ?? ordinal,
     seq: number(line.seq) ?? 0,
     at: number(line.at),
-    source: words(line.source, 80),
+    source: clip(line.source, 80),
     budget: number(line.budget),
-    why: words(line.why, 400),
-    failure: words(line.failure, 400),
-    finish: words(line.finish, 40),
+    why: clip(line.why, 400),
+    failure: clip(line.failure, 400),
+    finish: clip(line.finish, 40),
     us: readClock(line.us),
     nodes,
     accepted: nodes.reduce((sum, node) => sum + (node.fate === "a"), 0),
     emitted: line.emitted,
     texts:
       Array.isArray(line.texts) && line.texts.length === line.emitted.length
-        ? line.texts.map((text) => words(text, LIMITS.pieceLength))
+        ? line.texts.map((text) => clip(text, LIMITS.pieceLength))
         : null,
     chose: Array.isArray(line.chose) ? line.chose.slice(0, line.emitted.length).map(readChoice) : null,
     noise: Array.isArray(line.noise) ? line.noise.map((each) => (isObject(each) ? each : {})) : null,
@@ -301,29 +301,30 @@ function readStep(line, ordinal) {
   };
 }
 
-function readNode(told, before, where) {
-  if (!Array.isArray(told)) throw new TraceError(`${where} has a node that is not a list.`);
-  const [token, parent, q, p, fate] = told;
+function readNode(raw, before, where) {
+  if (!Array.isArray(raw)) throw new TraceError(`${where} has a node that is not a list.`);
+  const [token, parent, q, p, fate] = raw;
   if (!isToken(token)) throw new TraceError(`${where} has a node without a token.`);
   if (!Number.isInteger(parent) || parent < -1 || parent >= before.length)
     throw new TraceError(`${where} has a node whose parent does not come before it.`);
   if (!FATES.has(fate)) throw new TraceError(`${where} has a node whose fate is unknown: ${short(fate)}.`);
-  return { token, parent, q: share(q), p: share(p), fate, depth: parent < 0 ? 0 : before[parent].depth + 1 };
+  const depth = parent < 0 ? 0 : before[parent].depth + 1;
+  return { token, parent, q: probability(q), p: probability(p), fate, depth };
 }
 
-function readChoice(told) {
-  if (!Array.isArray(told) || !isToken(told[0])) return null;
-  const [token, p, margin, top] = told;
-  return { token, p: share(p), margin: number(margin), top: ranking(top) };
+function readChoice(raw) {
+  if (!Array.isArray(raw) || !isToken(raw[0])) return null;
+  const [token, p, margin, top] = raw;
+  return { token, p: probability(p), margin: number(margin), top: ranking(top) };
 }
 
-/** Up to five [token, share] pairs; what is malformed is left out. */
+/** Up to five [token, probability] pairs; malformed ones are left out. */
 export function ranking(top) {
   if (!Array.isArray(top)) return [];
   return top
     .slice(0, 5)
     .filter((pair) => Array.isArray(pair) && isToken(pair[0]))
-    .map(([token, p]) => ({ token, p: share(p) }));
+    .map(([token, p]) => ({ token, p: probability(p) }));
 }
 
 function readClock(us) {
@@ -336,9 +337,9 @@ function readClock(us) {
   return clock;
 }
 
-function span(told) {
-  const sound = Array.isArray(told) && told.slice(0, 2).every((n) => number(n) !== null && n >= 0 && n < 1e14);
-  return sound && told.length >= 2 ? [told[0], told[1]] : null;
+function span(raw) {
+  const valid = Array.isArray(raw) && raw.slice(0, 2).every((n) => number(n) !== null && n >= 0 && n < 1e14);
+  return valid && raw.length >= 2 ? [raw[0], raw[1]] : null;
 }
 
 /* ---------------------------------------------------------------- counting */
@@ -347,29 +348,29 @@ function emptyCounts() {
   return { steps: 0, drafts: 0, drafted: 0, reached: 0, accepted: 0, emitted: 0, reachedAt: [], acceptedAt: [] };
 }
 
-/** As Stats.count does: one node per depth is reached, the accepted one or the step's first miss. */
+/** As Stats.count: one node per depth is reached, the accepted one or the step's first rejection. */
 function count(counts, step) {
   counts.steps++;
   counts.drafts += step.nodes.length > 0;
   counts.drafted += step.nodes.length;
   counts.accepted += step.accepted;
   counts.emitted += step.emitted.length;
-  const walked = step.accepted + step.nodes.some((node) => node.fate === "r");
-  counts.reached += walked;
-  for (let depth = 0; depth < walked; depth++) {
+  const reached = step.accepted + step.nodes.some((node) => node.fate === "r");
+  counts.reached += reached;
+  for (let depth = 0; depth < reached; depth++) {
     counts.reachedAt[depth] = (counts.reachedAt[depth] ?? 0) + 1;
     counts.acceptedAt[depth] = (counts.acceptedAt[depth] ?? 0) + (depth < step.accepted);
   }
 }
 
-/* ---------------------------------------------------------------- small things */
+/* ---------------------------------------------------------------- values */
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 const isToken = (value) => Number.isInteger(value) && value >= 0 && value < 2 ** 31;
 const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
-const share = (value) => (number(value) !== null && value >= 0 && value <= 1.0001 ? value : null);
-const words = (value, most) => (typeof value === "string" ? value.slice(0, most) : "");
-const short = (value) => words(String(value), 40);
+const probability = (value) => (number(value) !== null && value >= 0 && value <= 1.0001 ? value : null);
+const clip = (value, most) => (typeof value === "string" ? value.slice(0, most) : "");
+const short = (value) => clip(String(value), 40);
 const ratio = (part, whole) => (whole ? part / whole : null);
 
 export function median(values) {

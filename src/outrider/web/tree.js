@@ -1,10 +1,10 @@
-/* The tree of one step: every drafted node with the drafter's q and the target's p, and why it lived or died. */
+/* The draft of one step as a tree: each node with the drafter's q, the target's p, its fate and the reason. */
 
 import { FATES, UNKNOWN, chance, el, fixed, grouped, label, percent, replace, svg, visible } from "./dom.js";
 import { ranking } from "./trace.js";
 
 const BOX = { width: 104, height: 52, gapX: 30, gapY: 14 };
-const MOST = 160; // nodes that are drawn of one step
+const MOST = 160; // nodes drawn per step
 
 export function mountTree(run, { compact }) {
   const picture = el("div", { class: "treebox", tabindex: "0", role: "group", "aria-label": "The draft of this step" });
@@ -76,7 +76,7 @@ function drawing(run, step, chosen, choose) {
   return [image, left ? el("p", { class: "note" }, `${grouped(left)} more nodes are not drawn.`) : null];
 }
 
-/** Depth to the right; every leaf has a row of its own, and a parent stands beside its first child. */
+/** Depth to the right; every leaf has its own row, and a parent is in the row of its first child. */
 function layout(nodes) {
   const children = new Map();
   nodes.forEach((node, i) => children.set(node.parent, [...(children.get(node.parent) ?? []), i]));
@@ -97,7 +97,7 @@ function layout(nodes) {
   return { places, columns, rows: Math.max(rows, 1) };
 }
 
-/** The target's own token stands behind the last accepted node, in the first free row there. */
+/** The target's own token follows the last accepted node, in the first free row. */
 function bonusPlace(step, nodes, places) {
   if (step.emitted.length <= step.accepted) return null;
   let last = null;
@@ -134,7 +134,7 @@ function rootBox(run, step, { x, y }) {
 function nodeBox(run, node, i, { x, y }, pressed, choose) {
   const fate = FATES[node.fate],
     text = label(run.piece(node.token), 11);
-  const words = `${visible(run.piece(node.token)).slice(0, 40)}: ${fate.words}, q ${chance(node.q)}, p ${chance(node.p)}`;
+  const description = `${visible(run.piece(node.token)).slice(0, 40)}: ${fate.text}, q ${chance(node.q)}, p ${chance(node.p)}`;
   const pick = () => choose(i);
   const keys = (event) => {
     if (event.key === "Enter" || event.key === " ") {
@@ -150,7 +150,7 @@ function nodeBox(run, node, i, { x, y }, pressed, choose) {
     role: "button",
     tabindex: "0",
     "aria-pressed": String(pressed),
-    "aria-label": words,
+    "aria-label": description,
     onclick: pick,
     onkeydown: keys,
   };
@@ -179,12 +179,12 @@ function bonusBox(run, step, { x, y }) {
 }
 
 function plainStep(run, step) {
-  const said = step.emitted.map((id) => el("code", { class: "chip bonus" }, visible(run.piece(id)).slice(0, 80)));
+  const tokens = step.emitted.map((id) => el("code", { class: "chip bonus" }, visible(run.piece(id)).slice(0, 80)));
   return el(
     "p",
     { class: "note" },
-    "Nothing was drafted in this step: one pass, one token. The target said ",
-    said,
+    "Nothing was drafted in this step: one pass, one token. The target chose ",
+    tokens,
     ".",
   );
 }
@@ -195,13 +195,13 @@ function overview(run, step) {
   const rejected = step.nodes.findIndex((node) => node.fate === "r");
   const sentence = !step.nodes.length
     ? "The controller’s reason: "
-    : `${step.accepted} of ${step.nodes.length} drafted tokens were what the target chose itself${rejected >= 0 ? "; the first miss ended the walk" : ""}. The controller’s reason: `;
+    : `${step.accepted} of ${step.nodes.length} drafted tokens equal the target’s own choices${rejected >= 0 ? "; the first miss ended the walk" : ""}. The controller’s reason: `;
   return [
     el("p", {}, sentence, el("q", {}, step.why || UNKNOWN), step.source ? ` Drafted by ${step.source}.` : ""),
     step.failure
-      ? el("p", { class: "warning" }, `The drafter failed (${step.failure}); the text went on without it.`)
+      ? el("p", { class: "warning" }, `The drafter failed (${step.failure}); the text continued without it.`)
       : null,
-    step.nodes.length ? el("p", { class: "note" }, "Choose a node to see why.") : null,
+    step.nodes.length ? el("p", { class: "note" }, "Select a node for details.") : null,
   ];
 }
 
@@ -230,7 +230,7 @@ function reason(run, step, index) {
         "p",
         onPath
           ? `Not recorded (p of this token: ${chance(node.p)}).`
-          : "The walk never came here, so the target was not asked.",
+          : "This node was not reached, so there is no choice of the target here.",
       ),
     ),
     noise(run, step, node, depth, onPath),
@@ -240,7 +240,7 @@ function reason(run, step, index) {
           { class: "note" },
           "Margin, the gap between the two highest logits: ",
           el("b", {}, fixed(chose.margin)),
-          ". A small one means that the target itself was in doubt.",
+          ". A small margin means that the target was uncertain.",
         )
       : null,
   ];
@@ -248,19 +248,19 @@ function reason(run, step, index) {
 
 function onlyOwn(node) {
   return node.q === null
-    ? "Not recorded; this drafter tells no chances."
+    ? "Not recorded; this drafter gives no probabilities."
     : `Not recorded; the drafter gave this token q = ${chance(node.q)}.`;
 }
 
 function verdict(run, step, node, onPath) {
   if (node.fate === "a") return "is what the target chose here, so it was kept.";
-  if (node.fate === "p") return "was dropped before the pass: its row would have cost more than it promised.";
-  if (!onPath) return "was never reached: the text had already left this path.";
-  const said = step.emitted[node.depth];
-  if (said === undefined) return "came after the end of the text.";
+  if (node.fate === "p") return "was pruned before the pass: its expected gain was less than the cost of its row.";
+  if (!onPath) return "was never reached: an earlier token of its path was rejected.";
+  const chosen = step.emitted[node.depth];
+  if (chosen === undefined) return "came after the end of the text.";
   return [
     "was not kept: the target chose ",
-    el("code", { class: "chip bonus" }, visible(run.piece(said)).slice(0, 40)),
+    el("code", { class: "chip bonus" }, visible(run.piece(chosen)).slice(0, 40)),
     " here.",
   ];
 }
@@ -288,32 +288,32 @@ function side(run, title, top, marked, letter, missing) {
   );
 }
 
-/** At a temperature the target's choice is the highest ln p / T + g, with noise g that the seed fixes. */
+/** At temperature T > 0 the target chooses the highest ln p / T + g; the noise g depends on the seed only. */
 function noise(run, step, node, depth, onPath) {
   if (run.temperature === 0)
     return el("p", { class: "note" }, "Temperature 0: no noise, the likeliest token is chosen.");
-  const known = onPath ? step.noise?.[depth] : null,
-    said = step.emitted[depth];
-  if (!known) return el("p", { class: "note" }, `Noise: ${UNKNOWN}.`);
-  const parts = [said, node.token]
-    .filter((token, i, all) => token !== undefined && all.indexOf(token) === i && typeof known[token] === "number")
+  const values = onPath ? step.noise?.[depth] : null,
+    chosen = step.emitted[depth];
+  if (!values) return el("p", { class: "note" }, `Noise: ${UNKNOWN}.`);
+  const parts = [chosen, node.token]
+    .filter((token, i, all) => token !== undefined && all.indexOf(token) === i && typeof values[token] === "number")
     .map((token) =>
       el(
         "li",
         {},
         el("code", {}, label(run.piece(token), 18)),
-        ` g = ${fixed(known[token])}`,
-        token === said ? " (chosen)" : "",
+        ` g = ${fixed(values[token])}`,
+        token === chosen ? " (chosen)" : "",
       ),
     );
   return el(
     "div",
     {},
-    el("h5", {}, "The noise here"),
+    el("h5", {}, "Gumbel noise at this position"),
     el(
       "p",
       { class: "note" },
-      `The highest ln p ÷ ${run.temperature ?? "T"} + g wins; the seed fixes g for drafter and target alike.`,
+      `The token with the highest ln p ÷ ${run.temperature ?? "T"} + g is chosen; the seed determines g for drafter and target alike.`,
     ),
     el("ul", { class: "noise" }, parts),
   );

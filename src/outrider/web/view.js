@@ -1,13 +1,13 @@
-/* The #run view: ribbon, tree, race, dials of one run, all at the same step.
+/* The #run view: text, draft tree, race and statistics of one run, all at the same step.
 
    mountRun(element, run, {compact, title}) -> {update(), seek(step), destroy()}
-   `update` after run.push(…): a view that stands at the last step follows the run. */
+   Call `update` after run.push(…): a view at the last step follows the run. */
 
 import { mountDials } from "./dials.js";
 import { UNKNOWN, el, legend, plural, replace, svg } from "./dom.js";
 import { mountLanes } from "./lanes.js";
 import { mountRibbon } from "./ribbon.js";
-import { firstLook } from "./telling.js";
+import { firstLook } from "./highlights.js";
 import { mountTree } from "./tree.js";
 
 const SPEEDS = [
@@ -126,8 +126,8 @@ export function mountRun(element, run, options = {}) {
   }
 
   function controls() {
-    const button = (words, sign, act) =>
-      el("button", { type: "button", class: "round", "aria-label": words, title: words, onclick: act }, icon(sign));
+    const button = (title, sign, act) =>
+      el("button", { type: "button", class: "round", "aria-label": title, title, onclick: act }, icon(sign));
     const range = el("input", {
       type: "range",
       min: 0,
@@ -141,7 +141,7 @@ export function mountRun(element, run, options = {}) {
     const speed = el(
       "select",
       { "aria-label": "Speed" },
-      SPEEDS.map(([words, by]) => el("option", { value: by, selected: by === 12 }, words)),
+      SPEEDS.map(([name, by]) => el("option", { value: by, selected: by === 12 }, name)),
     );
     const node = el(
       "div",
@@ -189,10 +189,10 @@ function icon(name) {
   return svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
 }
 
-/** Whose run it is. */
+/** Model, drafter, settings and prompt of the run. */
 function describe(run, { title, compact }, select) {
   const header = run.header ?? {},
-    words = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
+    text = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
   const temperature = run.temperature === null ? UNKNOWN : String(run.temperature);
   const prompt = typeof header.prompt_text === "string" ? header.prompt_text.slice(0, 20000) : null;
   const many =
@@ -213,8 +213,8 @@ function describe(run, { title, compact }, select) {
     el(
       "p",
       { class: "note" },
-      `${words(header.model)} (${words(header.dtype)}, ${words(header.device)}) · drafter ${words(header.drafter)}, K ${words(header.k)} · rule ${words(header.rule)} · temperature ${temperature}` +
-        (run.footer?.finish ? ` · ended by ${words(run.footer.finish)}` : ""),
+      `${text(header.model)} (${text(header.dtype)}, ${text(header.device)}) · drafter ${text(header.drafter)}, K ${text(header.k)} · rule ${text(header.rule)} · temperature ${temperature}` +
+        (run.footer?.finish ? ` · ended by ${text(run.footer.finish)}` : ""),
     ),
     many,
     prompt

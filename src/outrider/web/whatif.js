@@ -1,7 +1,7 @@
 /* What if: the theory of speculative decoding with three sliders, and this run's measured point on its curves.
 
-   α is the chance that a drafted token which is reached is accepted, K how many are drafted, c what drafting one costs in
-   plain passes. The theory takes chances to be independent and a wide pass to cost no more than a narrow one. */
+   α is the probability that a reached drafted token is accepted, K the drafted tokens per pass, c the cost of drafting
+   one in plain passes. The theory assumes independent acceptances and a wide pass that costs no more than a narrow one. */
 
 import { UNKNOWN, el, fixed, percent, replace, times } from "./dom.js";
 import { mountPlot } from "./plot.js";
@@ -11,7 +11,7 @@ const MOST = 16;
 /** Tokens of one pass: 1 + α + … + α^K. */
 export const expectedTokens = (alpha, k) => (alpha >= 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
 
-/** Times as fast as plain decoding. */
+/** Speedup over plain decoding. */
 export const factor = (alpha, k, c) => expectedTokens(alpha, k) / (k * c + 1);
 
 /** The α from which K drafted tokens pay; null where even a perfect drafter loses. */
@@ -33,7 +33,7 @@ export function bestK(alpha, c) {
   return best;
 }
 
-/** What the run itself says, or null where it does not. */
+/** The run's own values; null where not recorded. */
 export function measured(run) {
   const { counts } = run;
   const k = counts.steps ? counts.drafted / counts.steps : null;
@@ -42,7 +42,7 @@ export function measured(run) {
 
 export function mountWhatIf(element, run) {
   const own = measured(run);
-  const alpha = slider("α", "chance that a reached token is accepted", 0, 0.99, 0.01, own.alpha ?? 0.7, (v) =>
+  const alpha = slider("α", "probability that a reached token is accepted", 0, 0.99, 0.01, own.alpha ?? 0.7, (v) =>
     percent(v),
   );
   const k = slider("K", "drafted tokens per pass", 0, MOST, 1, Math.round(run.meanK() ?? 4), String);
@@ -52,27 +52,27 @@ export function mountWhatIf(element, run) {
   const series = (label) => [{ label, hue: "verify", kind: "line" }, chosen, point];
   const tokens = mountPlot({
     title: "Expected tokens per pass",
-    words: "",
+    summary: "",
     x: "K",
     y: "tokens",
     series: series("(1 − α^(K+1)) ÷ (1 − α)"),
   });
   const speed = mountPlot({
-    title: "Times as fast as plain decoding",
-    words: "",
+    title: "Speedup over plain decoding",
+    summary: "",
     x: "K",
     y: "factor",
     series: [...series("theory"), { label: "break-even", hue: "ink-2", kind: "line", dash: [5, 5], width: 1.5 }],
   });
   const even = mountPlot({
     title: "The α from which drafting pays",
-    words: "",
+    summary: "",
     x: "K",
     y: "α",
     series: series("break-even α"),
     range: { y: () => [0, 1] },
   });
-  const said = el("p", { class: "result", "aria-live": "polite" });
+  const advice = el("p", { class: "result", "aria-live": "polite" });
   const reset = el(
     "button",
     { type: "button", onclick: () => ([alpha, k, c].forEach((each) => each.reset()), draw()) },
@@ -84,32 +84,32 @@ export function mountWhatIf(element, run) {
     const xs = [...new Set([...Array(MOST + 1).keys(), ...(own.k !== null && own.k <= MOST ? [own.k] : [])])].sort(
       (x, y) => x - y,
     );
-    const lone = (at, y) => xs.map((x) => (x === at ? y : null));
+    const single = (at, y) => xs.map((x) => (x === at ? y : null));
     const curve = (f) => xs.map((x) => f(x));
     tokens.set(
-      [xs, curve((x) => expectedTokens(a, x)), lone(n, expectedTokens(a, n)), lone(own.k, own.tau)],
+      [xs, curve((x) => expectedTokens(a, x)), single(n, expectedTokens(a, n)), single(own.k, own.tau)],
       `At K = ${n}: ${fixed(expectedTokens(a, n))} expected. This run: τ = ${fixed(own.tau)} at ${fixed(own.k, 1)} drafted per pass.`,
     );
     speed.set(
-      [xs, curve((x) => factor(a, x, cost)), lone(n, factor(a, n, cost)), lone(own.k, own.speed), curve(() => 1)],
-      `At K = ${n}: ${times(factor(a, n, cost))}. This run: ${times(own.speed)}${own.pass === null ? "" : `; its passes over drafts took ${times(own.pass)} a plain pass, which the theory takes to be 1`}.`,
+      [xs, curve((x) => factor(a, x, cost)), single(n, factor(a, n, cost)), single(own.k, own.speed), curve(() => 1)],
+      `At K = ${n}: ${times(factor(a, n, cost))}. This run: ${times(own.speed)}${own.pass === null ? "" : `; its verifying passes took ${times(own.pass)} the time of a plain pass, where the theory assumes 1`}.`,
     );
     even.set(
       [
         xs,
         curve((x) => (x > 0 ? breakEven(x, cost) : null)),
-        lone(n, n > 0 ? breakEven(n, cost) : null),
-        lone(own.k, own.alpha),
+        single(n, n > 0 ? breakEven(n, cost) : null),
+        single(own.k, own.alpha),
       ],
       n === 0
-        ? "Nothing drafted, nothing to pay."
+        ? "Nothing is drafted."
         : `At K = ${n}: ${breakEven(n, cost) === null ? "never" : percent(breakEven(n, cost), 1)}. This run: α = ${percent(own.alpha, 1)}.`,
     );
     const best = bestK(a, cost);
     replace(
-      said,
+      advice,
       best === 0
-        ? "With such a drafter it is best to draft nothing."
+        ? "With this drafter it is best to draft nothing."
         : ["Best: ", el("strong", {}, `K = ${best}`), `, ${times(factor(a, best, cost))} the plain speed.`],
     );
   }
@@ -127,32 +127,32 @@ export function mountWhatIf(element, run) {
       "div",
       { class: "panel" },
       el("div", { class: "sliders" }, alpha.element, k.element, c.element),
-      el("div", { class: "pager" }, said, reset),
+      el("div", { class: "pager" }, advice, reset),
     ),
     el("div", { class: "panel plots" }, tokens.element, speed.element, even.element),
     el(
       "p",
       { class: "note" },
-      `Measured in this run: α ${percent(own.alpha, 1)}, K ${fixed(own.k, 1)} per pass, c ${own.c === null ? UNKNOWN : fixed(own.c, 3)}. The theory takes acceptance to be independent from token to token; real texts have hard stretches, so it is a little too kind.`,
+      `Measured in this run: α ${percent(own.alpha, 1)}, K ${fixed(own.k, 1)} per pass, c ${own.c === null ? UNKNOWN : fixed(own.c, 3)}. The theory assumes independent acceptances; real texts have difficult passages, so it is slightly optimistic.`,
     ),
   );
   draw();
   return { destroy: () => [tokens, speed, even].forEach((plot) => plot.destroy()) };
 }
 
-function slider(name, words, min, max, step, start, show) {
+function slider(name, title, min, max, step, start, show) {
   const value = Math.min(max, Math.max(min, start));
   const output = el("output", {}, show(value));
-  const input = el("input", { type: "range", min, max, step, value, "aria-label": `${name}: ${words}` });
-  const tell = () => (
+  const input = el("input", { type: "range", min, max, step, value, "aria-label": `${name}: ${title}` });
+  const update = () => (
     (output.textContent = show(Number(input.value))),
     input.setAttribute("aria-valuetext", output.textContent)
   );
-  tell();
+  update();
   return {
-    element: el("label", { class: "slider" }, el("b", {}, name), el("span", {}, words), input, output),
+    element: el("label", { class: "slider" }, el("b", {}, name), el("span", {}, title), input, output),
     value: () => Number(input.value),
-    reset: () => ((input.value = String(value)), tell()),
-    listen: (draw) => input.addEventListener("input", () => (tell(), draw())),
+    reset: () => ((input.value = String(value)), update()),
+    listen: (draw) => input.addEventListener("input", () => (update(), draw())),
   };
 }

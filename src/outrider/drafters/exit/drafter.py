@@ -116,7 +116,7 @@ class EarlyExit(Drafter):
         return request.answer(ready, lambda part: self.rollout.chains(part.seqs, part.budgets))
 
     def _held(self, seq: Sequence) -> bool:
-        return self.space.plane.holds(seq.id) == len(seq.tokens) - 1
+        return bool(self.space.plane.holds(seq.id) == len(seq.tokens) - 1)
 
 
 def _load(space: Workspace) -> Exit:

@@ -1,0 +1,54 @@
+"""HTTP errors in OpenAI's form: message, type, param, code. They never carry a traceback, a path or a user's text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.responses import JSONResponse
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):  # FastAPI passes its own exception class through wherever it is raised
+    """`retry_after` is in seconds; 0: no such header."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_after: int = 0
+    ) -> None:
+        headers = {"retry-after": str(retry_after)} if retry_after else {}
+        super().__init__(status, message, headers | ({"www-authenticate": "Bearer"} if status == 401 else {}))
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code, param)
+
+
+def internal_error() -> ApiError:
+    """A bug or a fault of the machine. Details go to the log only."""
+    return ApiError(500, "The server failed while answering; its log says why. Please try again.", "internal_error")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down; try again later.", "shutting_down", retry_after=5)
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """From pydantic's list of errors: the field and the reason, never the value."""
+    first = errors[0] if errors else {}
+    if first.get("type") in ("json_invalid", "model_attributes_type"):
+        message = "The body is not a JSON object; send one with content-type application/json."
+        return bad_request(message, None, "not_json")
+    param = ".".join(str(part)[:64] for part in first.get("loc", ()) if part != "body")
+    reason = str(first.get("msg", "it cannot be read"))[:300].rstrip(".")
+    code = "unknown_parameter" if first.get("type") == "extra_forbidden" else "invalid_value"
+    return bad_request(f"{param or 'The body'}: {reason}.", param or None, code)

@@ -1,0 +1,266 @@
+"""Requests: the schema, and its translation to prompts, sampling parameters and speculation.
+
+The schema has OpenAI's fields, vLLM's usual extensions and `speculation`. An unknown field is an error: nothing that
+could change the text is ignored. What the library refuses becomes a 400 with its message. Nothing that a request names
+is opened: `model` is compared with the served name, and messages are data for the model's own chat template.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import OutriderError
+from ..llm import LLM
+from ..types import SamplingParams, Sequence
+from .errors import ApiError, bad_request
+from .settings import Limits
+
+SAME = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "seed",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "learn",
+)  # fmt: skip  # fields with the same name and meaning in SamplingParams
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=1 << 22)]
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Speculation(StrictModel):
+    """Speculation for this request. It changes speed, never text."""
+
+    enabled: bool | None = Field(None, description="false: plain decoding")
+    drafter: str | None = Field(None, max_length=64, description="one that GET /v1/drafters lists; off: plain decoding")
+    k: int | None = Field(None, ge=0, le=64, description="maximum drafted tokens per step")
+    trace: Literal["off", "summary", "full"] | None = Field(
+        None, description="adds the step's trace lines to each chunk of a stream, as `trace`"
+    )
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="accepted, without effect")
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: Text
+
+
+Content = Text | Annotated[list[TextPart], Field(max_length=1024)]
+
+
+class WithContent(StrictModel):
+    content: Content | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+
+
+class Prediction(WithContent):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class SamplingFields(StrictModel):
+    """Fields of both endpoints."""
+
+    model: str | None = Field(None, max_length=256)
+    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=10**9)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**62, description="the same seed gives the same text, whatever the load")
+    max_tokens: int | None = Field(None, ge=1, le=10**9)
+    min_tokens: int | None = Field(None, ge=0, le=10**9)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Id] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="adds the token ids of prompt and answer")
+    speculation: Speculation | None = None
+    learn: bool | None = Field(None, description="false: the drafter learns nothing from this request")
+    timeout: float | None = Field(None, gt=0, description="deadline in seconds, queueing included")
+    response_format: dict[str, Any] | None = Field(None, description="OpenAI's json_object or json_schema")
+    guided_regex: str | None = Field(None, max_length=4096, description="a regular expression that the text must match")
+    guided_grammar: str | None = Field(None, max_length=65_536, description="a grammar in Lark's notation")
+    prediction: Prediction | None = Field(None, description="the expected answer; its tokens are drafted")
+    # Accepted for compatibility, without effect.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Message(WithContent):
+    """One message. Further fields of OpenAI's answers may be sent back if they are empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    name: str | None = Field(None, max_length=256)
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ChatRequest(SamplingFields):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(None, ge=1, le=10**9)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    modalities: list[Literal["text"]] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="not supported: must be empty")
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Text | list[Text] | list[Id] | list[list[Id]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    prompts: list[Any]  # each a text, token ids or messages
+    params: SamplingParams
+    drafter: str = ""  # one part of a composite drafter; empty: the server's own
+    plain_reason: str = ""  # why it is decoded without drafts; empty: it is not
+    max_draft_tokens: int | None = None  # per step
+    trace_level: str = "off"  # of the trace in its stream
+
+    def sequences(self, llm: LLM) -> list[Sequence]:
+        """One per answer, those of one prompt adjacent."""
+        speculate, most, only = not self.plain_reason, self.max_draft_tokens, self.drafter
+        try:
+            return [seq for p in self.prompts for seq in llm.prepare(p, self.params, speculate, most, only)]
+        except OutriderError as error:
+            raise bad_request(str(error)) from error
+
+
+class RequestParser:
+    """Parses requests for one model under one set of limits."""
+
+    def __init__(self, llm: LLM, name: str, limits: Limits) -> None:
+        self.llm, self.name, self.limits = llm, name, limits
+
+    def parse(self, request: ChatRequest | CompletionRequest) -> ParsedRequest:
+        if request.model not in (None, self.name):
+            raise ApiError(404, f"No such model; this server has '{self.name}'.", "model_not_found", "model")
+        prompts = _prompts(request)
+        self._check_limits(request, len(prompts) * (request.n or 1))
+        options = request.speculation or Speculation()
+        if options.trace not in (None, "off") and not request.stream:
+            raise bad_request("A trace is sent with a stream's chunks: set stream to true.", "speculation.trace")
+        values = {name: value for name in SAME if (value := getattr(request, name)) is not None}
+        values["temperature"] = 1.0 if request.temperature is None else request.temperature
+        values["max_tokens"] = self._max_tokens(request)
+        values |= _logprobs(request) | self._logit_bias(request) | self._guide(request)
+        if request.prediction is not None:
+            values["prediction"] = request.prediction.text
+        try:
+            params = SamplingParams(**values)
+        except OutriderError as error:
+            raise bad_request(str(error)) from error
+        drafter, plain_reason = self._drafter(options)
+        return ParsedRequest(prompts, params, drafter, plain_reason, options.k, options.trace or "off")
+
+    def _check_limits(self, request: SamplingFields, answers: int) -> None:
+        limits = self.limits
+        if answers > limits.answers:
+            raise bad_request(f"{answers} answers are requested; this server's limit is {limits.answers}.", "n")
+        for name in ("stop", "bad_words"):
+            value = getattr(request, name)
+            strings = [value] if isinstance(value, str) else value or []
+            if len(strings) > limits.stops or any(len(text) > limits.stop_length for text in strings):
+                most = f"{limits.stops} strings of {limits.stop_length} characters"
+                raise bad_request(f"{name} holds more than this server takes: at most {most}.", name)
+
+    def _max_tokens(self, request: ChatRequest | CompletionRequest) -> int:
+        limit, least = self.limits.max_tokens, request.min_tokens or 0
+        requested, default = request.max_tokens, max(min(COMPLETION_TOKENS, limit), least)
+        if isinstance(request, ChatRequest):
+            requested, default = request.max_completion_tokens or requested, limit
+        if (requested or 0) > limit:
+            raise bad_request(f"max_tokens is {requested}; this server's limit is {limit}.", "max_tokens")
+        length = requested or default
+        if least > length:
+            raise bad_request(f"min_tokens is more than the limit of {length} tokens.", "min_tokens")
+        return length
+
+    def _logit_bias(self, request: SamplingFields) -> dict[str, Any]:
+        if not request.logit_bias:
+            return {}
+        if len(request.logit_bias) > self.limits.biases:
+            raise bad_request(f"logit_bias has more than {self.limits.biases} entries.", "logit_bias")
+        vocabulary = self.llm.target.config.vocab_size
+        if not all(key.isascii() and key.isdigit() and int(key[:12]) < vocabulary for key in request.logit_bias):
+            raise bad_request(f"A key of logit_bias is not a token id from 0 to {vocabulary - 1}.", "logit_bias")
+        return {"logit_bias": {int(key): value for key, value in request.logit_bias.items()}}
+
+    def _drafter(self, options: Speculation) -> tuple[str, str]:
+        """The part of a composite drafter that is requested, or empty; why nothing is drafted, or empty."""
+        own, names = self.llm.config.drafter_name, self.llm.drafters
+        if options.drafter is not None and options.drafter not in names:
+            raise bad_request(f"This server's drafters are: {', '.join(names)}.", "speculation.drafter")
+        if own == "off":
+            return "", "the server runs without a drafter"
+        if options.enabled is False or options.drafter == "off" or options.k == 0:
+            return "", "the request switched speculation off"
+        return options.drafter if options.drafter not in (None, own) else "", ""
+
+    def _guide(self, request: SamplingFields) -> dict[str, Any]:
+        """`response_format`, `guided_regex` and `guided_grammar`, compiled here so that a bad one fails early."""
+        guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
+        forms = [{name: value} for name, value in guided.items() if value is not None]
+        if request.response_format is not None:
+            forms.append(request.response_format)
+        if len(forms) > 1:
+            raise bad_request("Only one of response_format, guided_regex and guided_grammar may be given.")
+        if not forms:
+            return {}
+        try:
+            return {"guide": forms[0] if self.llm.guide_for(forms[0]) is not None else None}
+        except OutriderError as error:
+            raise bad_request(str(error), "response_format" if request.response_format else None) from error
+
+
+def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:
+    if isinstance(request, ChatRequest):
+        return [[_message(message) for message in request.messages]]
+    prompt: Any = request.prompt
+    single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    return [prompt] if single else list(prompt)
+
+
+def _message(message: Message) -> dict[str, str]:
+    role = "system" if message.role == "developer" else message.role  # what chat templates call it
+    return {"role": role, "content": message.text} | ({"name": message.name} if message.name else {})
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    if isinstance(request, CompletionRequest):
+        return {} if request.logprobs is None else {"logprobs": request.logprobs}
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
+    return {"logprobs": request.top_logprobs or 0} if request.logprobs else {}

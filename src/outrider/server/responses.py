@@ -1,0 +1,256 @@
+"""Responses: OpenAI's objects as dictionaries, sent whole or as server-sent events.
+
+Promise: however a request ends (last token, deadline, disconnect, bug), its job is cancelled, so that its slots are
+free. A stream that has started ends with an error and [DONE], or with [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ..engine.trace import Line
+from ..llm import LLM
+from ..types import TokenLogprob
+from .errors import ApiError
+from .jobs import Choice, Delta, Job
+from .requests import ParsedRequest
+from .tracing import TraceStream
+from .worker import Worker
+
+MIN_LOGPROB = -9999.0  # OpenAI's value for a token with probability 0
+KEEPALIVE = 10.0  # seconds without an event after which a stream sends a comment
+DONE = b"data: [DONE]\n\n"
+Json = dict[str, Any]
+
+
+@dataclass
+class ResponseBuilder:
+    """Builds the responses of one request."""
+
+    llm: LLM
+    model: str
+    job: Job
+    request: ParsedRequest
+    with_ids: bool
+    kind: str = "chat.completion"  # or text_completion
+    created: int = field(default_factory=lambda: int(time.time()))
+    offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """The response of a request that does not stream: one delta per choice."""
+        choices = [self._choice(delta, "message", {"refusal": None}) for delta in deltas]
+        return self._head(chunk=False) | {"choices": choices, "usage": self.usage(), **self._measured(self.job.choices)}
+
+    def chunk(self, delta: Delta, trace: list[Line] | None = None) -> Json:
+        choice = self._choice(delta, "delta", {})
+        measured = self._measured([self.job.choices[delta.index]]) if delta.finish else {}
+        traced = {} if trace is None else {"trace": trace}
+        return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
+
+    def usage_chunk(self) -> Json:
+        return self._head(chunk=True) | {"choices": [], "usage": self.usage()}
+
+    def _head(self, chunk: bool) -> Json:
+        kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
+        fingerprint = f"outrider-{self.llm.dtype}"  # a seed's text is the same among servers with this fingerprint
+        head = {"id": self.job.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": fingerprint, "seed": self.job.choices[0].seq.seed}
+
+    def _choice(self, delta: Delta, name: str, extra: Json) -> Json:
+        """One of `choices`. `name` is the field of a chat's text: message or delta."""
+        index, first = delta.index, delta.index not in self.offsets
+        content: Json = {"text": delta.text}
+        if self.kind == "chat.completion":
+            role = {"role": "assistant"} if first else {}
+            content = {name: role | {"content": delta.text} | extra}
+        choice = {"index": index, **content, "logprobs": self._logprobs(index, delta.logprobs)}
+        choice["finish_reason"] = delta.finish
+        if self.with_ids:
+            seq = self.job.choices[index].seq
+            prompt = {"prompt_token_ids": seq.tokens[: seq.prompt_len]} if first else {}
+            choice |= {"token_ids": delta.tokens} | prompt
+        return choice
+
+    def usage(self) -> Json:
+        n = self.request.params.n
+        prompts = [choice.seq for choice in self.job.choices[::n]]  # a prompt counts once, whatever its n
+        prompt = sum(seq.prompt_len for seq in prompts)
+        generated = sum(choice.sent for choice in self.job.choices)
+        usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        stats = [choice.seq.stats for choice in self.job.choices]
+        predicted = {
+            "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in stats),
+            "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in stats),
+        }
+        cached = {"cached_tokens": sum(seq.stats.reused for seq in prompts)}
+        return usage | {"prompt_tokens_details": cached, "completion_tokens_details": predicted}
+
+    def _logprobs(self, index: int, entries: list[TokenLogprob]) -> Json | None:
+        start = self.offsets.setdefault(index, 0)
+        if self.request.params.logprobs is None:
+            return None
+        if self.kind == "chat.completion":
+            top = ([self._token(*pair) for pair in entry.top] for entry in entries)
+            tokens = (self._token(entry.token, entry.logprob) for entry in entries)
+            content = [token | {"top_logprobs": best} for token, best in zip(tokens, top, strict=True)]
+            return {"content": content, "refusal": None}
+        piece = self.llm.tokenizer.id_to_piece
+        pieces = [piece(entry.token) for entry in entries]
+        *offsets, self.offsets[index] = accumulate(map(len, pieces), initial=start)
+        return {
+            "tokens": pieces,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [{piece(token): _finite(value) for token, value in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, value: float) -> Json:
+        tokenizer = self.llm.tokenizer
+        piece, data = tokenizer.id_to_piece(token), list(tokenizer.id_to_bytes(token))
+        return {"token": piece, "logprob": _finite(value), "bytes": data}
+
+    def _measured(self, choices: list[Choice]) -> Json:
+        speculation = _speculation(self.llm, self.request, choices)
+        return {"metrics": {"speculative_decoding": speculation}, "timings": _timings(choices)}
+
+
+def _finite(value: float) -> float:
+    return max(value, MIN_LOGPROB)
+
+
+def _speculation(llm: LLM, request: ParsedRequest, choices: list[Choice]) -> Json:
+    """vLLM's names; enabled, drafter, reason, alpha, target_passes and drafter_failures are our own."""
+    stats = [choice.seq.stats for choice in choices]
+    drafts, drafted = sum(s.drafts for s in stats), sum(s.drafted for s in stats)
+    accepted, reached = sum(s.accepted for s in stats), sum(s.reached for s in stats)
+    deepest = max((len(s.accepted_at) for s in stats), default=0)
+    depths = [sum(s.accepted_at[d] for s in stats if d < len(s.accepted_at)) for d in range(deepest)]
+    at_least = [drafts, *depths, 0]  # steps that accepted at least 0, 1, 2, … drafted tokens
+    return {
+        "enabled": not request.plain_reason,
+        "drafter": llm.drafter_of(choices[0].seq),
+        "reason": request.plain_reason or stats[0].why,
+        "num_spec_tokens": llm.config.k if isinstance(llm.config.k, int) else request.max_draft_tokens,
+        "num_spec_steps": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(deepest + 1)],
+        "alpha": accepted / reached if reached else None,
+        "target_passes": sum(s.passes for s in stats),
+        "drafter_failures": sum(s.failures for s in stats),
+    }
+
+
+def _timings(choices: list[Choice]) -> Json:
+    """llama.cpp's names. Over several choices: from the first start to the last end."""
+    started, first = min(c.started for c in choices), min(c.first for c in choices)
+    generated = sum(c.sent for c in choices)
+    prefilled = sum(c.seq.prompt_len - c.seq.stats.reused for c in choices)
+    prompt, predicted = max(first - started, 0.0), max(max(c.latest for c in choices) - first, 0.0)
+    return {
+        "queue_ms": round(1e3 * (started - choices[0].job.arrived), 3),
+        "prompt_n": prefilled,
+        "prompt_ms": round(1e3 * prompt, 3),
+        "prompt_per_second": round(prefilled / prompt, 3) if prompt else None,
+        "predicted_n": generated,
+        "predicted_ms": round(1e3 * predicted, 3),
+        "predicted_per_second": round((generated - 1) / predicted, 3) if predicted else None,
+        "draft_n": sum(c.seq.stats.drafted for c in choices),
+        "draft_n_accepted": sum(c.seq.stats.accepted for c in choices),
+    }
+
+
+async def follow(job: Job, worker: Worker, deadline: float) -> AsyncGenerator[Delta | None, None]:
+    """A job's deltas until its last choice has ended; None after each KEEPALIVE seconds without one."""
+    left = len(job.choices)
+    try:
+        while left:
+            event = await job.events.get(min(KEEPALIVE, deadline - time.monotonic()))
+            if isinstance(event, ApiError):
+                raise event
+            if event is None and time.monotonic() >= deadline:
+                message = f"The answer took longer than its limit of {deadline - job.arrived:g} s."
+                raise ApiError(408, message, "deadline_exceeded", "timeout")
+            left -= event is not None and event.finish is not None
+            yield event
+    finally:
+        worker.cancel(job)
+
+
+async def collect(job: Job, worker: Worker, deadline: float) -> list[Delta]:
+    """The choices of a job that does not stream, in order: each has one delta, its whole text."""
+    async with aclosing(follow(job, worker, deadline)) as events:
+        deltas = [delta async for delta in events if delta is not None]
+    return sorted(deltas, key=lambda delta: delta.index)
+
+
+async def unless_disconnected(request: Request, work: Any) -> Any:
+    """The work's result. If the client disconnects first the work is cancelled and the result is None."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """One chunk per step, the usage if requested, and [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, builder: ResponseBuilder, worker: Worker, deadline: float, with_usage: bool) -> None:
+        self.builder, self.worker, self.deadline, self.with_usage = builder, worker, deadline, with_usage
+        choices, request = builder.job.choices, builder.request
+        traced = request.trace_level != "off"
+        self.traces = [TraceStream(builder.llm, request, each) for each in choices] if traced else []
+        super().__init__(self._events(), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # an unfinished generator is closed only when it is collected: too late for the slots
+            self.worker.cancel(self.builder.job)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            async with aclosing(follow(self.builder.job, self.worker, self.deadline)) as events:
+                async for delta in events:
+                    yield b": waiting\n\n" if delta is None else await self._chunk(delta)
+            if self.with_usage:
+                yield _event(self.builder.usage_chunk())
+        except ApiError as error:
+            yield _event(error.body())
+        yield DONE
+
+    async def _chunk(self, delta: Delta) -> bytes:
+        """A chunk, with its trace lines if requested. Lines with logits are computed outside the event loop."""
+        if not self.traces:
+            return _event(self.builder.chunk(delta))
+        lines = self.traces[delta.index].lines
+        trace = await asyncio.to_thread(lines, delta) if delta.note and delta.note.rows else lines(delta)
+        return _event(self.builder.chunk(delta, trace))
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
