@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, row
 
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
@@ -38,7 +39,6 @@ from outrider.drafters.layerskip.search import STEPS, Found, Search, Skip
 from outrider.measure.bench import Question, questions
 from outrider.measure.environment import environment
 from outrider.measure.plots import Axes, Point, Series, lines
-from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, row
 from outrider.measure.tune import laid_out, skip_from, skip_search
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.prompts import bundled, from_file
