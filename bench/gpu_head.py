@@ -1,8 +1,8 @@
-"""Trained heads: what a draft takes, in each of its forms, and what it brings.
+"""Trained heads: the time of a draft as a chain and as a tree, and the speedup.
 
-Without `--head` the heads are untrained ones of both kinds: they guess wrong, but cost what any head of theirs costs.
-Drafting is timed by the device's clock, from the first kernel of a draft to the last; a tree's way back to the host and
-everything else that stands between passes is in `step`, by the host's.
+Without `--head` untrained heads of both kinds are used: their drafts are wrong, but cost as much as trained ones.
+Drafting is timed by the device's clock from the first kernel of a draft to the last; copying a tree to the host and
+everything else between passes is in `step`, by the host's clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def untrained(lab: Lab, kind: str) -> Head:
 
 
 def phases(c: Contender) -> dict[str, float | None]:
-    """Median milliseconds of a step's phases, once a request has begun."""
+    """Median milliseconds of the phases of a step, without the first steps of a request."""
     steps = [step for q in c.asked for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
     found: dict[str, float | None] = {}
     for phase in ("draft", "verify"):

@@ -1,6 +1,6 @@
-"""One clock and one counter for everybody who answers prompts, and the race between them.
+"""The race: one clock and one counter for all contenders, in turns on the same prompts.
 
-`Watch` listens to an engine's steps from outside; whoever else generates (transformers) leaves the same marks.
+`Watch` listens to the steps of an Outrider engine; other generators (transformers) produce the same `Marks`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from gpu_common import Lab
 from outrider import LLM, SamplingParams
-from outrider.measure.bench import Question
+from outrider.measure.bench import EncodedPrompt
 from outrider.types import Stats
 
-Marks = list[tuple[float, dict[int, int]]]  # when something was emitted, and how many tokens for whom
+Marks = list[tuple[float, dict[int, int]]]  # time of an emission, and how many tokens for each sequence
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one request, or one batch of them, took."""
+    """Tokens and times of one request or one batch."""
 
-    tokens: int  # all that was emitted
+    tokens: int  # emitted in all
     seconds: float  # from the request to the last token
-    after: int  # tokens emitted after everybody had a first one
+    after: int  # tokens emitted after every sequence had its first
     decode: float  # seconds for those
-    emissions: int  # times that something came
+    emissions: int  # emissions
 
     @staticmethod
     def of(begin: float, marks: Marks) -> Speed:
@@ -46,12 +46,12 @@ class Speed:
 
 
 def crowded(marks: Marks, places: int) -> tuple[int, float]:
-    """Tokens and seconds while every place is taken: from when so many requests have begun to when the last one has.
+    """Tokens and seconds while every slot is taken: from the time the slots are full until the last request starts.
 
     A batch whose members are not replaced measures its slowest member instead.
     """
     seen: set[int] = set()
-    begun: list[int] = []  # how many requests have, at each mark
+    begun: list[int] = []  # how many requests have started, at each mark
     for _, some in marks:
         seen |= some.keys()
         begun.append(len(seen))
@@ -68,11 +68,11 @@ class Heard:
     end: float
     emitted: dict[int, int]
     clock: dict[str, float]
-    device: dict[str, float]  # seconds by the device's own clock, where the engine has them
+    device: dict[str, float]  # seconds by the device's clock, where the engine has one
 
 
 class Watch:
-    """Hears every step of an engine while it is open; `each` is told how many there have been."""
+    """Records every step of an engine within this context; `each` gets the number of steps so far."""
 
     def __init__(self, engine: Any, each: Callable[[int], None] = lambda n: None) -> None:
         self.engine, self.each = engine, each
@@ -95,7 +95,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.engine.step  # the class has its own
+        del self.engine.step  # the class has one of its own
 
     @property
     def marks(self) -> Marks:
@@ -117,7 +117,7 @@ class Run:
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Run:
-    """All prompts as one batch, by an engine that has seen none of them."""
+    """All prompts as one batch, by an engine without memory of them."""
     forget(llm)
     gc.collect()
     with Watch(llm.engine) as watch:
@@ -129,12 +129,12 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
 
 
 def forget(llm: LLM) -> None:
-    """A prompt of an earlier round would find its K/V still there: let every request pay for its own prompt."""
+    """Drop cached K/V of earlier rounds, so that every request pays for its own prompt."""
     llm.engine.cache.drop_retired()
 
 
 def device_seconds(step: Heard, phase: str) -> float | None:
-    """What a phase of a step took by the device's own clock, where the engine says so, under whichever name."""
+    """Seconds of a phase by the device's clock, where the engine reports them (under either name)."""
     names = (f"{phase}_device", f"device_{phase}", f"{phase} device", f"device {phase}")
     return step.device.get(phase, next((step.clock[name] for name in names if name in step.clock), None))
 
@@ -144,7 +144,7 @@ def device_seconds(step: Heard, phase: str) -> float | None:
 
 @dataclass
 class Contender:
-    """Somebody who answers prompts; `runs` are by question."""
+    """One way to generate; `runs` are by prompt."""
 
     name: str
     ask: Callable[[list[int], int], Run]
@@ -155,7 +155,7 @@ class Contender:
         return median(r.speed.decode for r in self.runs[question])
 
     def over(self, asked: list[int]) -> float | None:
-        """Tokens per second after the first token, all these questions together."""
+        """Tokens per second after the first token, over these prompts."""
         seconds = sum(self.decode_seconds(q) for q in asked)
         return sum(self.runs[q][0].speed.after for q in asked) / seconds if seconds else None
 
@@ -174,7 +174,7 @@ class Contender:
 
     @property
     def tau(self) -> float | None:
-        """Tokens each time that something came: for one sequence, tokens per target pass."""
+        """Tokens per emission: for one sequence, tokens per target pass."""
         speeds = [r.speed for q in self.asked for r in self.runs[q]]
         return sum(s.tokens for s in speeds) / sum(s.emissions for s in speeds) if speeds else None
 
@@ -188,7 +188,7 @@ class Contender:
         return mine / theirs if mine and theirs else None
 
     def differs(self, plain: Contender) -> list[int]:
-        """Questions whose text is not that of plain decoding, in any round."""
+        """Prompts whose text differs from plain decoding in any round."""
         return [q for q in self.asked if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
 
 
@@ -205,8 +205,8 @@ def contender(
     return Contender(name, ask, k)
 
 
-def race(lab: Lab, contenders: list[Contender], asked: list[Question], tokens: int, rounds: int) -> int:
-    """Everybody answers each question, one after the other, in an order that changes; returns whole rounds done."""
+def race(lab: Lab, contenders: list[Contender], asked: list[EncodedPrompt], tokens: int, rounds: int) -> int:
+    """All contenders on each prompt in turn, in a changing order; returns the number of complete rounds."""
     warm(contenders, asked, tokens)
     for number in range(rounds):
         for i, question in enumerate(asked):
@@ -217,8 +217,8 @@ def race(lab: Lab, contenders: list[Contender], asked: list[Question], tokens: i
     return rounds
 
 
-def warm(contenders: list[Contender], asked: list[Question], tokens: int) -> None:
-    """The first requests of an engine capture graphs and compile, for each length of prompt: no clock sees them."""
+def warm(contenders: list[Contender], asked: list[EncodedPrompt], tokens: int) -> None:
+    """Untimed first requests, which capture graphs and compile for each prompt length."""
     for c in contenders:
         for question in (asked[0], *asked):
             c.ask(question.ids, min(tokens, 48 if question is asked[0] else 4))

@@ -9,10 +9,10 @@ from typing import Any
 from gpu_common import Lab, pass_costs, shown, sweep_up
 from gpu_race import Contender, Run, contender, crowded, device_seconds, figures, race, run
 from outrider import SamplingParams
-from outrider.measure.bench import Question
+from outrider.measure.bench import EncodedPrompt
 
 FREE = ("suffix", "ngram", "auto")
-WAVES = 3  # requests for each place of a batch
+WAVES = 3  # requests per slot of a batch
 
 
 def spec_section(lab: Lab) -> dict[str, Any]:
@@ -33,7 +33,7 @@ Entry = tuple[str, str, int | str, dict[str, Any]]  # name, drafter, K, options
 
 
 def everybody(lab: Lab) -> list[Contender]:
-    """Plain decoding, and those that were asked for; an engine of one's own takes memory and time to record."""
+    """Plain decoding and the selected contenders; each engine takes memory, and time to capture graphs."""
     entries: list[Entry] = [(name, name, "auto", {}) for name in FREE]
     if lab.draft is not None:
         ks = [int(k) for k in lab.options.k.split(",") if k]
@@ -60,7 +60,7 @@ def with_head(lab: Lab) -> list[Entry]:
     return [*found, ("auto, head", "auto", "auto", {"head": lab.head})]
 
 
-def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, dict[str, float | None]]:
+def by_kind(c: Contender, plain: Contender, asked: list[EncodedPrompt]) -> dict[str, dict[str, float | None]]:
     kinds: dict[str, list[int]] = defaultdict(list)
     for q in c.asked:
         kinds[asked[q].category].append(q)
@@ -68,10 +68,10 @@ def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, 
 
 
 def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
-    """τ ÷ (t_draft + t_verify): what a loop without gaps would reach, and how much of it this one does.
+    """τ ÷ (t_draft + t_verify), the speed of a loop without gaps, and the fraction of it that is reached.
 
-    By the device's clock where the engine reports it. By the host's, the two phases together are an upper bound of the
-    device's time, so that the fraction only shows what is lost outside them.
+    By the device's clock where the engine reports it. By the host's clock the two phases are an upper bound of the
+    device's time, so that the fraction shows only what is lost outside them.
     """
     steps = [step for q in c.asked for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
     if not steps or c.tau is None:
@@ -134,12 +134,12 @@ def batch_section(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in (int(b) for b in lab.options.batches.split(",")):
         if lab.late:
-            found[str(size)] = {"skipped": "the section's time was over"}
+            found[str(size)] = {"skipped": "the section's time was up"}
             continue
         found[str(size)] = one_size(lab, size)
         sweep_up()
     lab.table(
-        f"Throughput while all places are taken, tokens per second, {lab.options.tokens} tokens each",
+        f"Throughput while all slots are taken, tokens per second, {lab.options.tokens} tokens each",
         ("sequences", "contender", "tok/s", "prompts included", "× plain", "τ", "other texts"),
         [
             (str(size), name, r["tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r.get("divergent_texts"))
@@ -152,12 +152,12 @@ def batch_section(lab: Lab) -> dict[str, Any]:
 
 
 def one_size(lab: Lab, size: int) -> dict[str, Any]:
-    asked = [q.ids for q in lab.crowd(WAVES * size)]  # whoever is done is replaced
+    asked = [q.ids for q in lab.crowd(WAVES * size)]  # a finished request is replaced
     params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
     places = size * (max(map(len, asked)) + lab.options.tokens + 80)
     names = ["off", *(["model"] if lab.draft is not None else []), "suffix", "auto"]
     engines = {name: lab.using(name, batch=size, tokens=places) for name in names}
-    for llm in engines.values():  # graphs are captured for full batches and for those whose members come and go
+    for llm in engines.values():  # graphs are captured for full batches and for batches whose members change
         run(llm, asked, params)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(lab.options.batch_rounds):
@@ -187,5 +187,5 @@ def batch_figures(runs: list[Run], plain: list[Run], size: int) -> dict[str, Any
 
 
 def rate(runs: list[Run], size: int) -> float:
-    """Tokens per second while every place of the batch is taken."""
+    """Tokens per second while every slot of the batch is taken."""
     return median(tokens / seconds for tokens, seconds in (crowded(r.marks, size) for r in runs))

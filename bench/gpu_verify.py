@@ -1,8 +1,8 @@
-"""The promise, measured: plain decoding alone against speculation, alone and in a mixed batch, id by id.
+"""The losslessness promise, measured: plain decoding against speculation, alone and in a mixed batch, id by id.
 
-Plain texts are made one request at a time. The mixed batch has other prompts, lengths, ends and temperatures beside
-each sequence, more requests than places (so that they come and go), and plain decoding takes part in it too: what
-shares a pass must not change a text.
+Plain texts are made one request at a time. The mixed batch has other prompts, lengths, endings and temperatures beside
+each sequence, more requests than slots (so that members change), and plain decoding takes part in it too: sequences
+that share a pass must not change each other's text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from gpu_common import Lab
 from gpu_race import forget
 from outrider import LLM, SamplingParams
-from outrider.measure.verify import Divergence
+from outrider.measure.verify import TokenDivergence
 
 DRAFTERS = ("model", "suffix", "ngram")
-PLACES, CROWD = 16, 24  # of the mixed batch, and how many requests share them
+SLOTS, CROWD = 16, 24  # of the mixed batch, and requests that share them
 ALONE = 8  # requests of a lap that run one at a time
 
 
@@ -32,7 +32,7 @@ class Cell:
     accepted: int = 0
     reached: int = 0
     failures: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[TokenDivergence] = field(default_factory=list)
 
 
 Request = tuple[list[int], SamplingParams]
@@ -42,9 +42,9 @@ def verify_section(lab: Lab) -> dict[str, Any]:
     drafters = [name for name in DRAFTERS if name != "model" or lab.draft is not None]
     alone = {name: lab.using(name, lab.options.verify_k) for name in drafters}
     widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
-    crowded = {n: lab.using(n, lab.options.verify_k, PLACES, PLACES * widest) for n in ("off", *drafters)}
+    crowded = {n: lab.using(n, lab.options.verify_k, SLOTS, SLOTS * widest) for n in ("off", *drafters)}
     plain = lab.using("off")
-    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {PLACES}, T mixed": (crowded, (0.0, 0.8))}
+    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {SLOTS}, T mixed": (crowded, (0.0, 0.8))}
     cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}
     lap = 0
     while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
@@ -59,7 +59,7 @@ def verify_section(lab: Lab) -> dict[str, Any]:
 
 
 def requests(lab: Lab, lap: int, temperatures: tuple[float, ...], n: int) -> list[Request]:
-    """Prompts that no earlier lap had; answers of several lengths, a seed for each."""
+    """Prompts that are new in this lap, with several answer lengths and a seed for each."""
     asked, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
     found = []
     for i, question in enumerate(asked):
@@ -92,11 +92,11 @@ def compare(cell: Cell, llm: LLM, plain: LLM, batches: list[list[Request]], expe
             pairs = zip(ours, others, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(others)))
             a, b = (ids[at] if at < len(ids) else -1 for ids in (ours, others))
-            cell.divergences.append(Divergence(cell.texts - 1, at, a, b, margin(plain, request, ours[:at])))
+            cell.divergences.append(TokenDivergence(cell.texts - 1, at, a, b, margin(plain, request, ours[:at])))
 
 
 def margin(plain: LLM, request: Request, before: list[int]) -> float:
-    """Between the target's two highest logits where the texts part; NaN where it cannot be asked."""
+    """The gap between the target's two highest logits where the texts differ; NaN where it is unavailable."""
     ids, params = request
     try:
         one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=1, logprobs=2)

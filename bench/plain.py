@@ -2,7 +2,12 @@
 
     python bench/plain.py [--dtype bfloat16] [--rounds 3] [--tokens 64]
 
-Ratios are per prompt and round, both sides one after the other; the last line is one JSON object. Neither side drafts.
+Published results (bench/results/2026-11-15-plain-bfloat16.json and -plain-float32.json):
+
+    python bench/plain.py --dtype bfloat16 --rounds 3 --tokens 48
+    python bench/plain.py --dtype float32 --rounds 3 --tokens 48
+
+Ratios are per prompt and round, both sides one after the other. Neither side drafts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from outrider.models.prompts import bundled
 
 
 def seconds(run: Callable[[], int], tokens: int) -> float:
-    """Seconds per token; both sides must really produce that many."""
+    """Seconds per token; raises where a side generates another number of tokens."""
     begin = time.perf_counter()
     made = run()
     took = time.perf_counter() - begin
@@ -62,7 +67,7 @@ def main() -> None:
             other.append(out[0, len(ids) :].tolist())
             return len(other[-1])
 
-        ours(), hf()  # the first call of each pays for lazy set-up
+        ours(), hf()  # the first call of each pays for lazy initialisation
         for _ in range(options.rounds):
             a, b = seconds(ours, options.tokens), seconds(hf, options.tokens)
             rows.append((a, b))
