@@ -362,15 +362,15 @@ def main() -> None:
         for temperature in temperatures:
             llms = head_engines(base, given) if given.head else engines(base, given)
             for name in (AHEAD, CHOOSES):
-                place: Any = llms[name].engine.drafter
-                if not place.place.ready_within(300):
-                    sys.exit(f"The draft model's process did not start: {place.place.trouble}")
+                drafter: Any = llms[name].engine.drafter
+                if not drafter.place.ready_within(300):
+                    sys.exit(f"The draft model's process did not start: {drafter.place.trouble}")
             facts["race"].append(race(llms, prompts, given, temperature))
             show_race(facts["race"][-1])
-            told = facts["race"][-1]
-            told["projection"] = ahead_sim.held(ahead_sim.setting_of(told["setting"]), told)
-            told["projection"].pop("setting")
-            ahead_sim.show(told["projection"])
+            latest = facts["race"][-1]
+            latest["projection"] = ahead_sim.held(ahead_sim.setting_of(latest["setting"]), latest)
+            latest["projection"].pop("setting")
+            ahead_sim.show(latest["projection"])
             for name in (AHEAD, CHOOSES):
                 llms[name].engine.drafter.place.close()
         facts["setting"] = facts["race"][0]["setting"]

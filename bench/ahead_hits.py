@@ -63,11 +63,11 @@ def sparing() -> Iterator[None]:
     deepen, find = Forker._deepen, ahead_module.find
 
     def first_only(self: Forker, growing: list[Any]) -> None:
-        places: dict[tuple[int, int], int] = defaultdict(int)
+        grown: dict[tuple[int, int], int] = defaultdict(int)
         some = []
         for plan, branch in growing:
-            places[plan.line, branch.accepted] += 1
-            if places[plan.line, branch.accepted] <= GROWN:
+            grown[plan.line, branch.accepted] += 1
+            if grown[plan.line, branch.accepted] <= GROWN:
                 some.append((plan, branch))
             else:
                 branch.chain.append(0)
@@ -76,8 +76,8 @@ def sparing() -> Iterator[None]:
         deepen(self, some)
 
     def found(mail: Any, outcome: Any) -> int | None:
-        place, _ = rank(mail, outcome)
-        return find(mail, outcome) if place is not None and place <= GROWN else None
+        position, _ = rank(mail, outcome)
+        return find(mail, outcome) if position is not None and position <= GROWN else None
 
     Forker._deepen, ahead_module.find = first_only, found  # type: ignore[method-assign]
     try:
@@ -117,7 +117,7 @@ def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperat
     return drafter.account, counted | {"hit_rate": facts["hit_rate"], "just_in_time": facts["just_in_time"]}
 
 
-def told(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
+def figures(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
     curves = {"end": account.end, "rejection": account.inside}
     likely = chances(counted["alpha"], k)
     spread = fan_out(likely, USUAL, account.inside.law, account.end.law)
@@ -148,10 +148,10 @@ def show(name: str, temperature: float, facts: dict[str, Any]) -> None:
         f"differ, {facts['late']} rounds late; with {USUAL} forks {facts['usual_hit_rate']:.0%} {facts['usual_forks']}"
     )
     print(f"{'':12}" + "".join(f"{f:>7}" for f in SHOWN) + "       c      r  outcomes")
-    for place in ("end", "rejection"):
-        found = facts[place]
+    for position in ("end", "rejection"):
+        found = facts[position]
         cells = "".join(f"{found['hits'].get(f, float('nan')):7.3f}" for f in SHOWN)
-        print(f"{place:12}{cells}  {found['c']:6.3f} {found['r']:6.3f}  {found['outcomes']}", flush=True)
+        print(f"{position:12}{cells}  {found['c']:6.3f} {found['r']:6.3f}  {found['outcomes']}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
@@ -183,7 +183,7 @@ def main() -> None:
             for noise in (True, False) if temperature else (True,):
                 with sparing():
                     found = run(base, prompts, given, temperature, ahead_noise=noise, **options)
-                counted = told(*found, given.k)
+                counted = figures(*found, given.k)
                 show(name if noise else f"{name}, ranked without noise", temperature, counted)
                 facts["curves"].append({"drafter": name, "temperature": temperature, "noise": noise} | counted)
     if given.only in (None, "reject"):

@@ -215,18 +215,18 @@ def show(found: dict[str, Any]) -> None:
             more = f"  measured {row['measured']:8.1f} ({row['error']:+.1%}){more}"
         plain_speed = found["rows"][0]["tok_s"]
         print(f"{row['what']:46} {row['tok_s']:8.1f} tokens/s  {row['tok_s'] / plain_speed:.2f} x plain{more}")
-    said = {True: f"within {NEAR:.0%} of the measurement", False: f"NOT within {NEAR:.0%} of the measurement"}
-    print(f"validated: {said.get(found['validated'], 'there is no measurement to compare with')}")
+    verdicts = {True: f"within {NEAR:.0%} of the measurement", False: f"NOT within {NEAR:.0%} of the measurement"}
+    print(f"validated: {verdicts.get(found['validated'], 'there is no measurement to compare with')}")
 
 
-def setting_of(told: dict[str, Any]) -> Setting:
+def setting_of(data: dict[str, Any]) -> Setting:
     """The setting from a result of bench/ahead.py; older files have fewer fields."""
     known = {each.name for each in fields(Setting)}
-    if unknown := sorted(set(told) - known):
+    if unknown := sorted(set(data) - known):
         sys.exit(f"The setting has {', '.join(unknown)}, which this simulator does not know: measure it again.")
-    lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in told.items()
+    lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in data.items()
              if isinstance(value, list)}  # fmt: skip
-    return Setting(**told | lists)
+    return Setting(**data | lists)
 
 
 def measured(path: Path) -> list[tuple[Setting, dict[str, Any] | None]]:

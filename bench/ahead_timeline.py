@@ -34,12 +34,12 @@ def svg(steps: list[StepTimes], title: str) -> str:
         marks.append(f'<text x="{left + 150 * i + 15}" y="37">{kind}</text>')
     for lane, name in enumerate(LANES):
         marks.append(f'<text x="{left - 8}" y="{top + lane * tall + 18}" text-anchor="end">{name}</text>')
-    for lane, begin, stop, kind, words in parts:
+    for lane, begin, stop, kind, tip in parts:
         begin, stop = max(begin, zero), min(stop, end)
         if stop > begin:
             box = f'x="{left + (begin - zero) * scale:.1f}" width="{max((stop - begin) * scale - 0.5, 0.5):.1f}"'
             box += f' y="{top + lane * tall + 4}" height="{tall - 10}" fill="{COLOURS[kind]}"'
-            marks.append(f"<rect {box}><title>{words}: {1e3 * (stop - begin):.2f} ms</title></rect>")
+            marks.append(f"<rect {box}><title>{tip}: {1e3 * (stop - begin):.2f} ms</title></rect>")
     foot, milliseconds = top + len(LANES) * tall, 1e3 * (end - zero)
     marks.append(f'<text x="{left}" y="{foot + 14}">0</text>')
     marks.append(f'<text x="{wide - 16}" y="{foot + 14}" text-anchor="end">{milliseconds:.1f} ms</text>')

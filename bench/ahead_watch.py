@@ -58,8 +58,8 @@ class Watch:
         self._last = step.index, now, turn.seq.id
         rounds = getattr(drafter, "rounds", ())
         fresh, self._rounds = () if rounds is self._rounds else tuple(rounds), rounds
-        place = getattr(drafter, "place", None)
-        recorded, self._recorded = self._recorded, place.mail.one("recorded") if place else 0
+        host = getattr(drafter, "place", None)
+        recorded, self._recorded = self._recorded, host.mail.one("recorded") if host else 0
         settled = recorded == self._recorded and not step.clock.get("record")
         begins = {name: zero + at for name, at in step.starts.items()}
         self.steps.append(

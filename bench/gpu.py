@@ -138,9 +138,9 @@ def measure(lab: Lab, name: str) -> dict[str, Any]:
         found = SECTIONS[name](lab)
     except Exception as error:
         traceback.print_exc()
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        lab.table(f"{name} failed", ("why",), [(said[:400].replace("[", "\\["),)])
-        found = {"failed": said}
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        lab.table(f"{name} failed", ("why",), [(message[:400].replace("[", "\\["),)])
+        found = {"failed": message}
     sweep_up()
     return found | {"section_s": time.perf_counter() - begin}
 

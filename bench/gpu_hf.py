@@ -36,8 +36,8 @@ def hf_model(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
     state = {}
     for name in sorted(checkpoint.weights.names()):
         if "rope" not in name:
-            place = name if name.startswith("lm_head") else f"model.{name}"
-            state[place] = checkpoint.weights.get(name, dtype).to(device)
+            key = name if name.startswith("lm_head") else f"model.{name}"
+            state[key] = checkpoint.weights.get(name, dtype).to(device)
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -102,22 +102,26 @@ def hf_section(lab: Lab) -> dict[str, Any]:
     sweep_up()
     room(lab, dtype)
     model = hf_model(lab.checkpoint, lab.device, dtype)
-    ours = [contender(lab, "outrider plain", "off", 0, ignore_eos=True)]
+    outriders = [contender(lab, "outrider plain", "off", 0, ignore_eos=True)]
     contenders = [their_contender("transformers", model, lab.device)]
     helper = assistant(lab, dtype)
     if helper is not None:
         helper.generation_config.update(**ASSISTED)
         contenders.append(their_contender("transformers assisted", model, lab.device, assistant_model=helper))
-        ours.append(contender(lab, f"outrider model K={lab.options.timeline_k}", "model", lab.options.timeline_k, True))
+        outriders.append(
+            contender(lab, f"outrider model K={lab.options.timeline_k}", "model", lab.options.timeline_k, True)
+        )
     contenders.append(their_contender("transformers lookup", model, lab.device, prompt_lookup_num_tokens=LOOKUP))
-    ours.append(contender(lab, "outrider auto", "auto", ignore_eos=True))
-    asked = lab.sample()[: lab.options.hf_prompts]
-    race(lab, [*ours, *contenders], asked, lab.options.hf_tokens, lab.options.hf_rounds)
+    outriders.append(contender(lab, "outrider auto", "auto", ignore_eos=True))
+    prompts = lab.sample()[: lab.options.hf_prompts]
+    race(lab, [*outriders, *contenders], prompts, lab.options.hf_tokens, lab.options.hf_rounds)
     found: dict[str, Any] = {"tokens": lab.options.hf_tokens, "version": transformers.__version__, "contenders": {}}
-    for c in [*ours, *contenders]:
-        base = ours[0] if c in ours else contenders[0]
-        found["contenders"][c.name] = figures(c, base) | {"texts_as_ours": len(c.asked) - len(c.differs(ours[0]))}
-    texts = len(ours[0].asked)
+    for c in [*outriders, *contenders]:
+        base = outriders[0] if c in outriders else contenders[0]
+        found["contenders"][c.name] = figures(c, base) | {
+            "texts_as_ours": len(c.indices) - len(c.differs(outriders[0]))
+        }
+    texts = len(outriders[0].indices)
     lab.table(
         f"Beside transformers {transformers.__version__}, {lab.options.hf_tokens} tokens, {texts} prompts",
         ("contender", "tok/s", "requests", "× its own plain", "τ", "texts as our plain"),

@@ -45,7 +45,7 @@ class Speed:
         return Speed(total, last - begin, after, last - marks[started][0], len(marks))
 
 
-def crowded(marks: Marks, places: int) -> tuple[int, float]:
+def crowded(marks: Marks, slots: int) -> tuple[int, float]:
     """Tokens and seconds while every slot is taken: from the time the slots are full until the last request starts.
 
     A batch whose members are not replaced measures its slowest member instead.
@@ -55,7 +55,7 @@ def crowded(marks: Marks, places: int) -> tuple[int, float]:
     for _, some in marks:
         seen |= some.keys()
         begun.append(len(seen))
-    first = next(i for i, n in enumerate(begun) if n >= places)
+    first = next(i for i, n in enumerate(begun) if n >= slots)
     last = begun.index(len(seen))
     return sum(sum(some.values()) for _, some in marks[first + 1 : last + 1]), marks[last][0] - marks[first][0]
 
@@ -81,7 +81,7 @@ class Watch:
     def __enter__(self) -> Watch:
         step = self.engine.step
 
-        def heard() -> Any:
+        def stepped() -> Any:
             begin = time.perf_counter()
             done = step()
             pairs = zip(done.turns, done.verdicts, strict=True)
@@ -91,7 +91,7 @@ class Watch:
             self.each(len(self.steps))
             return done
 
-        self.engine.step = heard
+        self.engine.step = stepped
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,8 +122,8 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
     gc.collect()
     with Watch(llm.engine) as watch:
         begin = time.perf_counter()
-        said = llm.generate(prompts, params)
-    outputs = [result.outputs[0] for result in said]
+        results = llm.generate(prompts, params)
+    outputs = [result.outputs[0] for result in results]
     ids, stats = [out.token_ids for out in outputs], [out.stats for out in outputs]
     return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps)
 
@@ -151,31 +151,31 @@ class Contender:
     k: int | str | None = None
     runs: dict[int, list[Run]] = field(default_factory=lambda: defaultdict(list))
 
-    def decode_seconds(self, question: int) -> float:
-        return median(r.speed.decode for r in self.runs[question])
+    def decode_seconds(self, prompt: int) -> float:
+        return median(r.speed.decode for r in self.runs[prompt])
 
-    def over(self, asked: list[int]) -> float | None:
+    def over(self, indices: list[int]) -> float | None:
         """Tokens per second after the first token, over these prompts."""
-        seconds = sum(self.decode_seconds(q) for q in asked)
-        return sum(self.runs[q][0].speed.after for q in asked) / seconds if seconds else None
+        seconds = sum(self.decode_seconds(q) for q in indices)
+        return sum(self.runs[q][0].speed.after for q in indices) / seconds if seconds else None
 
-    def whole(self, asked: list[int]) -> float:
+    def whole(self, indices: list[int]) -> float:
         """Tokens per second of whole requests, prompts included."""
-        seconds = sum(median(r.speed.seconds for r in self.runs[q]) for q in asked)
-        return sum(self.runs[q][0].speed.tokens for q in asked) / seconds
+        seconds = sum(median(r.speed.seconds for r in self.runs[q]) for q in indices)
+        return sum(self.runs[q][0].speed.tokens for q in indices) / seconds
 
     @property
-    def asked(self) -> list[int]:
+    def indices(self) -> list[int]:
         return sorted(q for q, runs in self.runs.items() if runs)
 
     @property
     def stats(self) -> list[Stats]:
-        return [s for q in self.asked for r in self.runs[q] for s in r.stats]
+        return [s for q in self.indices for r in self.runs[q] for s in r.stats]
 
     @property
     def tau(self) -> float | None:
         """Tokens per emission: for one sequence, tokens per target pass."""
-        speeds = [r.speed for q in self.asked for r in self.runs[q]]
+        speeds = [r.speed for q in self.indices for r in self.runs[q]]
         return sum(s.tokens for s in speeds) / sum(s.emissions for s in speeds) if speeds else None
 
     @property
@@ -183,13 +183,13 @@ class Contender:
         reached = sum(s.reached for s in self.stats)
         return sum(s.accepted for s in self.stats) / reached if reached else None
 
-    def ratio(self, plain: Contender, asked: list[int]) -> float | None:
-        mine, theirs = self.over(asked), plain.over(asked)
-        return mine / theirs if mine and theirs else None
+    def ratio(self, plain: Contender, indices: list[int]) -> float | None:
+        own, base = self.over(indices), plain.over(indices)
+        return own / base if own and base else None
 
     def differs(self, plain: Contender) -> list[int]:
         """Prompts whose text differs from plain decoding in any round."""
-        return [q for q in self.asked if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
+        return [q for q in self.indices if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
 
 
 def contender(
@@ -205,23 +205,23 @@ def contender(
     return Contender(name, ask, k)
 
 
-def race(lab: Lab, contenders: list[Contender], asked: list[EncodedPrompt], tokens: int, rounds: int) -> int:
+def race(lab: Lab, contenders: list[Contender], prompts: list[EncodedPrompt], tokens: int, rounds: int) -> int:
     """All contenders on each prompt in turn, in a changing order; returns the number of complete rounds."""
-    warm(contenders, asked, tokens)
+    warm(contenders, prompts, tokens)
     for number in range(rounds):
-        for i, question in enumerate(asked):
+        for i, prompt in enumerate(prompts):
             if lab.late and (number or i):
                 return number
             for c in turned(contenders, number + i):
-                c.runs[i].append(c.ask(question.ids, tokens))
+                c.runs[i].append(c.ask(prompt.ids, tokens))
     return rounds
 
 
-def warm(contenders: list[Contender], asked: list[EncodedPrompt], tokens: int) -> None:
+def warm(contenders: list[Contender], prompts: list[EncodedPrompt], tokens: int) -> None:
     """Untimed first requests, which capture graphs and compile for each prompt length."""
     for c in contenders:
-        for question in (asked[0], *asked):
-            c.ask(question.ids, min(tokens, 48 if question is asked[0] else 4))
+        for prompt in (prompts[0], *prompts):
+            c.ask(prompt.ids, min(tokens, 48 if prompt is prompts[0] else 4))
 
 
 def turned(items: list[Contender], by: int) -> Iterator[Contender]:
@@ -231,17 +231,17 @@ def turned(items: list[Contender], by: int) -> Iterator[Contender]:
 
 def figures(c: Contender, plain: Contender | None = None) -> dict[str, Any]:
     """A contender's numbers, ready for JSON."""
-    asked = c.asked
-    each = [c.over([q]) for q in asked]
+    indices = c.indices
+    each = [c.over([q]) for q in indices]
     found: dict[str, Any] = {
-        "tok_s": c.over(asked),
+        "tok_s": c.over(indices),
         "median_tok_s": median(x for x in each if x) if any(each) else None,
-        "request_tok_s": c.whole(asked),
-        "tokens": sum(c.runs[q][0].speed.tokens for q in asked),
-        "rounds": min((len(c.runs[q]) for q in asked), default=0),
+        "request_tok_s": c.whole(indices),
+        "tokens": sum(c.runs[q][0].speed.tokens for q in indices),
+        "rounds": min((len(c.runs[q]) for q in indices), default=0),
         "tau": c.tau,
         "alpha": c.alpha,
     }
     if plain is not None and plain is not c:
-        found |= {"ratio": c.ratio(plain, asked), "texts": len(asked), "divergent_texts": len(c.differs(plain))}
+        found |= {"ratio": c.ratio(plain, indices), "texts": len(indices), "divergent_texts": len(c.differs(plain))}
     return found

@@ -65,14 +65,14 @@ def timeline_section(lab: Lab) -> dict[str, Any]:
 
 def steady(lab: Lab, llm: LLM) -> list[Heard]:
     """The steps of a second request, after everything is captured, without its first few."""
-    asked, heard = lab.sample()[0].ids, []
+    prompt, steps = lab.sample()[0].ids, []
     for _ in range(2):
         with Watch(llm.engine) as watch:
-            llm.generate([asked], long(lab))
-        heard = [step for step in watch.steps if step.emitted]
-    kept = heard[min(SKIP, len(heard) // 3) : -1]
+            llm.generate([prompt], long(lab))
+        steps = [step for step in watch.steps if step.emitted]
+    kept = steps[min(SKIP, len(steps) // 3) : -1]
     if len(kept) < 2:
-        raise ValueError(f"the answer was only {len(heard)} steps long; give a larger --length")
+        raise ValueError(f"the answer was only {len(steps)} steps long; give a larger --length")
     return kept[: STEPS + 1]
 
 

@@ -49,10 +49,10 @@ def verify_section(lab: Lab) -> dict[str, Any]:
     lap = 0
     while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
         for setting, (llms, temperatures) in settings.items():
-            asked = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
-            expected = [ids for request in asked for ids in answers(plain, [request])]
+            sent = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
+            expected = [ids for request in sent for ids in answers(plain, [request])]
             for name, llm in llms.items():
-                batches = [asked] if llms is crowded else [[request] for request in asked]
+                batches = [sent] if llms is crowded else [[request] for request in sent]
                 compare(cells[name, setting], llm, plain, batches, expected)
         lap += 1
     return report(lab, list(cells.values()))
@@ -60,39 +60,39 @@ def verify_section(lab: Lab) -> dict[str, Any]:
 
 def requests(lab: Lab, lap: int, temperatures: tuple[float, ...], n: int) -> list[Request]:
     """Prompts that are new in this lap, with several answer lengths and a seed for each."""
-    asked, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
+    prompts, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
     found = []
-    for i, question in enumerate(asked):
+    for i, prompt in enumerate(prompts):
         length = longest - (i % 4) * longest // 8
         temperature = temperatures[i % len(temperatures)]
         seed = lab.options.seed * 100_000 + lap * n + i
-        found.append((question.ids, SamplingParams(temperature=temperature, seed=seed, max_tokens=length)))
+        found.append((prompt.ids, SamplingParams(temperature=temperature, seed=seed, max_tokens=length)))
     return found
 
 
-def answers(llm: LLM, asked: list[Request], into: Cell | None = None) -> list[list[int]]:
+def answers(llm: LLM, sent: list[Request], into: Cell | None = None) -> list[list[int]]:
     forget(llm)
-    said = [r.outputs[0] for r in llm.generate([ids for ids, _ in asked], [params for _, params in asked])]
-    for out in said if into is not None else []:
+    outputs = [r.outputs[0] for r in llm.generate([ids for ids, _ in sent], [params for _, params in sent])]
+    for out in outputs if into is not None else []:
         assert into is not None
         into.steps += out.stats.steps
         into.accepted += out.stats.accepted
         into.reached += out.stats.reached
         into.failures += out.stats.failures
-    return [out.token_ids for out in said]
+    return [out.token_ids for out in outputs]
 
 
 def compare(cell: Cell, llm: LLM, plain: LLM, batches: list[list[Request]], expected: list[list[int]]) -> None:
-    asked = [request for batch in batches for request in batch]
-    said = [ids for batch in batches for ids in answers(llm, batch, cell)]
-    for request, ours, others in zip(asked, expected, said, strict=True):
-        cell.compared += max(len(ours), len(others))
+    sent = [request for batch in batches for request in batch]
+    actual = [ids for batch in batches for ids in answers(llm, batch, cell)]
+    for request, wanted, got in zip(sent, expected, actual, strict=True):
+        cell.compared += max(len(wanted), len(got))
         cell.texts += 1
-        if ours != others:
-            pairs = zip(ours, others, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(others)))
-            a, b = (ids[at] if at < len(ids) else -1 for ids in (ours, others))
-            cell.divergences.append(TokenDivergence(cell.texts - 1, at, a, b, margin(plain, request, ours[:at])))
+        if wanted != got:
+            pairs = zip(wanted, got, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(got)))
+            a, b = (ids[at] if at < len(ids) else -1 for ids in (wanted, got))
+            cell.divergences.append(TokenDivergence(cell.texts - 1, at, a, b, margin(plain, request, wanted[:at])))
 
 
 def margin(plain: LLM, request: Request, before: list[int]) -> float:

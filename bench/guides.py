@@ -43,15 +43,15 @@ STORY = "Write a short story about a lighthouse keeper and a storm."
 def requests(tokens: int, temperature: float) -> list[tuple[str, str, SamplingParams]]:
     """Category, prompt, parameters."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=11)
-    asked = [
+    cases = [
         ("one record", f"Describe {who}, as JSON.", replace(params, guide={"guided_json": RECORD})) for who in PEOPLE
     ]
     many = f"Describe these people as a JSON list: {'; '.join(PEOPLE)}."
-    asked.append(("three records", many, replace(params, guide={"guided_json": LIST})))
+    cases.append(("three records", many, replace(params, guide={"guided_json": LIST})))
     verdict = {"regex": "Verdict: (yes|no|unknown)\\nConfidence: (high|medium|low)\\nReason: [A-Za-z ,]{20,120}\\."}
-    asked += [("regex", q, replace(params, guide=verdict)) for q in ("Is water wet?", "Is the moon made of cheese?")]
-    asked += [("predicted", STORY, replace(params, prediction="")), ("not predicted", STORY, params)]
-    return asked
+    cases += [("regex", q, replace(params, guide=verdict)) for q in ("Is water wet?", "Is the moon made of cheese?")]
+    cases += [("predicted", STORY, replace(params, prediction="")), ("not predicted", STORY, params)]
+    return cases
 
 
 def edited(text: str) -> str:
@@ -78,8 +78,8 @@ def main() -> None:
     tokens, steps = (defaultdict(lambda: defaultdict(int)) for _ in range(2))
     facts: dict[str, Any] = {"model": base.name, "dtype": base.dtype, "cpu": cpu_name(), "differ": 0}
     facts |= {"accepted": 0, "reached": 0}
-    asked = requests(given.tokens, given.temperature)
-    for turn, (kind, question, params) in enumerate(asked * given.rounds):
+    cases = requests(given.tokens, given.temperature)
+    for turn, (kind, question, params) in enumerate(cases * given.rounds):
         messages = [{"role": "user", "content": question}]
         (plain,) = base.chat(messages, params)
         if params.prediction is not None:

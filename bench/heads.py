@@ -53,10 +53,10 @@ class Tally:
         self.drafted += stats.drafted
         for phase, spent in stats.seconds.items():
             self.phases[phase] += spent
-        for ours, theirs in ((self.reached, stats.reached_at), (self.accepted, stats.accepted_at)):
-            ours += [0] * (len(theirs) - len(ours))
-            for i, count in enumerate(theirs):
-                ours[i] += count
+        for totals, counts in ((self.reached, stats.reached_at), (self.accepted, stats.accepted_at)):
+            totals += [0] * (len(counts) - len(totals))
+            for i, count in enumerate(counts):
+                totals[i] += count
 
     def tau(self, category: str | None = None) -> float:
         keys = [category] if category else list(self.tokens)
@@ -114,8 +114,8 @@ def show(facts: dict[str, dict[str, Any]]) -> None:
     print(f"{'':<16}" + "".join(f"{c[:12]:>13}" for c in [*categories, "all"]) + f"{'τ':>7}{'α':>6}  α by position")
     for name, row in facts.items():
         ratios = [row["by_category"][c] for c in categories] + [row["speedup"]]
-        places = " ".join(f"{a:.2f}" for a in row["alpha_by_position"][:8])
-        tail = f"{row['tau']:>7.2f}{row['alpha']:>6.2f}  {places}"
+        alphas = " ".join(f"{a:.2f}" for a in row["alpha_by_position"][:8])
+        tail = f"{row['tau']:>7.2f}{row['alpha']:>6.2f}  {alphas}"
         print(f"{name:<16}" + "".join(f"{ratio:>13.3f}" for ratio in ratios) + tail)
 
 

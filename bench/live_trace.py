@@ -70,7 +70,7 @@ def main() -> None:
 
 def against_none(speeds: dict[str, list[float]]) -> dict[str, float]:
     pairs = {level: zip(speeds[level], speeds["off"], strict=True) for level in LEVELS}
-    return {level: round(median(mine / none for mine, none in each), 3) for level, each in pairs.items()}
+    return {level: round(median(traced / none for traced, none in each), 3) for level, each in pairs.items()}
 
 
 if __name__ == "__main__":

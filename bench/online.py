@@ -96,8 +96,8 @@ def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) 
     into.reached[name] += out.stats.reached
     into.emitted[name] += out.stats.emitted
     into.steps[name] += out.stats.steps
-    said: list[int] = out.token_ids
-    return said
+    answers: list[int] = out.token_ids
+    return answers
 
 
 def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
@@ -113,9 +113,9 @@ def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> 
             ids = tokenizer.encode_chat([{"role": "user", "content": text}])
             params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=domain)
             order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
-            said = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
-            differ += sum(each != said[first] for each in said.values())
-            tokens += len(said[first])
+            answers = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
+            differ += sum(each != answers[first] for each in answers.values())
+            tokens += len(answers[first])
             bins[-1].prompts, bins[-1].tokens = bins[-1].prompts + 1, tokens
             if (number + 1) % per_bin == 0:
                 b = bins[-1]
@@ -156,12 +156,12 @@ def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
     """By domain: α overall and in the last bin; and the cost of learning."""
     result: dict[str, Any] = {}
     for domain in DOMAINS:
-        mine = [b for b in bins if b.domain == domain]
-        reached = {n: sum(b.reached[n] for b in mine) for n in (FROZEN, LEARNING)}
-        alpha = {n: sum(b.accepted[n] for b in mine) / max(reached[n], 1) for n in reached}
+        own = [b for b in bins if b.domain == domain]
+        reached = {n: sum(b.reached[n] for b in own) for n in (FROZEN, LEARNING)}
+        alpha = {n: sum(b.accepted[n] for b in own) / max(reached[n], 1) for n in reached}
         result[domain] = {"alpha": alpha, "gain": alpha[LEARNING] - alpha[FROZEN]}
-        result[domain] |= {"first": mine[0].alpha(LEARNING), "last": mine[-1].alpha(LEARNING)}
-        result[domain]["gain_last"] = mine[-1].alpha(LEARNING) - mine[-1].alpha(FROZEN)
+        result[domain] |= {"first": own[0].alpha(LEARNING), "last": own[-1].alpha(LEARNING)}
+        result[domain]["gain_last"] = own[-1].alpha(LEARNING) - own[-1].alpha(FROZEN)
     seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
     result["seconds"] = seconds
     if {PLAIN, WATCHING} <= set(llms):

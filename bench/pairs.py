@@ -81,7 +81,7 @@ def spread(plain: list[float], own: list[float]) -> list[float]:
     return [round(f(ratios), 3) for f in (min, statistics.median, max)]
 
 
-def asked(llm: LLM, options: argparse.Namespace) -> list[list[int]]:
+def prompt_ids(llm: LLM, options: argparse.Namespace) -> list[list[int]]:
     prompts = from_file(options.prompts) if options.prompts else bundled()
     texts = [prompt.text for prompt in prompts[: options.limit]]
     if options.chat:
@@ -116,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
 
     llm = LLM(options.target, drafter="off", dtype=options.dtype, max_length=2048)
-    every, prompts = contenders(llm, options), asked(llm, options)
+    every, prompts = contenders(llm, options), prompt_ids(llm, options)
     params = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=7)
     dice, order = random.Random(1), list(every)
     for one in every.values():  # the first pass is slower

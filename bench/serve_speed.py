@@ -116,10 +116,10 @@ def main() -> None:
     print("| clients | plain tok/s | speculative tok/s | ratio | by processor time | the same text |")
     print("|---|---|---|---|---|---|")
     for many in plan.concurrency:
-        mine = [row for row in rows if row["concurrency"] == many]
-        plain, fast = (statistics.median(row[d]["tokens_per_second"] for row in mine) for d in ("off", "auto"))
-        ratio, by_cpu = (statistics.median(row[name] for row in mine) for name in ("ratio", "cpu_ratio"))
-        same = all(row["same_text"] for row in mine)
+        chosen = [row for row in rows if row["concurrency"] == many]
+        plain, fast = (statistics.median(row[d]["tokens_per_second"] for row in chosen) for d in ("off", "auto"))
+        ratio, by_cpu = (statistics.median(row[name] for row in chosen) for name in ("ratio", "cpu_ratio"))
+        same = all(row["same_text"] for row in chosen)
         print(f"| {many} | {plain:.0f} | {fast:.0f} | {ratio:.2f} | {by_cpu:.2f} | {same} |")
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in vars(plan).items()}
     print(json.dumps({"rows": rows, "plan": facts, "environment": environment()}))

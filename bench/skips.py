@@ -70,15 +70,17 @@ def say(text: str) -> None:
 # ---------------------------------------------------------------- the search
 
 
-def answers(llm: LLM, asked: list[EncodedPrompt], tokens: int) -> list[tuple[list[int], list[int]]]:
+def answers(llm: LLM, prompts: list[EncodedPrompt], tokens: int) -> list[tuple[list[int], list[int]]]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return [(q.ids, llm.generate([q.ids], params)[0].token_ids) for q in asked]
+    return [(q.ids, llm.generate([q.ids], params)[0].token_ids) for q in prompts]
 
 
-def searched(llm: LLM, asked: list[EncodedPrompt], seconds: float, start: Skip | None) -> tuple[Search, dict[str, Any]]:
+def searched(
+    llm: LLM, prompts: list[EncodedPrompt], seconds: float, start: Skip | None
+) -> tuple[Search, dict[str, Any]]:
     """Run the search for this many seconds; returns it with its figures."""
     begin = time.perf_counter()
-    search = skip_search(llm, answers(llm, asked, 256 // len(asked) + 1), start)
+    search = skip_search(llm, answers(llm, prompts, 256 // len(prompts) + 1), start)
     assert search is not None, "this model has no layers to skip"
     ready, shown = time.perf_counter(), [0.0]
 
@@ -86,15 +88,15 @@ def searched(llm: LLM, asked: list[EncodedPrompt], seconds: float, start: Skip |
         now = time.perf_counter() - ready
         if s.best is not None and (now - shown[0] > 10 or now >= seconds):
             shown[0] = now
-            say(f"{now:5.0f} s: {len(s.known)} sets, the best is expected to be {s.best.speedup:.3f} × {told(s.best)}")
+            say(f"{now:5.0f} s: {len(s.known)} sets, the best: {s.best.speedup:.3f} × expected {described(s.best)}")
 
     search.run(lambda: time.perf_counter() - ready >= seconds, progress)
     spent = time.perf_counter() - ready
-    facts = {"prompts": len(asked), "tried": len(search.known), "seconds": spent, "getting_ready_s": ready - begin}
+    facts = {"prompts": len(prompts), "tried": len(search.known), "seconds": spent, "getting_ready_s": ready - begin}
     return search, facts | {"seconds_a_set": spent / len(search.known)}
 
 
-def told(found: Found) -> str:
+def described(found: Found) -> str:
     ids = "all" if found.skip.vocab is None else f"the first {found.skip.vocab}"
     return f"(K = {found.k}, {len(found.skip.blocks)} blocks skipped, {ids} ids, agrees {found.agreement:.3f})"
 
@@ -168,7 +170,7 @@ class Contender:
     setup: Setup
     llm: LLM
     watch: Watch = field(default_factory=Watch)
-    said: dict[tuple[int, int], TimedRun] = field(default_factory=dict)  # by prompt and round
+    runs: dict[tuple[int, int], TimedRun] = field(default_factory=dict)  # by prompt and round
 
     def __post_init__(self) -> None:
         self.llm.engine.listeners = (*self.llm.engine.listeners, self.watch)
@@ -204,22 +206,22 @@ def contenders(base: LLM, found: Found, given: argparse.Namespace) -> list[Conte
     return made
 
 
-def race(entered: list[Contender], asked: list[EncodedPrompt], tokens: int, rounds: int) -> None:
+def race(entered: list[Contender], prompts: list[EncodedPrompt], tokens: int, rounds: int) -> None:
     """All contenders on every prompt, after an untimed run of the first prompts that captures graphs."""
     for c in entered:
-        for question in asked[:2]:
-            c.answer(question.ids, tokens)
+        for prompt in prompts[:2]:
+            c.answer(prompt.ids, tokens)
         c.watch.on = True
     for number in range(rounds):
-        for i, question in enumerate(asked):
-            turn = (number * len(asked) + i) % len(entered)
+        for i, prompt in enumerate(prompts):
+            turn = (number * len(prompts) + i) % len(entered)
             for c in entered[turn:] + entered[:turn]:
-                c.said[i, number] = c.answer(question.ids, tokens)
-            say(f"round {number + 1}, prompt {i + 1} of {len(asked)}")
+                c.runs[i, number] = c.answer(prompt.ids, tokens)
+            say(f"round {number + 1}, prompt {i + 1} of {len(prompts)}")
 
 
-def summed_up(c: Contender, plain: Contender, asked: list[EncodedPrompt]) -> dict[str, Any]:
-    pairs = [Pair(i, asked[i].category, n, plain.said[i, n], answer) for (i, n), answer in c.said.items()]
+def summed_up(c: Contender, plain: Contender, prompts: list[EncodedPrompt]) -> dict[str, Any]:
+    pairs = [Pair(i, prompts[i].category, n, plain.runs[i, n], answer) for (i, n), answer in c.runs.items()]
     r: BenchRow = bench_row(c.setup, ALL, pairs)
     names = ("speedup", "ci_low", "ci_high", "tok_s", "tau", "alpha", "alpha_by_position", "drafted", "divergences")
     kinds = {p.category: [q for q in pairs if q.category == p.category] for p in pairs}
@@ -249,22 +251,22 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 # ---------------------------------------------------------------- refined while serving
 
 
-def refined(base: LLM, asked: list[EncodedPrompt], search: Search, share: float, given: argparse.Namespace) -> Any:
+def refined(base: LLM, prompts: list[EncodedPrompt], search: Search, share: float, given: argparse.Namespace) -> Any:
     """Serve a stream of prompts from the default set on; the refined set is scored on the search's text."""
     layers = sorted(usual(base.target.config.layers))
     llm = base.using(drafter=SKIPPER, k=given.refine_k, refine=share, skip_layers=layers)
     drafter: Any = llm.engine.drafter
     first, stats = drafter.refinement.skip, []
     begin = time.perf_counter()
-    for question in asked:
+    for prompt in prompts:
         llm.engine.cache.drop_retired()
         params = SamplingParams(max_tokens=given.tokens, ignore_eos=True)
-        stats.append(llm.generate([question.ids], params)[0].stats)
+        stats.append(llm.generate([prompt.ids], params)[0].stats)
     taken, third = time.perf_counter() - begin, max(1, len(stats) // 3)
     alphas = [sum(s.accepted for s in some) / sum(s.reached for s in some) for some in (stats[:third], stats[-third:])]
     r = drafter.refinement
     sets = {when: as_json(search, search.score(skip)) for when, skip in (("first", first), ("last", r.skip))}
-    facts = {"share": share, "prompts": len(asked), "seconds": taken, "looking_s": r.spent, "adopted": r.adopted}
+    facts = {"share": share, "prompts": len(prompts), "seconds": taken, "looking_s": r.spent, "adopted": r.adopted}
     return facts | {"alpha_first_third": alphas[0], "alpha_last_third": alphas[1]} | sets
 
 
@@ -318,8 +320,10 @@ def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) 
     assert best is not None
     print(f"{base.name}, {base.dtype}, {base.device}: {len(search.known)} sets in {facts['seconds']:.0f} s")
     for each in frontier(search):
-        print(f"  {search.spares(each.skip):4.0%} of the time skipped: {each.speedup:.3f} × expected {told(each)}")
-    print(f"best: {best.skip.options}, {best.speedup:.3f} × expected {told(best)}; agrees {elsewhere:.3f} elsewhere")
+        print(f"  {search.spares(each.skip):4.0%} of the time skipped: {each.speedup:.3f} × expected {described(each)}")
+    print(
+        f"best: {best.skip.options}, {best.speedup:.3f} × expected {described(best)}; agrees {elsewhere:.3f} elsewhere"
+    )
     return facts | {
         "best": as_json(search, best),
         "agreement_on_the_race_text": elsewhere,
@@ -337,11 +341,11 @@ def main() -> None:
     given = parsed()
     base = opened(given)
     every = encode_prompts(base, from_file(given.data) if given.data else bundled())
-    asked, others = every[: given.prompts], every[given.prompts :]
+    prompts, others = every[: given.prompts], every[given.prompts :]
     start = skip_from({"skip_search": json.loads(given.start.read_text())["search"]["best"]}) if given.start else None
     search, facts = searched(base, others[: given.search_prompts], given.search_seconds, start)
     assert search.best is not None
-    elsewhere = scored_text(base, answers(base, asked, 256 // len(asked) + 1)).agreement(search.best.skip)
+    elsewhere = scored_text(base, answers(base, prompts, 256 // len(prompts) + 1)).agreement(search.best.skip)
     result: dict[str, Any] = {"bench": "skips", "command": command(), "model": base.name, "dtype": base.dtype}
     result |= {"device": base.device, "clock": clock_of(base).__name__, "layers": base.target.config.layers}
     result["search"] = told_of(base, search, facts, elsewhere)
@@ -353,9 +357,9 @@ def main() -> None:
         print(json.dumps(result["refined"], indent=1))
     elif given.rounds:
         entered = contenders(base, search.best, given)
-        race(entered, asked, given.tokens, given.rounds)
-        result |= {"prompts": len(asked), "tokens": given.tokens, "rounds": given.rounds}
-        result["contenders"] = {c.name: summed_up(c, entered[0], asked) for c in entered}
+        race(entered, prompts, given.tokens, given.rounds)
+        result |= {"prompts": len(prompts), "tokens": given.tokens, "rounds": given.rounds}
+        result["contenders"] = {c.name: summed_up(c, entered[0], prompts) for c in entered}
         show(result["contenders"])
     where = {name: value for name, value in environment().items() if name not in ("machine", "platform")}
     print(json.dumps(result | {"environment": where}))

@@ -97,10 +97,10 @@ def german_sentences(texts: Path) -> Iterator[str]:
     found += [without_tags(p) for p in sorted(texts.rglob("*.html")) if re.search(r"/(de|de-DE)/", str(p))]
     for text in found:
         for sentence in re.split(r"(?<=[.!?])\s+|\n%\n|\n\n", text):
-            said = " ".join(sentence.split())
-            letters = sum(c.isalpha() or c == " " for c in said)
-            if 4 <= len(said.split()) <= 45 and letters > 0.85 * len(said) and said[0].isupper():
-                yield said
+            line = " ".join(sentence.split())
+            letters = sum(c.isalpha() or c == " " for c in line)
+            if 4 <= len(line.split()) <= 45 and letters > 0.85 * len(line) and line[0].isupper():
+                yield line
 
 
 def without_tags(path: Path) -> str:
@@ -171,8 +171,8 @@ def with_passages(articles: dict[str, str], names: list[str], rnd: random.Random
     pieces = rnd.sample(pieces, min(len(pieces), rnd.randint(1, 3)))
     pieces += [(other, p) for p in cut(articles[other], 40, 90, rnd)[:1] if rnd.random() < 0.5]
     text = "\n".join(f"{name} {piece}" for name, piece in pieces)
-    asked = [name for name in links(articles[title]) if name in text] or [title]
-    return f"{text}\n{question(rnd.choice(asked), names, rnd)}"
+    linked = [name for name in links(articles[title]) if name in text] or [title]
+    return f"{text}\n{question(rnd.choice(linked), names, rnd)}"
 
 
 if __name__ == "__main__":

@@ -87,14 +87,14 @@ def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tupl
     return out.token_ids, out.stats, time.process_time() - begin
 
 
-def theirs(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
+def hf_generate(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
     """The model's own generate."""
     module, encode = llm.target.module, llm.tokenizer.theirs
     module.generation_config.max_length = None  # max_new_tokens decides
     ids = encode(text, return_tensors="pt")
     begin = time.process_time()
-    said = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
-    return said[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
+    output = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
+    return output[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
 
 
 def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
@@ -111,7 +111,7 @@ def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally
                 tallies[name].add(stats)
                 _count(tallies[name], ids, expected, seconds)
             if given.temperature == 0:
-                ids, seconds = theirs(llm, text, given)
+                ids, seconds = hf_generate(llm, text, given)
                 _count(tallies["transformers"], ids, expected, seconds)
             print(f"\r{number + 1}/{len(texts)}", end="", flush=True)
     print("\r", end="")
@@ -154,8 +154,8 @@ def main() -> None:
         speed, differ = r["speed_against_plain"], r["texts_that_differ_from_plain"]
         print(f"{r['name']:<20}{r['tokens']:>8}{r['cpu_s']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
     facts = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "texts": len(texts)}
-    asked = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
-    print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **asked, "rows": rows}))
+    settings = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
+    print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **settings, "rows": rows}))
 
 
 if __name__ == "__main__":
