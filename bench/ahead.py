@@ -1,24 +1,32 @@
 """Drafting ahead: hit rate against fan-out, and tokens per second beside plain and ordinary speculative decoding.
 
     python bench/ahead.py [--draft-model DIR] [--skip 12,14,16] [--tokens 64] [--prompts 8] [--threads 1] [--k 3]
-    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-device cuda --only race --k 5
-    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --draft-dtype int8 --ahead-threads 8 --only race
-    python bench/ahead.py --model 7b --small SmolLM2.gguf --device cuda --head src/outrider/heads/smollm2-135m-instruct
 
-With --device cuda --draft-device cuda the drafter has a second stream of the target's GPU (--place process: a process).
+Published results (bench/results/2026-11-15-ahead-NAME.json; NAME and command):
 
-First the curve. The target answers prompts at each temperature; a draft model reads the answers, and its ranking of
-every token the target chose is noted: with the target's noise and without. `end`: how often the token is among the F
-first. `rejection`: the same where the drafted token (the first of the noised ranking) was wrong, without it. These are
-the hit rates of forks, because the text before an outcome is the target's own.
+    curve-smollm2    python bench/ahead.py --prompts 24 --tokens 64 --threads 1 --only curve
+    validated-int8   python bench/ahead.py --model smollm2 --k 3 --threads 1 --prompts 4 --tokens 64 --only race
+                     --temperatures 0,1
+    gpu-stream0      python bench/ahead.py --small smollm2.gguf --device cuda --only race --k 5 --tokens 96 --warm-up 1
+                     --timeline stream0.svg --model 7b --draft-model smollm2.gguf --draft-device cuda --prompts 6
+                     --temperatures 0
+    gpu-cores7       the same with --draft-device cpu --draft-dtype int8 --ahead-threads 6
+    gpu-head7        the same with --head src/outrider/heads/smollm2-135m-instruct instead of a draft model
 
-Then the race, prompt by prompt in turns: plain decoding, ordinary speculation with the same drafter, `ahead` (always,
-and where it decides by itself), after --warm-up rounds of all prompts that nobody times. Ids are compared; times are
-those of whole requests (`tok_s`) and of decoding alone (`decode_tok_s`: no prompts, no recordings). Without
---draft-model the target drafts for itself with layers left out (--skip). What bench/ahead_sim.py projects from the
-race's own times is printed beside what was measured; --timeline draws a few steps: what was hidden and what was waited
-for. The last line is one JSON object, which bench/ahead_sim.py reads, too; with --only curve its `setting` holds CPU
-times of passes and the curve's hit rates, as if every thread had a core of its own.
+With --device cuda --draft-device cuda the drafter runs in a second stream of the target's GPU (--place process: in
+another process).
+
+The curve: the target answers prompts at each temperature; a draft model reads the answers and ranks the target's
+tokens, with the target's noise and without. `end` is how often the token is among the first F. `rejection` is the same
+where the drafted token (the first of the noised ranking) was wrong, with that token left out. These are hit rates of
+forks, because the text before an outcome is the target's own.
+
+The race: each prompt goes in turn to plain decoding, ordinary speculation with the same drafter, and `ahead` (always,
+and where its controller decides), after --warm-up untimed rounds. Ids are compared. `tok_s` is of whole requests,
+`decode_tok_s` of decoding steps alone (no prompts, no captures). Without --draft-model the target drafts for itself
+with layers skipped (--skip). The projection of bench/ahead_sim.py from the race's own times is printed beside the
+measurement; --timeline draws a few steps. The last line is one JSON object, which bench/ahead_sim.py reads; with --only
+curve its `setting` holds CPU times of passes and the curve's hit rates, as if every thread had its own core.
 """
 
 from __future__ import annotations
@@ -59,12 +67,12 @@ PLAIN, ORDINARY, AHEAD, CHOOSES = "plain", "ordinary", "ahead", "ahead, by itsel
 
 
 class Ranks:
-    """Where the target's tokens stood in a ranking."""
+    """Ranks of the target's tokens in a draft model's ranking."""
 
     def __init__(self) -> None:
         self.end, self.inside = Curve(Law(0.5, 0.5)), Curve(Law(0.7, 0.4))
         for curve in (self.end, self.inside):
-            curve.FADE = 1.0  # everything counts alike here
+            curve.FADE = 1.0  # all outcomes have the same weight
 
     def add(self, order: list[int], drafted: int, token: int) -> None:
         self.end.add(_place(order, token), WIDEST)
@@ -89,8 +97,8 @@ def _place(order: list[int], token: int) -> int | None:
 
 
 def curve(forker: Forker, llm: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float) -> Any:
-    """α of the drafter and both rankings' hit rates over the target's own answers."""
-    ways, right, seen = {"noised": Ranks(), "plain": Ranks()}, 0, 0
+    """α of the drafter and the hit rates of both rankings, over the target's own answers."""
+    rankings, right, seen = {"noised": Ranks(), "plain": Ranks()}, 0, 0
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=min(given.tokens, 64), ignore_eos=True)
         (answer,) = llm.generate([prompt], params)
@@ -102,27 +110,29 @@ def curve(forker: Forker, llm: LLM, prompts: list[list[int]], given: argparse.Na
         for i, token in enumerate(answer.token_ids):
             before = answer.token_ids[:i]
             noised = [t for t, _ in ranked(logits[i], seq, before, WIDEST + 1)]
-            ways["noised"].add(noised, noised[0], token)
-            ways["plain"].add([t for t, _ in likeliest(logits[i], seq, before, WIDEST + 1)], noised[0], token)
+            rankings["noised"].add(noised, noised[0], token)
+            rankings["plain"].add([t for t, _ in likeliest(logits[i], seq, before, WIDEST + 1)], noised[0], token)
             right, seen = right + (token == noised[0]), seen + 1
         forker.close(seq)
-    return {"temperature": temperature, "alpha": right / seen} | {name: way.as_json() for name, way in ways.items()}
+    return {"temperature": temperature, "alpha": right / seen} | {
+        name: ranks.as_json() for name, ranks in rankings.items()
+    }
 
 
 def show_curve(facts: dict[str, Any]) -> None:
     print(f"\ntemperature {facts['temperature']:g}, α = {facts['alpha']:.3f}; hit rate by forks, miss(F) = c F^-r")
     print(f"{'':22}" + "".join(f"{f:>7}" for f in SHOWN) + "       c      r")
-    for way in ("noised", "plain"):
-        for name, found in facts[way].items():
+    for ranking in ("noised", "plain"):
+        for name, found in facts[ranking].items():
             cells = "".join(f"{found['hits'].get(f, float('nan')):7.3f}" for f in SHOWN)
-            print(f"{way + ', ' + name:22}{cells}  {found['c']:6.3f} {found['r']:6.3f}")
+            print(f"{ranking + ', ' + name:22}{cells}  {found['c']:6.3f} {found['r']:6.3f}")
 
 
 # ---------------------------------------------------------------- the race
 
 
 def head_for(base: LLM, given: argparse.Namespace) -> Head:
-    """The head of --head, once more in memory: every engine has its own. For a twin it is widened with it."""
+    """A new copy of the --head for one engine; for a twin it is widened too."""
     config, tensors = read_head(given.head)
     target: Any = base.target
     if config.hidden_size < target.config.hidden_size:
@@ -133,7 +143,7 @@ def head_for(base: LLM, given: argparse.Namespace) -> Head:
 
 
 def head_engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
-    """The same race with a trained head, which drafts ahead in a thread, or in a stream beside the target's."""
+    """The engines of the race with a trained head, which drafts ahead in a thread or in a second stream."""
     own: dict[str, Any] = {"ahead_forks": given.forks, "ahead_fallback": given.fallback}
     k: Any = given.k
     return {
@@ -150,7 +160,7 @@ def engines(base: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     own |= {"ahead_threads": given.ahead_threads, "ahead_fallback": given.fallback}
     own |= {"ahead_place": given.place} if given.place else {}
     if given.draft_model:
-        kind = {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}  # else on the GPU, as it can
+        kind = {"draft_dtype": given.draft_dtype} if base.device == "cpu" else {}  # on a GPU the default
         ordinary = base.using(drafter="model", k=given.k, draft_model=given.draft_model, **kind)
     else:
         ordinary = base.using(drafter="layerskip", k=given.k, skip_layers=given.skip, refine=False)
@@ -196,14 +206,14 @@ def race(
 def rounds(
     llms: dict[str, LLM], prompts: list[list[int]], given: argparse.Namespace, temperature: float
 ) -> tuple[dict[str, float], dict[str, list[int]], int]:
-    """Seconds, [tokens, steps] of each engine, and how many answers differ from plain decoding's."""
+    """Seconds, [tokens, steps] of each engine, and the number of answers that differ from plain decoding."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, list[int]] = {name: [0, 0] for name in llms}
     differ = 0
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=given.tokens, ignore_eos=True)
         order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
-        said = {}
+        answers = {}
         for name in order:
             llms[name].engine.cache.drop_retired()
             begin = time.perf_counter()
@@ -211,13 +221,13 @@ def rounds(
             seconds[name] += time.perf_counter() - begin
             counts[name][0] += out.stats.emitted
             counts[name][1] += out.stats.steps
-            said[name] = out.token_ids
-        differ += sum(ids != said[PLAIN] for ids in said.values())
+            answers[name] = out.token_ids
+        differ += sum(ids != answers[PLAIN] for ids in answers.values())
     return seconds, counts, differ
 
 
 def show_race(facts: dict[str, Any]) -> None:
-    print(f"\ntemperature {facts['temperature']:g}; {facts['differ']} answers differ from plain decoding's")
+    print(f"\ntemperature {facts['temperature']:g}; {facts['differ']} answers differ from plain decoding")
     for name, row in facts["rows"].items():
         text = f"{name:18} {row['tok_s']:7.1f} tokens/s, decoding {row['decode_tok_s']:7.1f}  τ {row['tau']:.2f}"
         text += "".join(f"  {part} {1e3 * row[part]:.2f}" for part in ("verify", "draft", "host")) + " ms a step"
@@ -225,18 +235,18 @@ def show_race(facts: dict[str, Any]) -> None:
             text += f"\n{'':18} hits {d['hit_rate'] or 0:.0%}, {d['hidden_seconds']:.1f} s hidden,"
             text += f" {d['exposed_seconds']:.1f} s exposed, {d['just_in_time_seconds']:.1f} s just in time; {d['why']}"
         print(text)
-    told = facts["rows"][AHEAD]["ahead"]
-    times = ", ".join(f"{name} {1e3 * told[name]:.2f}" for name in SECONDS if told[name])
-    rates = ", ".join(f"{name} {told[name]:.3g}" for name in ("hit_end", "hit_inside", "ready", "jits"))
-    print(f"ahead, milliseconds: {times}; {rates}; depths {told['depths']}")
+    row = facts["rows"][AHEAD]["ahead"]
+    times = ", ".join(f"{name} {1e3 * row[name]:.2f}" for name in SECONDS if row[name])
+    rates = ", ".join(f"{name} {row[name]:.3g}" for name in ("hit_end", "hit_inside", "ready", "jits"))
+    print(f"ahead, milliseconds: {times}; {rates}; depths {row['depths']}")
 
 
 def setting(rows: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    """What bench/ahead_sim.py is told: means of the race, and hit rates as they were."""
+    """The input of bench/ahead_sim.py: means of the race, and its hit rates."""
     ordinary, found = rows[ORDINARY], rows[AHEAD]["ahead"]
-    told = {name: found[name] for name in found if name not in ("jits", "outcomes", "ready", "waited")}
-    found.pop("samples")  # once is enough
-    return told | {
+    kept = {name: found[name] for name in found if name not in ("jits", "outcomes", "ready", "waited")}
+    found.pop("samples")  # they are in the setting
+    return kept | {
         "verify": ordinary["verify"],
         "draft": ordinary["draft_depth"],
         "host": ordinary["host"],
@@ -251,7 +261,7 @@ def setting(rows: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- what passes take, whoever else is busy
+# ---------------------------------------------------------------- CPU times of passes
 
 
 def cpu_times(forker: Forker, prompt: list[int], k: int, forks: int) -> dict[str, float]:
@@ -278,7 +288,7 @@ def cpu_times(forker: Forker, prompt: list[int], k: int, forks: int) -> dict[str
 def free_setting(
     given: argparse.Namespace, base: LLM, forker: Forker, prompt: list[int], curves: Any
 ) -> dict[str, Any]:
-    """For bench/ahead_sim.py: as if every thread had a core of its own, which a busy machine cannot show."""
+    """The input of bench/ahead_sim.py as if every thread had its own core, which a busy machine cannot show."""
     target = cpu_times(Forker(base.target, 4096, 8, 1024), prompt, given.k, given.forks)
     draft = cpu_times(forker, prompt, given.k, given.forks)
     forks = str(max(given.forks // (given.k + 1), 1))
@@ -288,7 +298,7 @@ def free_setting(
     return own | {"hit_end": hits["end"], "hit_inside": hits["rejection"], "slow": 1.0}
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- command line
 
 
 def parsed() -> argparse.Namespace:
@@ -298,21 +308,19 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft-model")
-    parser.add_argument("--head", help="a trained head's folder: it drafts, and only the race is run")
+    parser.add_argument("--head", help="the folder of a trained head, which drafts; only the race is run")
     parser.add_argument("--place", choices=("process", "thread"), help="where the draft model runs")
     parser.add_argument("--draft-device", default="cpu")
     parser.add_argument("--draft-dtype", default="auto")
-    parser.add_argument(
-        "--skip", help="layers that the draft model leaves out; default: every other of the middle third"
-    )
+    parser.add_argument("--skip", help="layers that the draft model skips; default: every other of the middle third")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds of all prompts that nobody times")
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed rounds of all prompts")
     parser.add_argument("--timeline", help="an SVG of a few steps of `ahead`")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--forks", type=int, default=8)
-    parser.add_argument("--fallback", default="", help="drafters to ask on a miss, before the draft model")
+    parser.add_argument("--fallback", default="", help="drafters to try on a miss, before the draft model")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--ahead-threads", type=int, default=1)
     parser.add_argument("--temperatures", default="0,1")
@@ -323,7 +331,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     target = given.model
-    if given.model in TWINS:  # SmolLM2 widened: a large model's cost, and text that SmolLM2 can draft
+    if given.model in TWINS:  # SmolLM2 widened: the cost of a large model, and text that SmolLM2 can draft
         small = open_checkpoint(given.small)
         target = TWINS[given.model](small, device=given.device, seed=1)
         given.draft_model = given.draft_model or str(small.path)
@@ -354,15 +362,15 @@ def main() -> None:
         for temperature in temperatures:
             llms = head_engines(base, given) if given.head else engines(base, given)
             for name in (AHEAD, CHOOSES):
-                place: Any = llms[name].engine.drafter
-                if not place.place.ready_within(300):
-                    sys.exit(f"The draft model's process does not start: {place.place.trouble}")
+                drafter: Any = llms[name].engine.drafter
+                if not drafter.place.ready_within(300):
+                    sys.exit(f"The draft model's process did not start: {drafter.place.trouble}")
             facts["race"].append(race(llms, prompts, given, temperature))
             show_race(facts["race"][-1])
-            told = facts["race"][-1]
-            told["projection"] = ahead_sim.held(ahead_sim.setting_of(told["setting"]), told)
-            told["projection"].pop("setting")
-            ahead_sim.show(told["projection"])
+            latest = facts["race"][-1]
+            latest["projection"] = ahead_sim.held(ahead_sim.setting_of(latest["setting"]), latest)
+            latest["projection"].pop("setting")
+            ahead_sim.show(latest["projection"])
             for name in (AHEAD, CHOOSES):
                 llms[name].engine.drafter.place.close()
         facts["setting"] = facts["race"][0]["setting"]

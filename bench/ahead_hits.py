@@ -1,16 +1,22 @@
-"""Drafting ahead, counted: how often the next draft was ready, by forks, in real rounds of the engine.
+"""Drafting ahead, counted: how often the next draft was ready, by number of forks, in real rounds of the engine.
 
     python bench/ahead_hits.py [--prompts 16] [--tokens 64] [--k 3] [--temperatures 0,1] [--skip 10,12,14,16,18]
 
-For the trained head that belongs to the target, and for a small model (the target without some of its layers), `ahead`
-ranks the same number of forks at every place in every round; which of them the target's own token was is counted: after
-a rejection and at the end of a draft, with the target's noise in the ranking and without. The first forks of each place
-are grown, and go on as the next draft where they come true (as most of 8 forks would be); elsewhere the next draft is
-made just in time. What one would get from 8 forks, spread by the geometric rule, follows from the counts. Then the rule
-`reject` with Saguaro's C from 1 down, with 8 forks spread as usual.
+Published results (bench/results/2026-11-15-ahead-hits-NAME.json; NAME and command):
 
-Everything here is a count; nothing is timed, so a busy machine does not matter (rounds that were late are told). Texts
-are compared with plain decoding's. The last line is one JSON object.
+    head     python bench/ahead_hits.py --only head --prompts 10 --tokens 64
+    small    python bench/ahead_hits.py --only small --prompts 8 --tokens 64
+    reject   python bench/ahead_hits.py --only reject --prompts 6 --tokens 64
+
+For the target's trained head, and for a small model (the target with some layers skipped), `ahead` ranks the same
+number of forks at every position in every round. Counted is the rank of the target's own token: after a rejection and
+at the end of a draft, with the target's noise in the ranking and without. The first forks of each position are grown
+and become the next draft on a hit, as most of 8 forks would; on a miss the next draft is made just in time. The hit
+rate of 8 forks, spread by the geometric rule, follows from the counts. `reject` runs the rule of that name with
+Saguaro's C from 1 down and 8 forks.
+
+Nothing is timed, so a busy machine does not matter (late rounds are reported). Texts are compared with plain decoding.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,14 +39,14 @@ from outrider.drafters.ahead.shared_queue import rank
 from outrider.measure.environment import environment
 from outrider.models.prompts import bundled
 
-WIDEST, GROWN = 16, 2  # forks at every place, and how many of them are grown
+WIDEST, GROWN = 16, 2  # forks at every position, and how many of them are grown
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
-USUAL = 8  # forks of a sequence where nobody says otherwise
+USUAL = 8  # forks of a sequence by default
 SHARES = (1.0, 0.5, 0.25, 0.0)
 
 
 class Counting(Account):
-    """An account that forgets nothing and forks everywhere alike."""
+    """An account without decay, with the same number of forks at every position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +59,15 @@ class Counting(Account):
 
 @contextmanager
 def sparing() -> Iterator[None]:
-    """While this is open, only the first forks of every place are grown and found: the others are ranked, no more."""
+    """Within this context only the first forks of every position are grown; the others are only ranked."""
     deepen, find = Forker._deepen, ahead_module.find
 
     def first_only(self: Forker, growing: list[Any]) -> None:
-        places: dict[tuple[int, int], int] = defaultdict(int)
+        grown: dict[tuple[int, int], int] = defaultdict(int)
         some = []
         for plan, branch in growing:
-            places[plan.line, branch.accepted] += 1
-            if places[plan.line, branch.accepted] <= GROWN:
+            grown[plan.line, branch.accepted] += 1
+            if grown[plan.line, branch.accepted] <= GROWN:
                 some.append((plan, branch))
             else:
                 branch.chain.append(0)
@@ -70,8 +76,8 @@ def sparing() -> Iterator[None]:
         deepen(self, some)
 
     def found(mail: Any, outcome: Any) -> int | None:
-        place, _ = rank(mail, outcome)
-        return find(mail, outcome) if place is not None and place <= GROWN else None
+        position, _ = rank(mail, outcome)
+        return find(mail, outcome) if position is not None and position <= GROWN else None
 
     Forker._deepen, ahead_module.find = first_only, found  # type: ignore[method-assign]
     try:
@@ -81,7 +87,7 @@ def sparing() -> Iterator[None]:
 
 
 def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float, **options: Any) -> Any:
-    """All prompts, one after the other: what was counted, and how many texts differ from plain decoding's."""
+    """All prompts, one after the other: the counts, and the number of texts that differ from plain decoding."""
     forks = options.pop("forks", WIDEST)
     llm = base.using(
         drafter="ahead",
@@ -111,7 +117,7 @@ def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperat
     return drafter.account, counted | {"hit_rate": facts["hit_rate"], "just_in_time": facts["just_in_time"]}
 
 
-def told(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
+def figures(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
     curves = {"end": account.end, "rejection": account.inside}
     likely = chances(counted["alpha"], k)
     spread = fan_out(likely, USUAL, account.inside.law, account.end.law)
@@ -142,10 +148,10 @@ def show(name: str, temperature: float, facts: dict[str, Any]) -> None:
         f"differ, {facts['late']} rounds late; with {USUAL} forks {facts['usual_hit_rate']:.0%} {facts['usual_forks']}"
     )
     print(f"{'':12}" + "".join(f"{f:>7}" for f in SHOWN) + "       c      r  outcomes")
-    for place in ("end", "rejection"):
-        found = facts[place]
+    for position in ("end", "rejection"):
+        found = facts[position]
         cells = "".join(f"{found['hits'].get(f, float('nan')):7.3f}" for f in SHOWN)
-        print(f"{place:12}{cells}  {found['c']:6.3f} {found['r']:6.3f}  {found['outcomes']}", flush=True)
+        print(f"{position:12}{cells}  {found['c']:6.3f} {found['r']:6.3f}  {found['outcomes']}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
@@ -155,7 +161,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--skip", default="10,12,14,16,18", help="layers that the small model leaves out")
+    parser.add_argument("--skip", default="10,12,14,16,18", help="layers that the small model skips")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--only", choices=("head", "small", "reject"))
     return parser.parse_args()
@@ -163,7 +169,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    ahead_module.SOONEST = ahead_module.LATEST = 30.0  # nothing is timed here: let it take as long as it takes
+    ahead_module.SOONEST = ahead_module.LATEST = 30.0  # nothing is timed here
     base = LLM(given.model, drafter="off", dtype=given.dtype, device="cpu", threads=1, max_length=1024)
     texts = bundled()[:: max(1, len(bundled()) // given.prompts)][: given.prompts]
     prompts = [base.tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in texts]
@@ -177,7 +183,7 @@ def main() -> None:
             for noise in (True, False) if temperature else (True,):
                 with sparing():
                     found = run(base, prompts, given, temperature, ahead_noise=noise, **options)
-                counted = told(*found, given.k)
+                counted = figures(*found, given.k)
                 show(name if noise else f"{name}, ranked without noise", temperature, counted)
                 facts["curves"].append({"drafter": name, "temperature": temperature, "noise": noise} | counted)
     if given.only in (None, "reject"):

@@ -1,16 +1,16 @@
-"""What drafting ahead would bring, from measured times and hit rates: a *projection*, not a measurement.
+"""The speed of drafting ahead from measured times and hit rates: a *projection*, not a measurement.
 
     python bench/ahead_sim.py --verify 4 --draft 0.7 --first 0.9 --deeper 0.8 --alpha 0.8 --hit-end 0.9 --hit-inside 0.5
-    python bench/ahead_sim.py --from bench/results/ahead.json      # what bench/ahead.py measured
+    python bench/ahead_sim.py --from bench/results/2026-11-15-ahead-validated-int8.json   # a result of bench/ahead.py
 
-Times are milliseconds: `verify` of the target's pass alone, `slow` how many times longer it takes while somebody drafts
-beside it (one device; with two it is 1), `draft` of one depth of a draft just in time, `first` until a round's forks
-are known, `deeper` of one more depth of all of them. A step is: verify; then either what was prepared (waiting for what
-is not ready), or, on a miss, K depths just in time. A race tells more (`Setting`): what the host takes, how fast the
-drafter is once the target is idle, what a miss takes, α by depth. Then plain decoding, ordinary speculation and ahead
-on one device are held against what the same race measured, `validated` means that all three are within 10 %, and only
-what two devices would do is left to believe. tests/test_ahead_sim.py holds it against the real engine in invented time.
-The last line is one JSON object.
+Times are milliseconds: `verify` of the target's pass alone; `slow` the factor by which it is slower while a drafter
+shares its device (1 with two devices); `draft` of one depth of a draft just in time; `first` until a round's forks are
+known; `deeper` of one more depth of all forks. A step verifies; then it takes what was prepared (and waits for what is
+not ready), or on a miss drafts K depths just in time. A race gives more (`Setting`): host time, the drafter's speed
+while the target is idle, the time of a miss, α by depth. Plain decoding, ordinary speculation and ahead on one device
+are then compared with the same race's measurements: `validated` means that all three are within 10 %. The figures for
+two devices are projections only. tests/drafters/ahead/test_ahead_sim.py compares the simulator with the real engine in
+simulated time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-NEAR = 0.10  # how far a projection may be from what was measured
+NEAR = 0.10  # relative error of a projection that counts as validated
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Seconds, chances and lengths; what is None follows from the rest."""
+    """Seconds, probabilities and lengths; a None is derived from the rest."""
 
     verify: float
     draft: float
     first: float
     deeper: float
-    alpha: float | tuple[float, ...]  # that a drafted token is accepted, by depth where it is known
-    hit_end: float  # that the token after a whole draft was prepared for
-    hit_inside: float  # that the token at a rejection was
+    alpha: float | tuple[float, ...]  # probability that a drafted token is accepted, by depth where that is known
+    hit_end: float  # probability that the token after a whole draft was prepared
+    hit_inside: float  # probability that the token at a rejection was
     k: int = 5  # tokens drafted just in time
     depth: int = 5  # tokens prepared for every outcome
     slow: float = 1.0
-    # What a race tells besides.
-    tokens: int = 0  # of an answer, whose last drafts are shorter; 0: it never ends
+    # From a race only.
+    tokens: int = 0  # length of an answer, whose last drafts are shorter; 0: endless
     plain_verify: float | None = None  # a pass over one row
-    plain_host: float = 0.0  # what a step takes beside draft, pass and waiting
+    plain_host: float = 0.0  # of a step, without draft, pass and waiting
     host: float = 0.0  # the same where a draft is made just in time
     ahead_host: float = 0.0  # the same where it is made ahead
     ahead_alpha: tuple[float, ...] | None = None
-    window: float | None = None  # from a pass's launch to its verdict, while somebody drafts beside it
+    window: float | None = None  # from a pass's launch to its verdict, while the drafter runs too
     beside: float | None = None  # of that, the pass
-    wake: float = 0.0  # until whoever drafts begins
+    wake: float = 0.0  # until the drafter starts
     first_idle: float | None = None  # the same as `first` and `deeper`, while the target is idle
     deeper_idle: float | None = None
-    jit: float | None = None  # a draft just in time by whoever drafts ahead, what it had to finish first included
+    jit: float | None = None  # a draft just in time by the ahead drafter, including what it had to finish first
     depths: tuple[tuple[int, int], ...] = ()  # how often each depth was prepared
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)  # single times, by the name of their mean
 
     @property
     def passes(self) -> float:
-        """From launch to verdict beside a drafter."""
+        """From launch to verdict while the drafter runs."""
         return self.slow * self.verify if self.window is None else self.window
 
     def chance(self, depth: int, ahead: bool = False) -> float:
@@ -69,8 +69,8 @@ class Setting:
         return alpha[min(depth, len(alpha) - 1)] if alpha else 0.0
 
     def apart(self, fast: bool = False) -> Setting:
-        """The drafter on a device of its own: nobody slows anybody. `fast`: on one like that where ordinary drafts are
-        made, with passes as fast as theirs."""
+        """The drafter on its own device, without mutual slowdown. `fast`: a device as fast as the one that makes
+        ordinary drafts."""
         launching = 0.0 if self.window is None or self.beside is None else max(self.window - self.beside, 0.0)
         alone = self.deeper if self.deeper_idle is None else min(self.deeper_idle, self.deeper)
         first = self.first if self.first_idle is None else min(self.wake + self.first_idle, self.first)
@@ -88,19 +88,19 @@ def plain(s: Setting) -> float:
 
 
 class Text:
-    """Answers, one after the other: how much of a draft is accepted, and how much may be drafted."""
+    """Simulated answers in sequence: how much of a draft is accepted, and how much may be drafted."""
 
     def __init__(self, s: Setting, seed: int, ahead: bool) -> None:
         self.s, self.dice, self.ahead = s, random.Random(seed), ahead
         self.emitted = self.steps = 0
-        self.left = s.tokens - 1  # the prompt's pass says the first one
+        self.left = s.tokens - 1  # the prompt's pass gives the first token
 
     @property
     def room(self) -> int:
         return min(self.s.k, self.left - 1) if self.s.tokens else self.s.k
 
     def step(self, length: int) -> int:
-        """Verify so many; how many were accepted."""
+        """Verify a draft of this length; returns how many tokens are accepted."""
         accepted = 0
         while accepted < length and self.dice.random() < self.s.chance(accepted, self.ahead):
             accepted += 1
@@ -108,7 +108,7 @@ class Text:
         return accepted
 
     def ended(self) -> bool:
-        """Whether the answer is over; then the next one begins."""
+        """Whether the answer is complete; if so, the next one starts."""
         over = bool(self.s.tokens) and self.left <= 0
         if over:
             self.left = self.s.tokens - 1
@@ -126,12 +126,12 @@ def ordinary(s: Setting, steps: int = 20_000, seed: int = 1) -> float:
 
 
 def done(s: Setting, depth: int) -> float:
-    """When so many depths are there, from the launch of the target's pass."""
+    """Seconds from the launch of the target's pass until this many depths are ready."""
     return moments(s, depth, s.passes, lambda name: getattr(s, name))[-1]
 
 
 def moments(s: Setting, depth: int, window: float, take: Callable[[str], float | None]) -> list[float]:
-    """When the forks are known and each depth is there. What begins before the verdict runs beside the target."""
+    """When the forks are known and each depth is ready. Work that starts before the verdict runs beside the target."""
     at, found = 0.0, list[float]()
     for name in ("first", *["deeper"] * depth):
         alone = take(f"{name}_idle") if at >= window else None
@@ -141,14 +141,14 @@ def moments(s: Setting, depth: int, window: float, take: Callable[[str], float |
 
 
 def ahead(s: Setting, steps: int = 12_000, seed: int = 1) -> dict[str, float]:
-    """Tokens per second with the next round drafted while this one is verified; hit rate; share of hidden drafting."""
+    """Tokens per second with the next round drafted during verification; hit rate; share of drafting that is hidden."""
     text, seconds, hits, exposed, busy = Text(s, seed, True), 0.0, list[bool](), 0.0, 0.0
     pick = text.dice
     every, weights = ([d for d, _ in s.depths], [n for _, n in s.depths]) if s.depths else ([s.depth], [1])
     length, first = s.k, True
 
     def take(name: str) -> float | None:
-        """One of those that were measured: where somebody waits for the later of two, means would promise too much."""
+        """A random measured value: where the later of two events counts, means are too optimistic."""
         some = s.samples.get(name)
         usual: float | None = getattr(s, name)
         return pick.choice(some) if some else usual
@@ -178,12 +178,12 @@ def ahead(s: Setting, steps: int = 12_000, seed: int = 1) -> dict[str, float]:
 
 
 def table(one: Setting) -> list[dict[str, Any]]:
-    """Plain, ordinary and ahead; ahead on one device (as slow as measured) and on two (nobody slows anybody)."""
+    """Plain, ordinary and ahead; ahead on one device (with the measured slowdown) and on two (without)."""
     rows: list[dict[str, Any]] = [
         {"what": "plain", "tok_s": plain(one)},
         {"what": "ordinary speculation", "tok_s": ordinary(one)},
     ]
-    measured = [] if not one.depths else [one]  # as deep as the race went; else as deep as is best
+    measured = [] if not one.depths else [one]  # the depth of the race, or else the best depth
     two = [("two devices", one.apart(), [])]
     if one.window is not None:
         two.append(("two devices, fast passes", one.apart(fast=True), []))
@@ -195,7 +195,7 @@ def table(one: Setting) -> list[dict[str, Any]]:
 
 
 def held(setting: Setting, race: dict[str, Any] | None) -> dict[str, Any]:
-    """The projections, beside what the race measured where it did."""
+    """The projections, beside the race's measurements where there are any."""
     rows, validated = table(setting), None
     if race is not None and all("decode_tok_s" in row for row in race["rows"].values()):
         for row, name in zip(rows, ("plain", "ordinary", "ahead"), strict=False):
@@ -215,27 +215,27 @@ def show(found: dict[str, Any]) -> None:
             more = f"  measured {row['measured']:8.1f} ({row['error']:+.1%}){more}"
         plain_speed = found["rows"][0]["tok_s"]
         print(f"{row['what']:46} {row['tok_s']:8.1f} tokens/s  {row['tok_s'] / plain_speed:.2f} x plain{more}")
-    said = {True: f"within {NEAR:.0%} of what was measured", False: f"NOT within {NEAR:.0%} of what was measured"}
-    print(f"validated: {said.get(found['validated'], 'nothing was measured to hold it against')}")
+    verdicts = {True: f"within {NEAR:.0%} of the measurement", False: f"NOT within {NEAR:.0%} of the measurement"}
+    print(f"validated: {verdicts.get(found['validated'], 'there is no measurement to compare with')}")
 
 
-def setting_of(told: dict[str, Any]) -> Setting:
-    """As bench/ahead.py wrote it; older files know less."""
+def setting_of(data: dict[str, Any]) -> Setting:
+    """The setting from a result of bench/ahead.py; older files have fewer fields."""
     known = {each.name for each in fields(Setting)}
-    if unknown := sorted(set(told) - known):
+    if unknown := sorted(set(data) - known):
         sys.exit(f"The setting has {', '.join(unknown)}, which this simulator does not know: measure it again.")
-    lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in told.items()
+    lists = {name: tuple(map(tuple, value)) if name == "depths" else tuple(value) for name, value in data.items()
              if isinstance(value, list)}  # fmt: skip
-    return Setting(**told | lists)
+    return Setting(**data | lists)
 
 
 def measured(path: Path) -> list[tuple[Setting, dict[str, Any] | None]]:
-    """What bench/ahead.py wrote, race by race: the last line of its output."""
+    """The races in a result of bench/ahead.py: the last line of its output."""
     facts = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
     races = [race for race in facts.get("race", ()) if "setting" in race]
     if races:
         return [(setting_of(race["setting"]), race) for race in races]
-    print("This file was written before races told all that a step takes: nothing can be validated with it.")
+    print("This file is too old: its races lack the times of a step that validation needs.")
     return [(setting_of(facts["setting"]), None)]
 
 

@@ -1,11 +1,11 @@
-"""A few steps of drafting ahead as a picture: the target's passes, and what was drafted beside them or waited for."""
+"""A few steps of drafting ahead as an SVG timeline: the target's passes, and drafting that was hidden or waited for."""
 
 from __future__ import annotations
 
 from html import escape
 from itertools import pairwise
 
-from ahead_watch import Heard
+from ahead_watch import StepTimes
 
 SHOWN = 6  # steps
 COLOURS = {
@@ -16,11 +16,11 @@ COLOURS = {
     "the host": "#c9c7c1",
 }
 LANES = ("target", "drafter", "engine")
-Piece = tuple[int, float, float, str, str]  # lane, begin, end, kind, words
+Piece = tuple[int, float, float, str, str]  # lane, begin, end, kind, title
 
 
-def svg(steps: list[Heard], title: str) -> str:
-    """One lane for the target, one for whoever drafts, one for the engine's own thread; milliseconds along them."""
+def svg(steps: list[StepTimes], title: str) -> str:
+    """Three lanes (target, drafter, engine thread) against milliseconds."""
     shown = window(steps)
     if len(shown) < 2:
         return '<svg xmlns="http://www.w3.org/2000/svg"/>\n'
@@ -34,12 +34,12 @@ def svg(steps: list[Heard], title: str) -> str:
         marks.append(f'<text x="{left + 150 * i + 15}" y="37">{kind}</text>')
     for lane, name in enumerate(LANES):
         marks.append(f'<text x="{left - 8}" y="{top + lane * tall + 18}" text-anchor="end">{name}</text>')
-    for lane, begin, stop, kind, words in parts:
+    for lane, begin, stop, kind, tip in parts:
         begin, stop = max(begin, zero), min(stop, end)
         if stop > begin:
             box = f'x="{left + (begin - zero) * scale:.1f}" width="{max((stop - begin) * scale - 0.5, 0.5):.1f}"'
             box += f' y="{top + lane * tall + 4}" height="{tall - 10}" fill="{COLOURS[kind]}"'
-            marks.append(f"<rect {box}><title>{words}: {1e3 * (stop - begin):.2f} ms</title></rect>")
+            marks.append(f"<rect {box}><title>{tip}: {1e3 * (stop - begin):.2f} ms</title></rect>")
     foot, milliseconds = top + len(LANES) * tall, 1e3 * (end - zero)
     marks.append(f'<text x="{left}" y="{foot + 14}">0</text>')
     marks.append(f'<text x="{wide - 16}" y="{foot + 14}" text-anchor="end">{milliseconds:.1f} ms</text>')
@@ -50,15 +50,15 @@ def svg(steps: list[Heard], title: str) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *marks, "</svg>"]) + "\n"
 
 
-def window(steps: list[Heard]) -> list[Heard]:
-    """Neighbours from the middle, all of them decoding; such with a round each, if there are any."""
+def window(steps: list[StepTimes]) -> list[StepTimes]:
+    """Consecutive decoding steps from the middle of the run, with a drafting round in each if possible."""
     runs = [steps[i : i + SHOWN + 1] for i in range(len(steps) - SHOWN)]
     runs = [run for run in runs if all(step.decoding for step in run)]
     full = [run for run in runs if all(step.rounds for step in run[1:])] or runs
     return full[len(full) // 2] if full else []
 
 
-def pieces(before: Heard, step: Heard) -> list[Piece]:
+def pieces(before: StepTimes, step: StepTimes) -> list[Piece]:
     """From the launch of one pass to the launch of the next."""
     verdict = before.passing[1]
     found: list[Piece] = [(0, *before.passing, "the target's pass", f"a pass over {before.drafted + 1} rows")]

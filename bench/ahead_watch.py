@@ -1,7 +1,7 @@
-"""What a race's steps took, engine by engine: everything that bench/ahead_sim.py is told, measured where it happened.
+"""Times of the steps of a race, engine by engine: the input of bench/ahead_sim.py.
 
-A step's seconds are the wall's, from the end of the step before; steps that read a prompt, and steps in which a graph
-was recorded (by the engine or by whoever drafts for it), are left out of every mean and of `decode_tok_s`.
+A step's seconds are wall time since the end of the step before. Steps that read a prompt, and steps in which a graph
+was captured (by the engine or its drafter), are left out of every mean and of `decode_tok_s`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any
 from outrider import LLM
 from outrider.drafters.ahead.account import Round
 
-MOST = 100  # single times of a kind that are kept
+MOST = 100  # single measurements of a kind that are kept
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Heard:
-    """One step, in moments of one clock."""
+class StepTimes:
+    """One step; times are seconds of one clock."""
 
     end: float
-    wall: float  # since the end of the step before; 0: there was none
-    decoding: bool  # no prompt was read, and nothing recorded
+    wall: float  # since the end of the step before; 0: there is none
+    decoding: bool  # no prompt was read and nothing captured
     tokens: int
     drafted: int
     accepted: int
-    draft: float  # seconds of these phases: the device's own, where it tells
+    draft: float  # seconds of these phases, by the device's clock where it has one
     verify: float
-    asking: Span  # the drafter
+    asking: Span  # of the drafter
     passing: Span  # from the pass's launch to its verdict
-    rounds: tuple[Round, ...]  # taken for this draft
-    beside: bool  # somebody drafts beside this pass
+    rounds: tuple[Round, ...]  # of forks taken for this draft
+    beside: bool  # the drafter runs beside this pass
     source: str
 
 
 class Watch:
-    """Listens to an engine that answers one request at a time."""
+    """A listener for an engine that runs one request at a time."""
 
     reads_logits = reads_guesses = False
 
     def __init__(self, llm: LLM) -> None:
         self.engine: Any = llm.engine
-        self.steps: list[Heard] = []
+        self.steps: list[StepTimes] = []
         self._last: tuple[int, float, int] = (-2, 0.0, -1)  # index, end and sequence of the last step
         self._rounds: Any = None
         self._recorded = 0
@@ -58,12 +58,12 @@ class Watch:
         self._last = step.index, now, turn.seq.id
         rounds = getattr(drafter, "rounds", ())
         fresh, self._rounds = () if rounds is self._rounds else tuple(rounds), rounds
-        place = getattr(drafter, "place", None)
-        recorded, self._recorded = self._recorded, place.mail.one("recorded") if place else 0
+        host = getattr(drafter, "place", None)
+        recorded, self._recorded = self._recorded, host.mail.one("recorded") if host else 0
         settled = recorded == self._recorded and not step.clock.get("record")
         begins = {name: zero + at for name, at in step.starts.items()}
         self.steps.append(
-            Heard(
+            StepTimes(
                 now, wall, bool(wall) and turn.feed == 1 and settled, len(verdict.tokens) if verdict else 0,
                 len(tree.tokens), len(verdict.path) if verdict else 0, step.clock.get("draft", 0.0),
                 step.clock["verify"], (begins["draft"], begins["verify"]), (begins["verify"], begins["judge"]),
@@ -72,11 +72,11 @@ class Watch:
         )  # fmt: skip
 
     @property
-    def decoding(self) -> list[Heard]:
+    def decoding(self) -> list[StepTimes]:
         return [step for step in self.steps if step.decoding]
 
     def facts(self) -> dict[str, Any]:
-        """Means of the decoding steps. `host`: what is neither draft, pass nor waiting."""
+        """Means of the decoding steps. `host` is the time outside draft, pass and waiting."""
         steps = self.decoding
         seconds, tokens = sum(s.wall for s in steps), sum(s.tokens for s in steps)
         return {
@@ -101,7 +101,7 @@ class Watch:
         return [a / r for a, r in zip(accepted, reached, strict=True) if r]
 
     def ahead(self) -> dict[str, Any]:
-        """What only drafting ahead has: times beside a busy target and an idle one, hits, depths, what was hidden."""
+        """Figures of drafting ahead: times beside a busy and an idle target, hits, depths, waiting."""
         pairs = [(before, s) for before, s in zip(self.steps, self.steps[1:], strict=False) if s.decoding]
         rounds = [(before, r) for before, s in pairs for r in s.rounds if not r.now and r.times]
         jits = [r for _, s in pairs for r in s.rounds if r.now and r.times]
@@ -138,12 +138,12 @@ class Watch:
         }
 
 
-def waited(step: Heard) -> list[float]:
+def waited(step: StepTimes) -> list[float]:
     return [r.waited[1] - r.waited[0] for r in step.rounds]
 
 
-def depths(rounds: list[tuple[Heard, Round]]) -> tuple[list[float], list[float]]:
-    """Seconds of depths that were begun while the target was busy, and of those while it was not."""
+def depths(rounds: list[tuple[StepTimes, Round]]) -> tuple[list[float], list[float]]:
+    """Seconds of depths that started while the target was busy, and of those while it was idle."""
     busy, idle = [], []
     for before, r in rounds:
         for begin, end in zip(r.times[1:], r.times[2:], strict=False):
@@ -152,7 +152,7 @@ def depths(rounds: list[tuple[Heard, Round]]) -> tuple[list[float], list[float]]
 
 
 def thinned(values: Any) -> list[float]:
-    """At most so many of them, from the least to the greatest."""
+    """At most MOST values, sorted."""
     found = sorted(values)
     return [found[i * len(found) // MOST] for i in range(MOST)] if len(found) > MOST else found
 

@@ -1,12 +1,15 @@
-"""Speculation against plain decoding in batches, by processor time, without a server around it.
+"""Speculation against plain decoding in batches, by processor time, without a server.
 
     python bench/batches.py [--prompts FILE.jsonl] [--batches 1 2 4 8 16 32 64] [--rounds 3] [--tokens 48]
 
-Two engines of one target, one with its drafter and one with none, answer the same prompts side by side: whoever has
-said less makes the next step, so that both see the same machine at the same time, however busy others make it. As in
-a server, a place that becomes free is taken by the next request, and engines live on from batch size to batch size.
-Seconds are the process's own; a ratio above 1 means that speculation took less of them for the same tokens. The last
-line is one JSON object.
+Published result (bench/results/2026-11-15-batches-smollm2.json):
+
+    python bench/batches.py --prompts spec_bench_question.jsonl --rounds 3 --seed 3 --batches 4 8 16
+
+Two engines of one target, one with a drafter and one without, decode the same prompts side by side: the engine with
+fewer tokens makes the next step, so that both see the same machine load. A finished request is replaced by the next
+one, as in a server, and the engines are kept from batch size to batch size. Seconds are processor time of this process;
+a ratio above 1 means that speculation needs less of it for the same tokens. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,45 +32,45 @@ ENOUGH = 1600  # characters of a prompt: longer ones would measure prefill
 
 
 class Side:
-    """One engine at work on a round's prompts, so many at a time."""
+    """One engine on a round's prompts, at most `slots` at a time."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.seconds, self.said, self.steps, self.places = 0.0, 0, 0, 0
+        self.seconds, self.tokens, self.steps, self.slots = 0.0, 0, 0, 0
         self.waiting: list[Sequence] = []
         self.seqs: list[Sequence] = []
 
-    def begin(self, prompts: list[list[int]], params: SamplingParams, places: int) -> None:
+    def begin(self, prompts: list[list[int]], params: SamplingParams, slots: int) -> None:
         self.seqs = [seq for prompt in prompts for seq in self.llm.prepare(prompt, params)]
-        self.waiting, self.places, self.seconds, self.said, self.steps = list(self.seqs), places, 0.0, 0, 0
+        self.waiting, self.slots, self.seconds, self.tokens, self.steps = list(self.seqs), slots, 0.0, 0, 0
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or self.llm.engine.busy
 
     def step(self) -> None:
-        """Fill the free places and make one step."""
+        """Fill the free slots and make one step."""
         engine = self.llm.engine
         begin = time.process_time()
-        while self.waiting and len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.places:
+        while self.waiting and len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.slots:
             engine.add(self.waiting.pop(0))
         step = engine.step()
         self.seconds += time.process_time() - begin
         self.steps += 1
-        self.said += sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
+        self.tokens += sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
 
 
-def measure(sides: dict[str, Side], prompts: list[list[int]], params: SamplingParams, places: int) -> dict[str, Any]:
+def measure(sides: dict[str, Side], prompts: list[list[int]], params: SamplingParams, slots: int) -> dict[str, Any]:
     for side in sides.values():
-        side.begin(prompts, params, places)
+        side.begin(prompts, params, slots)
     while busy := [side for side in sides.values() if side.busy]:
-        min(busy, key=lambda side: side.said).step()
+        min(busy, key=lambda side: side.tokens).step()
     fast, plain = sides["fast"], sides["plain"]
     stats = [seq.stats for seq in fast.seqs]
     return {
-        "batch": places,
+        "batch": slots,
         "ratio": plain.seconds / fast.seconds,
-        "tokens": fast.said,
+        "tokens": fast.tokens,
         "steps": {name: side.steps for name, side in sides.items()},
         "seconds": {name: round(side.seconds, 4) for name, side in sides.items()},
         "drafted": sum(s.drafted for s in stats),
@@ -85,8 +88,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--requests", type=int, default=8, help="in a round, at least; else two for each place")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts' order")
+    parser.add_argument("--requests", type=int, default=8, help="per round, at least; else two per slot")
+    parser.add_argument("--seed", type=int, default=1, help="for the order of prompts")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the drafter")
     plan = parser.parse_args()
     options = dict(pair.split("=", 1) for pair in plan.set)
@@ -107,14 +110,14 @@ def main() -> None:
             rows.append(row | {"round": number})
             print(f"{batch:>3} {row['ratio']:.3f}  {row['steps']} drafted {row['drafted']} accepted {row['accepted']} "
                   f"{row['why']}", file=sys.stderr)  # fmt: skip
-    print("| batch | ratio by processor time (median) | lowest, highest | tokens for each drafted | the same text |")
+    print("| batch | ratio by processor time (median) | lowest, highest | accepted of drafted | the same text |")
     print("|---|---|---|---|---|")
     for batch in plan.batches:
-        mine = [row for row in rows if row["batch"] == batch]
-        ratios = [row["ratio"] for row in mine]
-        drafted, accepted = (sum(row[name] for row in mine) for name in ("drafted", "accepted"))
+        chosen = [row for row in rows if row["batch"] == batch]
+        ratios = [row["ratio"] for row in chosen]
+        drafted, accepted = (sum(row[name] for row in chosen) for name in ("drafted", "accepted"))
         print(f"| {batch} | {statistics.median(ratios):.3f} | {min(ratios):.3f}, {max(ratios):.3f} "
-              f"| {accepted} of {drafted} | {all(row['same_text'] for row in mine)} |")  # fmt: skip
+              f"| {accepted} of {drafted} | {all(row['same_text'] for row in chosen)} |")  # fmt: skip
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in vars(plan).items()}
     print(json.dumps({"rows": rows, "plan": facts, "environment": environment()}))
 

@@ -1,10 +1,15 @@
-"""Never slower, and K chosen well: plain decoding, `auto` with adaptive K, fixed K, and drafters that are always wrong.
+"""The "never slower" claim and the choice of K: plain decoding, `auto`, fixed K, and drafters that are always wrong.
 
     python bench/claims.py [--prompts FILE.jsonl] [--per-category 2] [--tokens 96] [--rounds 3] [--k 1,2,4,8]
 
-All contenders run each prompt one after the other, in an order that changes from prompt to prompt; every one starts
-with fresh drafters. Times are of whole requests, prefill included. Speedups are ratios of total seconds, per category
-too. The last line is one JSON object.
+Published result (bench/results/2026-11-15-claims-int8.json):
+
+    python bench/claims.py --prompts spec_bench_question.jsonl --per-category 2 --tokens 96 --rounds 2
+                           --k 1,2,3,4,5,6,8,10,12
+
+All contenders run each prompt one after the other, in an order that changes from prompt to prompt, each with fresh
+drafters. Times are of whole requests, prefill included. Speedups are ratios of total seconds, overall and by category.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from outrider.types import Sequence
 
 
 class Wrong(Drafter):
-    """Sure of itself, and never right."""
+    """Drafts wrong tokens with full confidence."""
 
     name = "wrong"
 
@@ -34,12 +39,12 @@ class Wrong(Drafter):
         return Draft.pack(chain([self._other(s)] * k, survival=[0.99] * k) for s, k in zip(seqs, budget, strict=True))
 
     def _other(self, seq: Sequence) -> int:
-        """A token that no text goes on with: the one before it, again, shifted."""
+        """A token that does not follow: the one before it, shifted."""
         return (seq.tokens[-1] * 7919 + 13) % self.space.target.config.vocab_size
 
 
 class SlowAndWrong(Wrong):
-    """Takes two milliseconds to be wrong."""
+    """The same, and takes two milliseconds."""
 
     name = "slow and wrong"
 
@@ -79,7 +84,7 @@ def main() -> None:
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     tokens, steps, divergences, order = 0, defaultdict(int), 0, list(contenders)
     dice = random.Random(1)
-    llm.using(drafter="auto")  # measures the cost table once, for all
+    llm.using(drafter="auto")  # measures the pass costs once, for all
     for number in range(options.rounds):
         for prompt in prompts:
             ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])[-1500:]

@@ -1,11 +1,16 @@
-"""What an early exit saves: drafting and verifying with the first layers run once, and run twice.
+"""Early-exit reuse: time of drafting and verifying with the first layers run once (reused), and run twice.
 
     python bench/exit.py [--model FILE] [--adapter FOLDER | --exit-layer 4 --exit-layer 8] [--k 4] [--tokens 96]
 
-The same prompts, tokens and drafts; only whether verification goes on from what drafting has computed differs, round
-by round in turns, each way first as often. t_verify and t_draft are the median steps' milliseconds. Reuse saves the
-first layers of every row but the last drafted token's: little where rows are nearly free, more the larger the batch.
-The last line is one JSON object.
+Published results (bench/results/2026-11-15-exit-adapter.json and -exit-adapter-batch8.json):
+
+    python bench/exit.py --adapter exit8 --k 3 --tokens 64
+    python bench/exit.py --adapter exit8 --k 3 --tokens 48 --batch 8
+
+Prompts, tokens and drafts are the same; only whether verification reuses the layers that drafting has computed
+differs. The two modes alternate round by round, and each goes first equally often. t_verify and t_draft are
+milliseconds of the median step. Reuse saves the first layers of every row except the last drafted token: little where
+rows are nearly free, more the larger the batch. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,11 +25,11 @@ from outrider import LLM, SamplingParams
 from outrider.measure.environment import environment
 from outrider.models.prompts import bundled
 
-WAYS = {"reused": True, "again": False}
+MODES = {"reused": True, "again": False}
 
 
 class Watch:
-    """Listens to steps: phases of those with drafts (or of any, in plain decoding), in milliseconds."""
+    """A listener: phases of steps with drafts (of any step in plain decoding), in milliseconds."""
 
     reads_logits = reads_guesses = False
 
@@ -39,7 +44,7 @@ class Watch:
 
 
 def run(llm: LLM, texts: list[str], tokens: int) -> tuple[Watch, list[list[int]], float, float]:
-    """One batch: its steps, its texts, τ and tokens per second."""
+    """One batch: steps, texts, τ and tokens per second."""
     watch = Watch()
     llm.engine.listeners = (*llm.engine.listeners[:2], watch)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -51,22 +56,22 @@ def run(llm: LLM, texts: list[str], tokens: int) -> tuple[Watch, list[list[int]]
 
 
 def compare(base: LLM, options: dict[str, Any], given: argparse.Namespace, texts: list[str]) -> dict[str, Any]:
-    llms = {way: base.using(drafter="exit", k=given.k, exit_reuse=reuse, **options) for way, reuse in WAYS.items()}
+    llms = {mode: base.using(drafter="exit", k=given.k, exit_reuse=reuse, **options) for mode, reuse in MODES.items()}
     llms["plain"] = base.using(drafter="off")
     steps: dict[str, dict[str, list[float]]] = {
-        way: {"draft": [], "verify": [], "tau": [], "tok_s": []} for way in llms
+        mode: {"draft": [], "verify": [], "tau": [], "tok_s": []} for mode in llms
     }
-    said: dict[str, list[list[int]]] = {}
+    expected: dict[str, list[list[int]]] = {}
     for number in range(given.rounds + 1):
-        for way in list(llms)[:: 1 if number % 2 else -1]:
-            watch, ids, tau, speed = run(llms[way], texts, given.tokens)
-            assert said.setdefault("text", ids) == ids, "the text differs"
+        for mode in list(llms)[:: 1 if number % 2 else -1]:
+            watch, ids, tau, speed = run(llms[mode], texts, given.tokens)
+            assert expected.setdefault("text", ids) == ids, "the text differs"
             if number:  # the first round warms up
-                steps[way]["draft"] += watch.draft
-                steps[way]["verify"] += watch.verify
-                steps[way]["tau"].append(tau)
-                steps[way]["tok_s"].append(speed)
-    rows = {way: {name: statistics.median(values) for name, values in each.items()} for way, each in steps.items()}
+                steps[mode]["draft"] += watch.draft
+                steps[mode]["verify"] += watch.verify
+                steps[mode]["tau"].append(tau)
+                steps[mode]["tok_s"].append(speed)
+    rows = {mode: {name: statistics.median(values) for name, values in each.items()} for mode, each in steps.items()}
     return options | {"rows": rows, "verify_ratio": rows["reused"]["verify"] / rows["again"]["verify"]}
 
 
@@ -92,7 +97,7 @@ def main() -> None:
     widths = {"exit": 8, "t_draft": 8, "t_verify": 9, "again": 8, "ratio": 6, "tau": 5, "tok/s": 7}
     print(" ".join(f"{name:>{width}}" for name, width in widths.items()), "  again   plain")
     for r in results:
-        reused, again, plain = (r["rows"][way] for way in ("reused", "again", "plain"))
+        reused, again, plain = (r["rows"][mode] for mode in ("reused", "again", "plain"))
         times = f"{reused['draft']:8.2f} {reused['verify']:9.2f} {again['verify']:8.2f} {r['verify_ratio']:6.2f}"
         speeds = f"{reused['tau']:5.2f} {reused['tok_s']:7.1f} {again['tok_s']:7.1f} {plain['tok_s']:7.1f}"
         print(f"{r.get('exit_layer', 'adapter')!s:>8} {times} {speeds}")

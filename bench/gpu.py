@@ -1,16 +1,26 @@
-"""Outrider on one GPU: what memory allows, what plain decoding and speculation reach, transformers beside it.
+"""Outrider on one GPU: the memory floor, plain decoding, speculation, batches, and transformers for comparison.
 
     python bench/gpu.py --model 7b --sections floor,plain,spec --small SmolLM2.gguf --out 7b.json
-    python bench/gpu.py --model 7b --sections batch,hf
-    python bench/gpu.py --model 7b --sections verify --verify-tokens 40000
-    python bench/gpu.py --model 7b --sections head --head HEAD --tokens 96 --rounds 1
-    python bench/gpu.py --model 7b --sections timeline --timeline timeline.svg
 
-`--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its function, `twin.py`), or a folder or .gguf file.
-No network is needed: `--small` says where SmolLM2 lies, as a .gguf file or a folder. Each section stops by itself after
-`--section-seconds`, with what it has; one that fails is reported and does not stop the others. One counter for
-everybody: `tok_s` is tokens after the first ÷ time from the first to the last, `request_tok_s` all tokens ÷ the whole
-request. The last line is one JSON object; `--out` has it after every section.
+Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options after `python bench/gpu.py --model 7b
+--small smollm2.gguf`):
+
+    7b-spec       --sections floor,plain,spec,timeline --tokens 192 --rounds 2 --k 8,12 --section-seconds 70
+                  --timeline timeline.svg --out spec.json
+    7b-batch      --sections batch --tokens 96 --batch-rounds 1 --section-seconds 85 --out batch.json
+    7b-spec-hf    --sections batch,spec,hf --tokens 192 --rounds 2 --k 8,12 --batch-rounds 2 --section-seconds 80
+                  --hf-tokens 64 --hf-prompts 2 --hf-rounds 1 --out batch.json
+    7b-verify     --sections batch,verify --tokens 128 --batch-rounds 2 --section-seconds 80 --verify-tokens 6000
+                  --out b.json
+    7b-head       --head src/outrider/heads/smollm2-135m-instruct --sections spec --tokens 128 --rounds 2 --k 8
+                  --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
+    30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
+
+Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
+function, `twin.py`), a folder or a .gguf file. No network is needed: `--small` is SmolLM2 as a .gguf file or a folder.
+Each section stops after `--section-seconds` with what it has; a section that fails is reported and does not stop the
+others. All contenders share one counter: `tok_s` is tokens after the first ÷ time from the first to the last,
+`request_tok_s` all tokens ÷ the whole request. The last line is one JSON object; `--out` has it after every section.
 """
 
 from __future__ import annotations
@@ -59,20 +69,24 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--sections", default=",".join(SECTIONS))
     add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 30b, a folder or a .gguf file")
-    add("--small", help="SmolLM2: a .gguf file or a folder (default: where Outrider keeps it)")
+    add("--small", help="SmolLM2: a .gguf file or a folder (default: Outrider's cache)")
     add("--draft-model", help="default: SmolLM2 for 7b and 30b, none for others")
-    add("--head", type=Path, help="a trained head's folder; for 7b and 30b one of SmolLM2")
-    add("--wide-head", action="store_true", help="a twin's head is as wide as the twin, not as the one it was made of")
+    add("--head", type=Path, help="the folder of a trained head; for 7b and 30b a head of SmolLM2")
+    add("--wide-head", action="store_true", help="widen the head with the twin, instead of keeping it narrow")
     add("--device", default="cuda")
     add("--dtype", default="bfloat16")
-    add("--length", type=int, default=2048, help="longest prompt and answer together")
+    add("--length", type=int, default=2048, help="tokens of the longest prompt and answer together")
     add("--tokens", type=int, default=256)
     add("--prompts", type=Path, help="JSONL; default: the bundled ones and three that repeat their prompt")
-    add("--per-category", type=int, default=1, help="prompts of each kind in plain and spec")
+    add("--per-category", type=int, default=1, help="prompts per category in plain and spec")
     add("--rounds", type=int, default=3)
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
-    add("--only", default="", help="spec: contenders beside plain, by the beginnings of their names: head,auto")
-    add("--ignore-eos", action="store_true", help="plain and spec: always --tokens tokens (batch and hf always do)")
+    add("--only", default="", help="spec: contenders beside plain, by prefixes of their names, such as head,auto")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="plain and spec: exactly --tokens tokens (batch and hf always do)",
+    )
     add("--batches", default="1,4,16,64")
     add("--batch-rounds", type=int, default=3)
     add("--hf-tokens", type=int, default=128)
@@ -116,7 +130,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def measure(lab: Lab, name: str) -> dict[str, Any]:
-    """One section; what goes wrong in it is its result."""
+    """Run one section; an exception becomes its result."""
     lab.console.rule(name)
     lab.start(lab.options.section_seconds)
     begin = time.perf_counter()
@@ -124,9 +138,9 @@ def measure(lab: Lab, name: str) -> dict[str, Any]:
         found = SECTIONS[name](lab)
     except Exception as error:
         traceback.print_exc()
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        lab.table(f"{name} failed", ("why",), [(said[:400].replace("[", "\\["),)])
-        found = {"failed": said}
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        lab.table(f"{name} failed", ("why",), [(message[:400].replace("[", "\\["),)])
+        found = {"failed": message}
     sweep_up()
     return found | {"section_s": time.perf_counter() - begin}
 

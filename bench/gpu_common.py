@@ -1,6 +1,6 @@
-"""What the sections of `gpu.py` share: the model under test, its prompts, the time that is left, tables.
+"""Shared by the sections of `gpu.py`: the model under test, its prompts, the time left, tables.
 
-Everything that depends on how Outrider is called is in `open_llm`, `Lab.using` and `pass_costs`.
+Everything that depends on Outrider's API is in `open_llm`, `Lab.using` and `pass_costs`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from outrider import LLM
 from outrider.backends.output import embedding_of
 from outrider.backends.pass_costs import target_costs
 from outrider.drafters.head.network import Head, HeadConfig, read_head
-from outrider.measure.bench import Question, questions
+from outrider.measure.bench import EncodedPrompt, encode_prompts
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.prompts import Prompt, bundled, from_file
 
 TWINS = {"7b": twin.seven, "30b": twin.thirty}
-REMEMBERING = ("suffix", "auto")  # drafters that learn from finished requests: here each request is the first one
+REMEMBERING = (
+    "suffix",
+    "auto",
+)  # drafters that learn from finished requests start without that memory
 FERRY = (
     "The ferry to the island leaves at nine in the morning and at four in the afternoon. The crossing takes fifty "
     "minutes, and the last boat back leaves at seven in the evening. A return ticket costs eighteen euros, and "
@@ -43,7 +46,7 @@ LIBRARY = (
     "and nothing for students. Books may be kept for four weeks, films for one week. Whoever is late pays twenty cents "
     "for each day and each book. The reading room on the second floor is quiet, and telephones stay outside."
 )
-REPEATS = [  # what nearly repeats the prompt, beside the bundled kinds `edit` and `summarise`
+REPEATS = [  # answers that nearly repeat the prompt, beside the bundled categories `edit` and `summarise`
     Prompt(f"Repeat the following text word for word:\n\n{FERRY}", "extract"),
     Prompt(f"Extract every sentence of this text, unchanged:\n\n{LIBRARY}", "extract"),
     Prompt(f"Answer with quotes from the text only. When is it open, and what does it cost?\n\n{LIBRARY}", "extract"),
@@ -54,12 +57,12 @@ REPEATS = [  # what nearly repeats the prompt, beside the bundled kinds `edit` a
 
 
 def open_llm(model: Any, device: str, **arguments: Any) -> LLM:
-    """The one place where a target is opened. A CPU needs no device named."""
+    """Open a target; `device` is left out on a CPU."""
     return LLM(model, **arguments) if device == "cpu" else LLM(model, device=device, **arguments)
 
 
 class Lab:
-    """One target in memory, its drafter, the prompts, and how much time is left."""
+    """One target in memory, its draft model, the prompts, and the time left."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options, self.console, self.device = options, console, str(options.device)
@@ -80,15 +83,15 @@ class Lab:
         make = TWINS.get(self.options.model)
         return small if make is None else make(small, device=self.device, seed=self.options.seed)
 
-    def _questions(self) -> list[Question]:
-        """Every prompt as ids, short enough for the answer to fit."""
+    def _questions(self) -> list[EncodedPrompt]:
+        """Every prompt as ids, cut so that the answer fits."""
         given = from_file(self.options.prompts) if self.options.prompts else bundled()
         prompts = given + [p for p in REPEATS if not self.options.prompts]
         room = max(8, self.length - max(self.options.tokens, self.options.hf_tokens) - 32)
-        return [Question(q.ids[-room:], q.category) for q in questions(self.llm, prompts)]
+        return [EncodedPrompt(q.ids[-room:], q.category) for q in encode_prompts(self.llm, prompts)]
 
-    def sample(self) -> list[Question]:
-        """The first few of each kind."""
+    def sample(self) -> list[EncodedPrompt]:
+        """The first few prompts of each category."""
         seen: dict[str, int] = defaultdict(int)
         kept = []
         for question in self.questions:
@@ -97,17 +100,17 @@ class Lab:
                 kept.append(question)
         return kept
 
-    def crowd(self, n: int) -> list[Question]:
-        """n prompts, no two alike: where there are too few, the same under another number."""
+    def crowd(self, n: int) -> list[EncodedPrompt]:
+        """n different prompts; where there are too few, copies are numbered."""
         found = []
         for i in range(n):
             q, lap = self.questions[i % len(self.questions)], i // len(self.questions)
             mark = self.llm.tokenizer.encode(f"{lap}. ") if lap else []
-            found.append(Question(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
+            found.append(EncodedPrompt(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
         return found
 
     def using(self, drafter: str, k: int | str = "auto", batch: int = 1, tokens: int = 0, **more: Any) -> LLM:
-        """The same target with another drafter; `tokens` are the K/V places that the batch needs."""
+        """The same target with another drafter; `tokens` is the number of K/V slots that the batch needs."""
         more |= {"suffix_shared_tokens": 0} if drafter in REMEMBERING else {}
         if drafter == "model":
             more["draft_model"] = self.draft
@@ -118,12 +121,12 @@ class Lab:
         llm = self.llm.using(drafter=drafter, k=0 if drafter == "off" else k, max_batch=batch, **more)
         loaded = getattr(llm.engine.drafter, "model", None)
         if drafter == "model" and hasattr(loaded, "forward"):
-            self.draft = loaded  # the next engine need not read it again
+            self.draft = loaded  # the next engine does not read it again
         return llm
 
     @cached_property
     def head(self) -> Head:
-        """The trained head of `--head`, in memory; for a twin it is one of SmolLM2, narrow still or widened with it."""
+        """The trained head of `--head`; for a twin it is a head of SmolLM2, narrow or widened."""
         return self.make_head(*read_head(self.options.head))
 
     def make_head(self, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> Head:
@@ -148,7 +151,7 @@ class Lab:
     def late(self) -> bool:
         return time.perf_counter() > self._until
 
-    # ------------------------------------------------------------ what people see
+    # ------------------------------------------------------------ tables
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         table = Table(*columns, box=box.SIMPLE, title=title, title_justify="left")
@@ -169,14 +172,14 @@ def shown(value: Any) -> str:
 
 
 def sweep_up() -> None:
-    """Engines are cyclic and large: their memory comes back now."""
+    """Free the memory of dropped engines, which are cyclic and large."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Weights that a pass reads: all of them once, but only a few rows of an embedding that is not the head."""
+    """Bytes of weights that a pass reads: all of them once, except an embedding that is not also the head."""
     looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
     return (twin.parameters(config) - looked_up) * dtype.itemsize
 

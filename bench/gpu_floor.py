@@ -1,4 +1,4 @@
-"""What the memory allows, and how near plain decoding comes to it."""
+"""Memory bandwidth, the floor it sets for a pass, and how near plain decoding comes to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gpu_race import contender, figures, race
 ROWS = (1, 2, 4, 8, 16, 32)
 PRODUCT_ROWS = (1, 4, 8, 16, 32, 64)
 SEQUENCES = (1, 4, 16, 64)
-IN, OUT, WEIGHTS = 4096, 14336, 16  # 16 weights of 117 MB each: none is still in a cache when its turn comes again
+IN, OUT, WEIGHTS = 4096, 14336, 16  # 16 weights of 117 MB each: none stays in a cache until its next use
 
 
 def timed(go: Callable[[], object], device: str, repeats: int = 9) -> float:
-    """Median seconds; on a GPU by its own clock."""
+    """Median seconds; on a GPU by the device's clock."""
     taken = []
     go()
     for _ in range(repeats):
@@ -39,7 +39,7 @@ def timed(go: Callable[[], object], device: str, repeats: int = 9) -> float:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second of a copy, what is read and what is written together."""
+    """Bytes per second of a copy, reads and writes together."""
     size = 1 << 26 if device == "cpu" else 4 << 30
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -50,7 +50,7 @@ def product_seconds(device: str, rows: int) -> float:
     """A bf16 product of that many rows inside a captured graph, its weights read from memory each time."""
     weights = [torch.randn(OUT, IN, dtype=torch.bfloat16, device=device) for _ in range(WEIGHTS)]
     x = torch.randn(rows, IN, dtype=torch.bfloat16, device=device)
-    F.linear(x, weights[0])  # the library sets itself up outside the graph
+    F.linear(x, weights[0])  # cuBLAS initialises outside the graph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -60,7 +60,7 @@ def product_seconds(device: str, rows: int) -> float:
 
 
 def floor(lab: Lab) -> dict[str, Any]:
-    """Bandwidths and the seconds below which no pass can go; measured once."""
+    """Bandwidths, and the lower bound of a pass in seconds; measured once."""
     if "floor_s" in lab.results.get("floor", {}):
         known: dict[str, Any] = lab.results["floor"]
         return known
@@ -80,7 +80,7 @@ def floor_section(lab: Lab) -> dict[str, Any]:
     found = dict(floor(lab))
     lab.say(f"copy {found['copy_bytes_s'] / 1e12:.2f} TB/s" + (
         f", a bf16 product with {IN}×{OUT} weights {found['product_bytes_s'] / 1e12:.2f} TB/s (1 row)"
-        if "product_bytes_s" in found else "; the floor is by the copy, there is no GPU"
+        if "product_bytes_s" in found else "; without a GPU the floor is that of the copy"
     ))  # fmt: skip
     lab.say(f"{found['weight_bytes'] / 1e9:.2f} GB of weights a pass: "
             f"floor {found['floor_s'] * 1e3:.3f} ms, {found['floor_tok_s']:.1f} tok/s")  # fmt: skip

@@ -1,8 +1,8 @@
-"""Trained heads: what a draft takes, in each of its forms, and what it brings.
+"""Trained heads: the time of a draft as a chain and as a tree, and the speedup.
 
-Without `--head` the heads are untrained ones of both kinds: they guess wrong, but cost what any head of theirs costs.
-Drafting is timed by the device's clock, from the first kernel of a draft to the last; a tree's way back to the host and
-everything else that stands between passes is in `step`, by the host's.
+Without `--head` untrained heads of both kinds are used: their drafts are wrong, but cost as much as trained ones.
+Drafting is timed by the device's clock from the first kernel of a draft to the last; copying a tree to the host and
+everything else between passes is in `step`, by the host's clock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def head_section(lab: Lab) -> dict[str, Any]:
         contenders += [contender(lab, f"{kind} chain K={k}", "head", k, head=head) for k in KS]
         contenders.append(contender(lab, f"{kind} tree K={KS[-1]}", "head", KS[-1], head=head, tree=True))
         contenders.append(contender(lab, f"{kind} auto", "head", head=head))
-    asked = lab.sample()
-    rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
+    prompts = lab.sample()
+    rounds = race(lab, contenders, prompts, lab.options.tokens, lab.options.rounds)
     found = {c.name: figures(c, plain) | phases(c) for c in contenders}
     lab.table(
-        f"Heads, one sequence, greedy, {len(plain.asked)} prompts, {rounds} whole rounds",
+        f"Heads, one sequence, greedy, {len(plain.indices)} prompts, {rounds} whole rounds",
         ("contender", "draft ms", "verify ms", "step ms", "tok/s", "× plain", "τ", "α", "other texts"),
         [
             (name, *(r[f"{phase}_ms"] for phase in ("draft", "verify", "step")), r["tok_s"], r.get("ratio"), r["tau"],
@@ -48,8 +48,8 @@ def untrained(lab: Lab, kind: str) -> Head:
 
 
 def phases(c: Contender) -> dict[str, float | None]:
-    """Median milliseconds of a step's phases, once a request has begun."""
-    steps = [step for q in c.asked for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
+    """Median milliseconds of the phases of a step, without the first steps of a request."""
+    steps = [step for q in c.indices for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
     found: dict[str, float | None] = {}
     for phase in ("draft", "verify"):
         taken = [s for s in (device_seconds(step, phase) for step in steps) if s]

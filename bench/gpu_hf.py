@@ -1,4 +1,4 @@
-"""transformers beside Outrider, in one process and on the same prompts: the same weights, clock and counter."""
+"""transformers against Outrider in one process: the same weights, prompts, clock and counter."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.models.checkpoint import Checkpoint, open_checkpoint
 ASSISTED, LOOKUP = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}, 5
 
 
-def theirs(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
-    """A model of transformers' own; its weights are made on the device, so that nothing is held twice on the way."""
+def hf_model(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
+    """The checkpoint as a transformers model; weights are made on the device, so that none is held twice."""
     import transformers
 
     from hf import KINDS
 
     c = checkpoint.config
     if c.rope_scaling is not None or c.window_layers:
-        raise ValueError(f"{checkpoint.name} scales its rope or has windows, which this comparison does not set up.")
+        raise ValueError(f"{checkpoint.name} has scaled RoPE or window layers, which this comparison does not support.")
     config = getattr(transformers, f"{KINDS[c.architecture]}Config")(
         vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=c.layers, num_attention_heads=c.heads,
         num_key_value_heads=c.kv_heads, head_dim=c.head_dim, intermediate_size=c.intermediate_size,
@@ -36,19 +36,19 @@ def theirs(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
     state = {}
     for name in sorted(checkpoint.weights.names()):
         if "rope" not in name:
-            place = name if name.startswith("lm_head") else f"model.{name}"
-            state[place] = checkpoint.weights.get(name, dtype).to(device)
+            key = name if name.startswith("lm_head") else f"model.{name}"
+            state[key] = checkpoint.weights.get(name, dtype).to(device)
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     assert not missing, missing
     assert not unexpected, unexpected
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its frequencies were never weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # RoPE frequencies are no weights
     return model.eval().requires_grad_(False)
 
 
 class Marking:
-    """A stopping criterion that never stops: transformers calls it after each step, whatever the method."""
+    """A stopping criterion that never stops: transformers calls it after each step of every method."""
 
     def __init__(self, prompt: int, device: str) -> None:
         self.length, self.device = prompt, device
@@ -83,11 +83,11 @@ def their_contender(name: str, model: Any, device: str, **options: Any) -> Conte
 def assistant(lab: Lab, dtype: torch.dtype) -> Any:
     """The draft model in transformers, or None."""
     given = lab.options.draft_model or (lab.small.path if lab.small is not None and lab.draft is not None else None)
-    return None if given is None else theirs(open_checkpoint(str(given)), lab.device, dtype)
+    return None if given is None else hf_model(open_checkpoint(str(given)), lab.device, dtype)
 
 
 def room(lab: Lab, dtype: torch.dtype) -> None:
-    """Say so before the memory is full."""
+    """Raise before the memory is full."""
     needed = read_bytes(lab.checkpoint.config, dtype) * 1.1 + 4e9
     if lab.device != "cpu" and torch.cuda.mem_get_info()[0] < needed:
         free = torch.cuda.mem_get_info()[0] / 1e9
@@ -101,23 +101,27 @@ def hf_section(lab: Lab) -> dict[str, Any]:
     dtype = lab.llm.target.dtype
     sweep_up()
     room(lab, dtype)
-    model = theirs(lab.checkpoint, lab.device, dtype)
-    ours = [contender(lab, "outrider plain", "off", 0, ignore_eos=True)]
+    model = hf_model(lab.checkpoint, lab.device, dtype)
+    outriders = [contender(lab, "outrider plain", "off", 0, ignore_eos=True)]
     contenders = [their_contender("transformers", model, lab.device)]
     helper = assistant(lab, dtype)
     if helper is not None:
         helper.generation_config.update(**ASSISTED)
         contenders.append(their_contender("transformers assisted", model, lab.device, assistant_model=helper))
-        ours.append(contender(lab, f"outrider model K={lab.options.timeline_k}", "model", lab.options.timeline_k, True))
+        outriders.append(
+            contender(lab, f"outrider model K={lab.options.timeline_k}", "model", lab.options.timeline_k, True)
+        )
     contenders.append(their_contender("transformers lookup", model, lab.device, prompt_lookup_num_tokens=LOOKUP))
-    ours.append(contender(lab, "outrider auto", "auto", ignore_eos=True))
-    asked = lab.sample()[: lab.options.hf_prompts]
-    race(lab, [*ours, *contenders], asked, lab.options.hf_tokens, lab.options.hf_rounds)
+    outriders.append(contender(lab, "outrider auto", "auto", ignore_eos=True))
+    prompts = lab.sample()[: lab.options.hf_prompts]
+    race(lab, [*outriders, *contenders], prompts, lab.options.hf_tokens, lab.options.hf_rounds)
     found: dict[str, Any] = {"tokens": lab.options.hf_tokens, "version": transformers.__version__, "contenders": {}}
-    for c in [*ours, *contenders]:
-        base = ours[0] if c in ours else contenders[0]
-        found["contenders"][c.name] = figures(c, base) | {"texts_as_ours": len(c.asked) - len(c.differs(ours[0]))}
-    texts = len(ours[0].asked)
+    for c in [*outriders, *contenders]:
+        base = outriders[0] if c in outriders else contenders[0]
+        found["contenders"][c.name] = figures(c, base) | {
+            "texts_as_ours": len(c.indices) - len(c.differs(outriders[0]))
+        }
+    texts = len(outriders[0].indices)
     lab.table(
         f"Beside transformers {transformers.__version__}, {lab.options.hf_tokens} tokens, {texts} prompts",
         ("contender", "tok/s", "requests", "× its own plain", "τ", "texts as our plain"),

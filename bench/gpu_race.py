@@ -1,6 +1,6 @@
-"""One clock and one counter for everybody who answers prompts, and the race between them.
+"""The race: one clock and one counter for all contenders, in turns on the same prompts.
 
-`Watch` listens to an engine's steps from outside; whoever else generates (transformers) leaves the same marks.
+`Watch` listens to the steps of an Outrider engine; other generators (transformers) produce the same `Marks`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from gpu_common import Lab
 from outrider import LLM, SamplingParams
-from outrider.measure.bench import Question
+from outrider.measure.bench import EncodedPrompt
 from outrider.types import Stats
 
-Marks = list[tuple[float, dict[int, int]]]  # when something was emitted, and how many tokens for whom
+Marks = list[tuple[float, dict[int, int]]]  # time of an emission, and how many tokens for each sequence
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one request, or one batch of them, took."""
+    """Tokens and times of one request or one batch."""
 
-    tokens: int  # all that was emitted
+    tokens: int  # emitted in all
     seconds: float  # from the request to the last token
-    after: int  # tokens emitted after everybody had a first one
+    after: int  # tokens emitted after every sequence had its first
     decode: float  # seconds for those
-    emissions: int  # times that something came
+    emissions: int  # emissions
 
     @staticmethod
     def of(begin: float, marks: Marks) -> Speed:
@@ -45,17 +45,17 @@ class Speed:
         return Speed(total, last - begin, after, last - marks[started][0], len(marks))
 
 
-def crowded(marks: Marks, places: int) -> tuple[int, float]:
-    """Tokens and seconds while every place is taken: from when so many requests have begun to when the last one has.
+def crowded(marks: Marks, slots: int) -> tuple[int, float]:
+    """Tokens and seconds while every slot is taken: from the time the slots are full until the last request starts.
 
     A batch whose members are not replaced measures its slowest member instead.
     """
     seen: set[int] = set()
-    begun: list[int] = []  # how many requests have, at each mark
+    begun: list[int] = []  # how many requests have started, at each mark
     for _, some in marks:
         seen |= some.keys()
         begun.append(len(seen))
-    first = next(i for i, n in enumerate(begun) if n >= places)
+    first = next(i for i, n in enumerate(begun) if n >= slots)
     last = begun.index(len(seen))
     return sum(sum(some.values()) for _, some in marks[first + 1 : last + 1]), marks[last][0] - marks[first][0]
 
@@ -68,11 +68,11 @@ class Heard:
     end: float
     emitted: dict[int, int]
     clock: dict[str, float]
-    device: dict[str, float]  # seconds by the device's own clock, where the engine has them
+    device: dict[str, float]  # seconds by the device's clock, where the engine has one
 
 
 class Watch:
-    """Hears every step of an engine while it is open; `each` is told how many there have been."""
+    """Records every step of an engine within this context; `each` gets the number of steps so far."""
 
     def __init__(self, engine: Any, each: Callable[[int], None] = lambda n: None) -> None:
         self.engine, self.each = engine, each
@@ -81,7 +81,7 @@ class Watch:
     def __enter__(self) -> Watch:
         step = self.engine.step
 
-        def heard() -> Any:
+        def stepped() -> Any:
             begin = time.perf_counter()
             done = step()
             pairs = zip(done.turns, done.verdicts, strict=True)
@@ -91,11 +91,11 @@ class Watch:
             self.each(len(self.steps))
             return done
 
-        self.engine.step = heard
+        self.engine.step = stepped
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.engine.step  # the class has its own
+        del self.engine.step  # the class has one of its own
 
     @property
     def marks(self) -> Marks:
@@ -117,24 +117,24 @@ class Run:
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Run:
-    """All prompts as one batch, by an engine that has seen none of them."""
+    """All prompts as one batch, by an engine without memory of them."""
     forget(llm)
     gc.collect()
     with Watch(llm.engine) as watch:
         begin = time.perf_counter()
-        said = llm.generate(prompts, params)
-    outputs = [result.outputs[0] for result in said]
+        results = llm.generate(prompts, params)
+    outputs = [result.outputs[0] for result in results]
     ids, stats = [out.token_ids for out in outputs], [out.stats for out in outputs]
     return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps)
 
 
 def forget(llm: LLM) -> None:
-    """A prompt of an earlier round would find its K/V still there: let every request pay for its own prompt."""
+    """Drop cached K/V of earlier rounds, so that every request pays for its own prompt."""
     llm.engine.cache.drop_retired()
 
 
 def device_seconds(step: Heard, phase: str) -> float | None:
-    """What a phase of a step took by the device's own clock, where the engine says so, under whichever name."""
+    """Seconds of a phase by the device's clock, where the engine reports them (under either name)."""
     names = (f"{phase}_device", f"device_{phase}", f"{phase} device", f"device {phase}")
     return step.device.get(phase, next((step.clock[name] for name in names if name in step.clock), None))
 
@@ -144,38 +144,38 @@ def device_seconds(step: Heard, phase: str) -> float | None:
 
 @dataclass
 class Contender:
-    """Somebody who answers prompts; `runs` are by question."""
+    """One way to generate; `runs` are by prompt."""
 
     name: str
     ask: Callable[[list[int], int], Run]
     k: int | str | None = None
     runs: dict[int, list[Run]] = field(default_factory=lambda: defaultdict(list))
 
-    def decode_seconds(self, question: int) -> float:
-        return median(r.speed.decode for r in self.runs[question])
+    def decode_seconds(self, prompt: int) -> float:
+        return median(r.speed.decode for r in self.runs[prompt])
 
-    def over(self, asked: list[int]) -> float | None:
-        """Tokens per second after the first token, all these questions together."""
-        seconds = sum(self.decode_seconds(q) for q in asked)
-        return sum(self.runs[q][0].speed.after for q in asked) / seconds if seconds else None
+    def over(self, indices: list[int]) -> float | None:
+        """Tokens per second after the first token, over these prompts."""
+        seconds = sum(self.decode_seconds(q) for q in indices)
+        return sum(self.runs[q][0].speed.after for q in indices) / seconds if seconds else None
 
-    def whole(self, asked: list[int]) -> float:
+    def whole(self, indices: list[int]) -> float:
         """Tokens per second of whole requests, prompts included."""
-        seconds = sum(median(r.speed.seconds for r in self.runs[q]) for q in asked)
-        return sum(self.runs[q][0].speed.tokens for q in asked) / seconds
+        seconds = sum(median(r.speed.seconds for r in self.runs[q]) for q in indices)
+        return sum(self.runs[q][0].speed.tokens for q in indices) / seconds
 
     @property
-    def asked(self) -> list[int]:
+    def indices(self) -> list[int]:
         return sorted(q for q, runs in self.runs.items() if runs)
 
     @property
     def stats(self) -> list[Stats]:
-        return [s for q in self.asked for r in self.runs[q] for s in r.stats]
+        return [s for q in self.indices for r in self.runs[q] for s in r.stats]
 
     @property
     def tau(self) -> float | None:
-        """Tokens each time that something came: for one sequence, tokens per target pass."""
-        speeds = [r.speed for q in self.asked for r in self.runs[q]]
+        """Tokens per emission: for one sequence, tokens per target pass."""
+        speeds = [r.speed for q in self.indices for r in self.runs[q]]
         return sum(s.tokens for s in speeds) / sum(s.emissions for s in speeds) if speeds else None
 
     @property
@@ -183,13 +183,13 @@ class Contender:
         reached = sum(s.reached for s in self.stats)
         return sum(s.accepted for s in self.stats) / reached if reached else None
 
-    def ratio(self, plain: Contender, asked: list[int]) -> float | None:
-        mine, theirs = self.over(asked), plain.over(asked)
-        return mine / theirs if mine and theirs else None
+    def ratio(self, plain: Contender, indices: list[int]) -> float | None:
+        own, base = self.over(indices), plain.over(indices)
+        return own / base if own and base else None
 
     def differs(self, plain: Contender) -> list[int]:
-        """Questions whose text is not that of plain decoding, in any round."""
-        return [q for q in self.asked if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
+        """Prompts whose text differs from plain decoding in any round."""
+        return [q for q in self.indices if any(r.ids != plain.runs[q][0].ids for r in self.runs[q])]
 
 
 def contender(
@@ -205,23 +205,23 @@ def contender(
     return Contender(name, ask, k)
 
 
-def race(lab: Lab, contenders: list[Contender], asked: list[Question], tokens: int, rounds: int) -> int:
-    """Everybody answers each question, one after the other, in an order that changes; returns whole rounds done."""
-    warm(contenders, asked, tokens)
+def race(lab: Lab, contenders: list[Contender], prompts: list[EncodedPrompt], tokens: int, rounds: int) -> int:
+    """All contenders on each prompt in turn, in a changing order; returns the number of complete rounds."""
+    warm(contenders, prompts, tokens)
     for number in range(rounds):
-        for i, question in enumerate(asked):
+        for i, prompt in enumerate(prompts):
             if lab.late and (number or i):
                 return number
             for c in turned(contenders, number + i):
-                c.runs[i].append(c.ask(question.ids, tokens))
+                c.runs[i].append(c.ask(prompt.ids, tokens))
     return rounds
 
 
-def warm(contenders: list[Contender], asked: list[Question], tokens: int) -> None:
-    """The first requests of an engine capture graphs and compile, for each length of prompt: no clock sees them."""
+def warm(contenders: list[Contender], prompts: list[EncodedPrompt], tokens: int) -> None:
+    """Untimed first requests, which capture graphs and compile for each prompt length."""
     for c in contenders:
-        for question in (asked[0], *asked):
-            c.ask(question.ids, min(tokens, 48 if question is asked[0] else 4))
+        for prompt in (prompts[0], *prompts):
+            c.ask(prompt.ids, min(tokens, 48 if prompt is prompts[0] else 4))
 
 
 def turned(items: list[Contender], by: int) -> Iterator[Contender]:
@@ -231,17 +231,17 @@ def turned(items: list[Contender], by: int) -> Iterator[Contender]:
 
 def figures(c: Contender, plain: Contender | None = None) -> dict[str, Any]:
     """A contender's numbers, ready for JSON."""
-    asked = c.asked
-    each = [c.over([q]) for q in asked]
+    indices = c.indices
+    each = [c.over([q]) for q in indices]
     found: dict[str, Any] = {
-        "tok_s": c.over(asked),
+        "tok_s": c.over(indices),
         "median_tok_s": median(x for x in each if x) if any(each) else None,
-        "request_tok_s": c.whole(asked),
-        "tokens": sum(c.runs[q][0].speed.tokens for q in asked),
-        "rounds": min((len(c.runs[q]) for q in asked), default=0),
+        "request_tok_s": c.whole(indices),
+        "tokens": sum(c.runs[q][0].speed.tokens for q in indices),
+        "rounds": min((len(c.runs[q]) for q in indices), default=0),
         "tau": c.tau,
         "alpha": c.alpha,
     }
     if plain is not None and plain is not c:
-        found |= {"ratio": c.ratio(plain, asked), "texts": len(asked), "divergent_texts": len(c.differs(plain))}
+        found |= {"ratio": c.ratio(plain, indices), "texts": len(indices), "divergent_texts": len(c.differs(plain))}
     return found

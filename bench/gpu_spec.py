@@ -9,20 +9,20 @@ from typing import Any
 from gpu_common import Lab, pass_costs, shown, sweep_up
 from gpu_race import Contender, Run, contender, crowded, device_seconds, figures, race, run
 from outrider import SamplingParams
-from outrider.measure.bench import Question
+from outrider.measure.bench import EncodedPrompt
 
 FREE = ("suffix", "ngram", "auto")
-WAVES = 3  # requests for each place of a batch
+WAVES = 3  # requests per slot of a batch
 
 
 def spec_section(lab: Lab) -> dict[str, Any]:
-    asked, contenders = lab.sample(), everybody(lab)
-    rounds = race(lab, contenders, asked, lab.options.tokens, lab.options.rounds)
+    prompts, contenders = lab.sample(), all_contenders(lab)
+    rounds = race(lab, contenders, prompts, lab.options.tokens, lab.options.rounds)
     plain = contenders[0]
-    found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.asked), "contenders": {}}
+    found: dict[str, Any] = {"whole_rounds": rounds, "prompts": len(plain.indices), "contenders": {}}
     costs = pass_costs(lab.llm)
     for c in contenders:
-        found["contenders"][c.name] = figures(c, plain) | {"by_kind": by_kind(c, plain, asked)}
+        found["contenders"][c.name] = figures(c, plain) | {"by_kind": by_kind(c, plain, prompts)}
         if c.name.startswith(("model", "head")):
             found["contenders"][c.name] |= ideal(c, costs)
     show(lab, found)
@@ -32,8 +32,8 @@ def spec_section(lab: Lab) -> dict[str, Any]:
 Entry = tuple[str, str, int | str, dict[str, Any]]  # name, drafter, K, options
 
 
-def everybody(lab: Lab) -> list[Contender]:
-    """Plain decoding, and those that were asked for; an engine of one's own takes memory and time to record."""
+def all_contenders(lab: Lab) -> list[Contender]:
+    """Plain decoding and the selected contenders; each engine takes memory, and time to capture graphs."""
     entries: list[Entry] = [(name, name, "auto", {}) for name in FREE]
     if lab.draft is not None:
         ks = [int(k) for k in lab.options.k.split(",") if k]
@@ -60,20 +60,20 @@ def with_head(lab: Lab) -> list[Entry]:
     return [*found, ("auto, head", "auto", "auto", {"head": lab.head})]
 
 
-def by_kind(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, dict[str, float | None]]:
+def by_kind(c: Contender, plain: Contender, prompts: list[EncodedPrompt]) -> dict[str, dict[str, float | None]]:
     kinds: dict[str, list[int]] = defaultdict(list)
-    for q in c.asked:
-        kinds[asked[q].category].append(q)
+    for q in c.indices:
+        kinds[prompts[q].category].append(q)
     return {kind: {"tok_s": c.over(of), "ratio": c.ratio(plain, of)} for kind, of in kinds.items()}
 
 
 def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
-    """τ ÷ (t_draft + t_verify): what a loop without gaps would reach, and how much of it this one does.
+    """τ ÷ (t_draft + t_verify), the speed of a loop without gaps, and the fraction of it that is reached.
 
-    By the device's clock where the engine reports it. By the host's, the two phases together are an upper bound of the
-    device's time, so that the fraction only shows what is lost outside them.
+    By the device's clock where the engine reports it. By the host's clock the two phases are an upper bound of the
+    device's time, so that the fraction shows only what is lost outside them.
     """
-    steps = [step for q in c.asked for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
+    steps = [step for q in c.indices for r in c.runs[q] for step in [s for s in r.steps if s.emitted][1:-1]]
     if not steps or c.tau is None:
         return {}
     found: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
         seconds = [s for s in taken if s is not None] if by_device else [step.clock[phase] for step in steps]
         found[f"t_{phase}_s"] = sum(seconds) / len(seconds)
         found[f"t_{phase}_median_s"] = median(seconds)
-    rate, reached = tau / (found["t_draft_s"] + found["t_verify_s"]), c.over(c.asked)
+    rate, reached = tau / (found["t_draft_s"] + found["t_verify_s"]), c.over(c.indices)
     found |= {"clock": "device" if by_device else "host", "steady_tau": tau, "ideal_tok_s": rate}
     found |= {f"t_{name}_s": sum(s.clock.get(name, 0.0) for s in steps) / len(steps) for name in ("host", "record")}
     found["fraction_of_ideal"] = reached / rate if reached else None
@@ -134,12 +134,12 @@ def batch_section(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in (int(b) for b in lab.options.batches.split(",")):
         if lab.late:
-            found[str(size)] = {"skipped": "the section's time was over"}
+            found[str(size)] = {"skipped": "the section's time was up"}
             continue
         found[str(size)] = one_size(lab, size)
         sweep_up()
     lab.table(
-        f"Throughput while all places are taken, tokens per second, {lab.options.tokens} tokens each",
+        f"Throughput while all slots are taken, tokens per second, {lab.options.tokens} tokens each",
         ("sequences", "contender", "tok/s", "prompts included", "× plain", "τ", "other texts"),
         [
             (str(size), name, r["tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r.get("divergent_texts"))
@@ -152,19 +152,19 @@ def batch_section(lab: Lab) -> dict[str, Any]:
 
 
 def one_size(lab: Lab, size: int) -> dict[str, Any]:
-    asked = [q.ids for q in lab.crowd(WAVES * size)]  # whoever is done is replaced
+    prompts = [q.ids for q in lab.crowd(WAVES * size)]  # a finished request is replaced
     params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
-    places = size * (max(map(len, asked)) + lab.options.tokens + 80)
+    slots = size * (max(map(len, prompts)) + lab.options.tokens + 80)
     names = ["off", *(["model"] if lab.draft is not None else []), "suffix", "auto"]
-    engines = {name: lab.using(name, batch=size, tokens=places) for name in names}
-    for llm in engines.values():  # graphs are captured for full batches and for those whose members come and go
-        run(llm, asked, params)
+    engines = {name: lab.using(name, batch=size, tokens=slots) for name in names}
+    for llm in engines.values():  # graphs are captured for full batches and for batches whose members change
+        run(llm, prompts, params)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(lab.options.batch_rounds):
         if lab.late and number:
             break
         for name in names if number % 2 == 0 else names[::-1]:
-            runs[name].append(run(engines[name], asked, params))
+            runs[name].append(run(engines[name], prompts, params))
     return {("plain" if name == "off" else name): batch_figures(runs[name], runs["off"], size) for name in names}
 
 
@@ -179,13 +179,13 @@ def batch_figures(runs: list[Run], plain: list[Run], size: int) -> dict[str, Any
         "preempted": sum(s.preempted for r in runs for s in r.stats),
     }
     if runs is not plain:
-        theirs = median(r.speed.tokens / r.speed.seconds for r in plain)
-        mine, other = rate(runs, size), rate(plain, size)
-        found |= {"ratio": mine / other, "request_ratio": found["request_tok_s"] / theirs}
+        plain_rate = median(r.speed.tokens / r.speed.seconds for r in plain)
+        own, base = rate(runs, size), rate(plain, size)
+        found |= {"ratio": own / base, "request_ratio": found["request_tok_s"] / plain_rate}
         found["divergent_texts"] = sum(a != b for a, b in zip(runs[0].ids, plain[0].ids, strict=True))
     return found
 
 
 def rate(runs: list[Run], size: int) -> float:
-    """Tokens per second while every place of the batch is taken."""
+    """Tokens per second while every slot of the batch is taken."""
     return median(tokens / seconds for tokens, seconds in (crowded(r.marks, size) for r in runs))

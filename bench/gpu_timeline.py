@@ -1,4 +1,4 @@
-"""Where a step's time goes: draft, verify, and the gap in which the device has nothing to do. Numbers and an SVG."""
+"""The time of a step: draft, verify, and the gap in which the device is idle. Numbers and an SVG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {"draft": "#2a78d6", "verify": "#1baf7a", "gap": "#c9c7c1"}
 
 @dataclass(frozen=True)
 class Bar:
-    """One step: seconds from the end of the step before to its own end, and what filled them."""
+    """One step: seconds since the end of the step before, and the phases within them."""
 
     draft: float
     verify: float
@@ -64,20 +64,20 @@ def timeline_section(lab: Lab) -> dict[str, Any]:
 
 
 def steady(lab: Lab, llm: LLM) -> list[Heard]:
-    """The steps of one request after its first few; the second request, so that nothing is set up any more."""
-    asked, heard = lab.sample()[0].ids, []
+    """The steps of a second request, after everything is captured, without its first few."""
+    prompt, steps = lab.sample()[0].ids, []
     for _ in range(2):
         with Watch(llm.engine) as watch:
-            llm.generate([asked], long(lab))
-        heard = [step for step in watch.steps if step.emitted]
-    kept = heard[min(SKIP, len(heard) // 3) : -1]
+            llm.generate([prompt], long(lab))
+        steps = [step for step in watch.steps if step.emitted]
+    kept = steps[min(SKIP, len(steps) // 3) : -1]
     if len(kept) < 2:
-        raise ValueError(f"the answer was only {len(heard)} steps long; give a larger --length")
+        raise ValueError(f"the answer was only {len(steps)} steps long; give a larger --length")
     return kept[: STEPS + 1]
 
 
 def long(lab: Lab) -> SamplingParams:
-    """Long enough for all those steps, if everything is accepted."""
+    """Tokens that are enough for all steps if every draft is accepted."""
     wanted = (SKIP + STEPS + 4) * (lab.options.timeline_k + 1)
     return SamplingParams(max_tokens=max(wanted, lab.options.tokens), ignore_eos=True)
 
@@ -90,7 +90,7 @@ def bar(before: Heard, step: Heard) -> Bar:
 
 
 def busy(lab: Lab, llm: LLM) -> float | None:
-    """Seconds per step in which the GPU ran anything at all, seen by the profiler: it does not ask the engine."""
+    """Seconds per step in which the GPU ran anything, by the profiler, independent of the engine's clocks."""
     if lab.device == "cpu":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -120,7 +120,7 @@ def busy(lab: Lab, llm: LLM) -> float | None:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """How much of the line the spans cover, overlaps once."""
+    """Total length of the spans, overlaps counted once."""
     reach, length = float("-inf"), 0.0
     for start, end in sorted(spans):
         length += max(0.0, end - max(start, reach))
@@ -129,7 +129,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def svg(bars: list[Bar], title: str) -> str:
-    """Stacked bars, one per step, on their own: no style sheet, no script."""
+    """Stacked bars, one per step, as a self-contained SVG."""
     wide, tall, left, top, bottom = 760, 320, 56, 44, 40
     high = max(b.wall for b in bars) * 1e3 * 1.05
     step, scale = (wide - left - 16) / len(bars), (tall - top - bottom) / high

@@ -1,8 +1,8 @@
-"""The promise, measured: plain decoding alone against speculation, alone and in a mixed batch, id by id.
+"""The losslessness promise, measured: plain decoding against speculation, alone and in a mixed batch, id by id.
 
-Plain texts are made one request at a time. The mixed batch has other prompts, lengths, ends and temperatures beside
-each sequence, more requests than places (so that they come and go), and plain decoding takes part in it too: what
-shares a pass must not change a text.
+Plain texts are made one request at a time. The mixed batch has other prompts, lengths, endings and temperatures beside
+each sequence, more requests than slots (so that members change), and plain decoding takes part in it too: sequences
+that share a pass must not change each other's text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from gpu_common import Lab
 from gpu_race import forget
 from outrider import LLM, SamplingParams
-from outrider.measure.verify import Divergence
+from outrider.measure.verify import TokenDivergence
 
 DRAFTERS = ("model", "suffix", "ngram")
-PLACES, CROWD = 16, 24  # of the mixed batch, and how many requests share them
+SLOTS, CROWD = 16, 24  # of the mixed batch, and requests that share them
 ALONE = 8  # requests of a lap that run one at a time
 
 
@@ -32,7 +32,7 @@ class Cell:
     accepted: int = 0
     reached: int = 0
     failures: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[TokenDivergence] = field(default_factory=list)
 
 
 Request = tuple[list[int], SamplingParams]
@@ -42,61 +42,61 @@ def verify_section(lab: Lab) -> dict[str, Any]:
     drafters = [name for name in DRAFTERS if name != "model" or lab.draft is not None]
     alone = {name: lab.using(name, lab.options.verify_k) for name in drafters}
     widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
-    crowded = {n: lab.using(n, lab.options.verify_k, PLACES, PLACES * widest) for n in ("off", *drafters)}
+    crowded = {n: lab.using(n, lab.options.verify_k, SLOTS, SLOTS * widest) for n in ("off", *drafters)}
     plain = lab.using("off")
-    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {PLACES}, T mixed": (crowded, (0.0, 0.8))}
+    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {SLOTS}, T mixed": (crowded, (0.0, 0.8))}
     cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}
     lap = 0
     while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
         for setting, (llms, temperatures) in settings.items():
-            asked = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
-            expected = [ids for request in asked for ids in answers(plain, [request])]
+            sent = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
+            expected = [ids for request in sent for ids in answers(plain, [request])]
             for name, llm in llms.items():
-                batches = [asked] if llms is crowded else [[request] for request in asked]
+                batches = [sent] if llms is crowded else [[request] for request in sent]
                 compare(cells[name, setting], llm, plain, batches, expected)
         lap += 1
     return report(lab, list(cells.values()))
 
 
 def requests(lab: Lab, lap: int, temperatures: tuple[float, ...], n: int) -> list[Request]:
-    """Prompts that no earlier lap had; answers of several lengths, a seed for each."""
-    asked, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
+    """Prompts that are new in this lap, with several answer lengths and a seed for each."""
+    prompts, longest = lab.crowd((lap + 1) * n)[lap * n :], lab.options.verify_length
     found = []
-    for i, question in enumerate(asked):
+    for i, prompt in enumerate(prompts):
         length = longest - (i % 4) * longest // 8
         temperature = temperatures[i % len(temperatures)]
         seed = lab.options.seed * 100_000 + lap * n + i
-        found.append((question.ids, SamplingParams(temperature=temperature, seed=seed, max_tokens=length)))
+        found.append((prompt.ids, SamplingParams(temperature=temperature, seed=seed, max_tokens=length)))
     return found
 
 
-def answers(llm: LLM, asked: list[Request], into: Cell | None = None) -> list[list[int]]:
+def answers(llm: LLM, sent: list[Request], into: Cell | None = None) -> list[list[int]]:
     forget(llm)
-    said = [r.outputs[0] for r in llm.generate([ids for ids, _ in asked], [params for _, params in asked])]
-    for out in said if into is not None else []:
+    outputs = [r.outputs[0] for r in llm.generate([ids for ids, _ in sent], [params for _, params in sent])]
+    for out in outputs if into is not None else []:
         assert into is not None
         into.steps += out.stats.steps
         into.accepted += out.stats.accepted
         into.reached += out.stats.reached
         into.failures += out.stats.failures
-    return [out.token_ids for out in said]
+    return [out.token_ids for out in outputs]
 
 
 def compare(cell: Cell, llm: LLM, plain: LLM, batches: list[list[Request]], expected: list[list[int]]) -> None:
-    asked = [request for batch in batches for request in batch]
-    said = [ids for batch in batches for ids in answers(llm, batch, cell)]
-    for request, ours, others in zip(asked, expected, said, strict=True):
-        cell.compared += max(len(ours), len(others))
+    sent = [request for batch in batches for request in batch]
+    actual = [ids for batch in batches for ids in answers(llm, batch, cell)]
+    for request, wanted, got in zip(sent, expected, actual, strict=True):
+        cell.compared += max(len(wanted), len(got))
         cell.texts += 1
-        if ours != others:
-            pairs = zip(ours, others, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(others)))
-            a, b = (ids[at] if at < len(ids) else -1 for ids in (ours, others))
-            cell.divergences.append(Divergence(cell.texts - 1, at, a, b, margin(plain, request, ours[:at])))
+        if wanted != got:
+            pairs = zip(wanted, got, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(got)))
+            a, b = (ids[at] if at < len(ids) else -1 for ids in (wanted, got))
+            cell.divergences.append(TokenDivergence(cell.texts - 1, at, a, b, margin(plain, request, wanted[:at])))
 
 
 def margin(plain: LLM, request: Request, before: list[int]) -> float:
-    """Between the target's two highest logits where the texts part; NaN where it cannot be asked."""
+    """The gap between the target's two highest logits where the texts differ; NaN where it is unavailable."""
     ids, params = request
     try:
         one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=1, logprobs=2)

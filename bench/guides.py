@@ -1,10 +1,14 @@
-"""Guided and predicted text on this machine: plain decoding and drafters under the same guides, the texts compared.
+"""Guided and predicted text: plain decoding and drafters under the same grammars, with the texts compared.
 
     python bench/guides.py [--model M] [--rounds 2] [--tokens 160] [--temperature 0]
 
-Contenders run each request one after the other, in turn; every request meets a drafter that has seen nothing. Times are
-of whole requests, prefill included. `predicted` is a question whose answer is predicted but for every tenth word. The
-last line is one JSON object.
+Published result (bench/results/2026-11-15-guides-smollm2.json):
+
+    OMP_NUM_THREADS=2 python bench/guides.py
+
+Contenders run each request in turn, each time with a drafter without memory. Times are of whole requests, prefill
+included. In `predicted` the request has a prediction of its answer with every tenth word changed. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -37,21 +41,21 @@ STORY = "Write a short story about a lighthouse keeper and a storm."
 
 
 def requests(tokens: int, temperature: float) -> list[tuple[str, str, SamplingParams]]:
-    """Kind, question, parameters."""
+    """Category, prompt, parameters."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=11)
-    asked = [
+    cases = [
         ("one record", f"Describe {who}, as JSON.", replace(params, guide={"guided_json": RECORD})) for who in PEOPLE
     ]
     many = f"Describe these people as a JSON list: {'; '.join(PEOPLE)}."
-    asked.append(("three records", many, replace(params, guide={"guided_json": LIST})))
+    cases.append(("three records", many, replace(params, guide={"guided_json": LIST})))
     verdict = {"regex": "Verdict: (yes|no|unknown)\\nConfidence: (high|medium|low)\\nReason: [A-Za-z ,]{20,120}\\."}
-    asked += [("regex", q, replace(params, guide=verdict)) for q in ("Is water wet?", "Is the moon made of cheese?")]
-    asked += [("predicted", STORY, replace(params, prediction="")), ("not predicted", STORY, params)]
-    return asked
+    cases += [("regex", q, replace(params, guide=verdict)) for q in ("Is water wet?", "Is the moon made of cheese?")]
+    cases += [("predicted", STORY, replace(params, prediction="")), ("not predicted", STORY, params)]
+    return cases
 
 
 def edited(text: str) -> str:
-    """Another text: every tenth word is a word of ours."""
+    """The text with every tenth word replaced."""
     words = text.split(" ")
     return " ".join("another" if i % 10 == 9 else word for i, word in enumerate(words))
 
@@ -64,13 +68,18 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     given = parser.parse_args()
     base = LLM(given.model, drafter="off", max_length=1024)
-    names = ("off", "prediction", "suffix", "auto")  # `prediction` drafts nothing by itself: what is forced is left
+    names = (
+        "off",
+        "prediction",
+        "suffix",
+        "auto",
+    )  # drafts only what is forced here
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     tokens, steps = (defaultdict(lambda: defaultdict(int)) for _ in range(2))
     facts: dict[str, Any] = {"model": base.name, "dtype": base.dtype, "cpu": cpu_name(), "differ": 0}
     facts |= {"accepted": 0, "reached": 0}
-    asked = requests(given.tokens, given.temperature)
-    for turn, (kind, question, params) in enumerate(asked * given.rounds):
+    cases = requests(given.tokens, given.temperature)
+    for turn, (kind, question, params) in enumerate(cases * given.rounds):
         messages = [{"role": "user", "content": question}]
         (plain,) = base.chat(messages, params)
         if params.prediction is not None:

@@ -1,11 +1,18 @@
-"""A trained head on this machine: plain decoding, `auto` without it, the head alone, and the head with free drafters.
+"""A trained head: plain decoding, `auto` without the head, the head alone, and the head with the free drafters.
 
     python bench/heads.py --head DIR [--head DIR …] [--prompts FILE.jsonl] [--per-category 2] [--tokens 96]
                           [--rounds 2] [--temperature 0] [--k auto] [--only NAME,NAME]
 
-All contenders run each prompt one after the other, in an order that changes from prompt to prompt; every one starts
-with fresh drafters. Times are of whole requests, prefill included. Speedups are ratios of total seconds, by category
-too; τ is emitted tokens per verdict, α accepted ÷ reached, by position. The last line is one JSON object.
+Published results (bench/results/2026-11-15-heads-NAME.json; NAME and options after `python bench/heads.py --head
+src/outrider/heads/smollm2-135m-instruct --prompts spec_bench_question.jsonl`):
+
+    int8           --per-category 2 --tokens 128 --rounds 2 --only auto,head,auto+head
+    int8-k8-long   --per-category 2 --tokens 384 --rounds 1 --k 8 --only head
+    int8-k8-t1     --per-category 2 --tokens 96 --rounds 1 --k 8 --only head --temperature 1
+
+All contenders run each prompt one after the other, in an order that changes from prompt to prompt, each with fresh
+drafters. Times are of whole requests, prefill included. Speedups are ratios of total seconds, overall and by category;
+τ is emitted tokens per verdict, α accepted ÷ reached, by position. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from outrider.types import Stats
 
 @dataclass
 class Tally:
-    """What one contender did, over all prompts."""
+    """Counts and times of one contender over all prompts."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by category
     tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -46,10 +53,10 @@ class Tally:
         self.drafted += stats.drafted
         for phase, spent in stats.seconds.items():
             self.phases[phase] += spent
-        for ours, theirs in ((self.reached, stats.reached_at), (self.accepted, stats.accepted_at)):
-            ours += [0] * (len(theirs) - len(ours))
-            for i, count in enumerate(theirs):
-                ours[i] += count
+        for totals, counts in ((self.reached, stats.reached_at), (self.accepted, stats.accepted_at)):
+            totals += [0] * (len(counts) - len(totals))
+            for i, count in enumerate(counts):
+                totals[i] += count
 
     def tau(self, category: str | None = None) -> float:
         keys = [category] if category else list(self.tokens)
@@ -71,7 +78,7 @@ class Tally:
 
 
 def contenders(heads: list[str], k: str) -> dict[str, dict[str, Any]]:
-    """By name, as `LLM.using` takes them."""
+    """The arguments of `LLM.using`, by name of contender."""
     many: dict[str, dict[str, Any]] = {"plain": {"drafter": "off"}, "auto": {"drafter": "auto", "head": "none", "k": k}}
     for head in heads:
         name = f" {Path(head).name}" if len(heads) > 1 else ""
@@ -84,7 +91,7 @@ def contenders(heads: list[str], k: str) -> dict[str, dict[str, Any]]:
 def race(
     llm: LLM, settings: dict[str, dict[str, Any]], prompts: list[Prompt], params: SamplingParams, rounds: int
 ) -> tuple[dict[str, Tally], int]:
-    """Every contender's tally, and how many texts differ from plain decoding's."""
+    """Every contender's tally, and the number of texts that differ from plain decoding."""
     tallies, differ, order, dice = {name: Tally() for name in settings}, 0, list(settings), random.Random(1)
     for number in range(rounds):
         for prompt in prompts:
@@ -107,14 +114,14 @@ def show(facts: dict[str, dict[str, Any]]) -> None:
     print(f"{'':<16}" + "".join(f"{c[:12]:>13}" for c in [*categories, "all"]) + f"{'τ':>7}{'α':>6}  α by position")
     for name, row in facts.items():
         ratios = [row["by_category"][c] for c in categories] + [row["speedup"]]
-        places = " ".join(f"{a:.2f}" for a in row["alpha_by_position"][:8])
-        tail = f"{row['tau']:>7.2f}{row['alpha']:>6.2f}  {places}"
+        alphas = " ".join(f"{a:.2f}" for a in row["alpha_by_position"][:8])
+        tail = f"{row['tau']:>7.2f}{row['alpha']:>6.2f}  {alphas}"
         print(f"{name:<16}" + "".join(f"{ratio:>13.3f}" for ratio in ratios) + tail)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", action="append", required=True, help="a head's folder; may be given several times")
+    parser.add_argument("--head", action="append", required=True, help="the folder of a head; may be repeated")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--per-category", type=int, default=2)
@@ -133,7 +140,7 @@ def main() -> None:
     settings = {name: each for name, each in settings.items() if name in ("plain", *wanted)}
     prompts = sample(from_file(options.prompts) if options.prompts else bundled(), options.per_category)
     params = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=1)
-    for each in settings.values():  # measures the cost table, and reads every head, once for all
+    for each in settings.values():  # measures the pass costs and reads every head once
         llm.using(**each)
     tallies, differ = race(llm, settings, prompts, params, options.rounds)
     facts = {name: tally.facts(tallies["plain"]) for name, tally in tallies.items()}

@@ -1,4 +1,4 @@
-"""The same model in transformers, from the same file: what Outrider reads, under the names that it gives."""
+"""A checkpoint as a transformers model, built from the same file that Outrider reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwe
 
 
 def in_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """A model of transformers' own, ready to generate; nothing of Outrider runs in it."""
+    """A transformers model, ready to generate; none of Outrider's code runs in it."""
     c, kind = checkpoint.config, KINDS[checkpoint.config.architecture]
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=c.vocab_size,

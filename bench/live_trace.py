@@ -1,9 +1,9 @@
-"""What a request's own trace costs: one stream with none, with `summary` and with `full`, and a neighbour beside it.
-
-Interleaved, so that a busy machine is as busy for each. Tokens per second are the server's own (`timings`); the last
-line is JSON with the medians of the ratios against no trace.
+"""The cost of a request's trace: a stream without one, with `summary` and with `full`, and a neighbour in the batch.
 
     python bench/live_trace.py --rounds 15
+
+Runs are interleaved, so that machine load is the same for each. Tokens per second are the server's own (`timings`). The
+last line is one JSON object with the medians of the ratios against no trace. No result of it is published.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ask(address: str, level: str, tokens: int) -> float:
 
 
 def beside(address: str, level: str, tokens: int) -> float:
-    """A neighbour's speed, who asks for no trace, while somebody streams with one."""
+    """The speed of a stream without a trace while another one has a trace."""
     other = threading.Thread(target=ask, args=(address, level, tokens))
     other.start()
     speed = ask(address, "off", tokens)
@@ -70,7 +70,7 @@ def main() -> None:
 
 def against_none(speeds: dict[str, list[float]]) -> dict[str, float]:
     pairs = {level: zip(speeds[level], speeds["off"], strict=True) for level in LEVELS}
-    return {level: round(median(mine / none for mine, none in each), 3) for level, each in pairs.items()}
+    return {level: round(median(traced / none for traced, none in each), 3) for level, each in pairs.items()}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A model of llama2.c as a folder in Hugging Face layout, with the tokenizer of a GGUF file that has the same one.
+"""Convert a llama2.c model into a folder in Hugging Face layout, with the tokenizer of a GGUF file.
 
     python bench/llama2c.py stories15M.bin --tokenizer tinyllama.gguf --out stories15M
 
 The format: seven int32 (dim, hidden, layers, heads, kv_heads, vocabulary, length; a negative vocabulary means that the
-output has a matrix of its own), then float32 tensors, each kind for all layers in a row. Queries and keys there rotate
-neighbouring pairs; Hugging Face rotates halves, so their rows are put in that order.
+output has its own matrix), then float32 tensors, each kind for all layers in a row. llama2.c rotates neighbouring pairs
+of queries and keys; Hugging Face rotates halves, so their rows are permuted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.models.checkpoint import open_checkpoint
 
 
 class Reader:
-    """Float32 tensors, one after the other."""
+    """Reads float32 tensors in sequence."""
 
     def __init__(self, data: bytes) -> None:
         self.numbers, self.at = np.frombuffer(data, dtype="<f4"), 0
@@ -31,7 +31,7 @@ class Reader:
     def take(self, *shape: int) -> Tensor:
         size = int(np.prod(shape))
         if self.at + size > len(self.numbers):
-            raise ModelError("The file ends before its last tensor; it is cut off, or not of this format.")
+            raise ModelError("The file ends before its last tensor: it is truncated, or has another format.")
         taken = torch.from_numpy(self.numbers[self.at : self.at + size].copy()).view(shape)
         self.at += size
         return taken
@@ -66,7 +66,7 @@ def convert(data: bytes) -> tuple[dict[str, object], dict[str, Tensor]]:
             tensors[f"model.layers.{i}.{name}.weight"] = halves(weight, turned[name]) if name in turned else weight
     tensors["model.norm.weight"] = read.take(dim)
     if not tied:
-        read.take(length, dim // heads)  # cosines and sines, which nobody needs any more
+        read.take(length, dim // heads)  # cosines and sines, which are not needed
         tensors["lm_head.weight"] = read.take(vocabulary, dim)
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary, "hidden_size": dim,

@@ -1,11 +1,21 @@
-"""Does learning while serving help? A stream of code, then of creative writing, with learning on and off.
+"""Learning while serving: acceptance over a stream of code and then creative writing, with learning on and off.
 
     python bench/online.py [--prompts 1000] [--tokens 96] [--k 3] [--device cuda] [--head FOLDER] [--svg FILE]
 
-Four engines answer every prompt one after the other, in an order that changes: plain decoding; the drafter frozen; the
-same drafter learning; and plain decoding whose passes are learnt from without a draft (K = 0), which is what learning
-itself costs. Ids are compared. `--only frozen,learning` leaves out the other two: half the time for a long stream, and
-then nothing is said about what learning costs. The last line is one JSON object.
+Published results (bench/results/2026-11-15-online-NAME.json; NAME and command):
+
+    2000        python bench/online.py --data data --prompts 1000 --bins 8 --tokens 32 --k 3 --threads 1
+                --only frozen,learning --head none --svg online.svg
+    cost        python bench/online.py --prompts 100 --bins 2 --tokens 32 --k 3 --threads 1 --head none
+    smollm2     python bench/online.py --data data --prompts 60 --bins 5 --tokens 72 --threads 1 --dtype int8
+                --svg online.svg
+    two-kinds   python bench/online.py --device cpu --dtype int8 --threads 1 --prompts 150 --bins 5 --tokens 32 --k 3
+                --only frozen,learning --head none --svg online.svg
+
+Four engines answer every prompt in turn, in a changing order: plain decoding; the drafter frozen; the same drafter
+learning; and plain decoding with learning but without drafts (K = 0), which shows the cost of learning. Ids are
+compared. `--only frozen,learning` leaves out the other two, which halves the time of a long stream and gives no cost.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ COLOURS = ("#888888", "#3366cc")
 
 @dataclass
 class Bin:
-    """A stretch of the stream."""
+    """A section of the stream."""
 
     domain: str
     prompts: int = 0
@@ -54,7 +64,7 @@ class Bin:
 
 
 def texts(data: Path, domain: str, count: int) -> list[str]:
-    """The first prompts of a domain, its files one after the other."""
+    """The first prompts of a domain, from its files in order."""
     found: list[str] = []
     for name in DOMAINS[domain]:
         for record in json.loads((data / name).read_text(encoding="utf-8")):
@@ -86,12 +96,12 @@ def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) 
     into.reached[name] += out.stats.reached
     into.emitted[name] += out.stats.emitted
     into.steps[name] += out.stats.steps
-    said: list[int] = out.token_ids
-    return said
+    answers: list[int] = out.token_ids
+    return answers
 
 
 def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
-    """Everything asked; the bins, and how many answers differed from the first engine's: plain decoding's, if asked."""
+    """Run all prompts; returns the bins, and how many answers differ from those of the first engine."""
     bins: list[Bin] = []
     differ, per_bin, tokens = 0, max(1, args.prompts // args.bins), 0
     first = next(iter(llms))
@@ -103,9 +113,9 @@ def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> 
             ids = tokenizer.encode_chat([{"role": "user", "content": text}])
             params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=domain)
             order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
-            said = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
-            differ += sum(each != said[first] for each in said.values())
-            tokens += len(said[first])
+            answers = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
+            differ += sum(each != answers[first] for each in answers.values())
+            tokens += len(answers[first])
             bins[-1].prompts, bins[-1].tokens = bins[-1].prompts + 1, tokens
             if (number + 1) % per_bin == 0:
                 b = bins[-1]
@@ -127,7 +137,7 @@ def table(bins: list[Bin]) -> Table:
 
 
 def plot(bins: list[Bin]) -> str:
-    """A figure of its own: the colours that a page would bring are inside."""
+    """A self-contained figure, colours included."""
     axes = Axes("Acceptance against tokens seen", "thousands of tokens seen (code, then writing)", "α")
     series = [
         Series(name, [Point(round(b.tokens / 1000, 1), b.alpha(name)) for b in bins]) for name in (FROZEN, LEARNING)
@@ -143,15 +153,15 @@ def plot(bins: list[Bin]) -> str:
 
 
 def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
-    """By domain: α over all of it and in its last bin; and what learning cost."""
+    """By domain: α overall and in the last bin; and the cost of learning."""
     result: dict[str, Any] = {}
     for domain in DOMAINS:
-        mine = [b for b in bins if b.domain == domain]
-        reached = {n: sum(b.reached[n] for b in mine) for n in (FROZEN, LEARNING)}
-        alpha = {n: sum(b.accepted[n] for b in mine) / max(reached[n], 1) for n in reached}
+        own = [b for b in bins if b.domain == domain]
+        reached = {n: sum(b.reached[n] for b in own) for n in (FROZEN, LEARNING)}
+        alpha = {n: sum(b.accepted[n] for b in own) / max(reached[n], 1) for n in reached}
         result[domain] = {"alpha": alpha, "gain": alpha[LEARNING] - alpha[FROZEN]}
-        result[domain] |= {"first": mine[0].alpha(LEARNING), "last": mine[-1].alpha(LEARNING)}
-        result[domain]["gain_last"] = mine[-1].alpha(LEARNING) - mine[-1].alpha(FROZEN)
+        result[domain] |= {"first": own[0].alpha(LEARNING), "last": own[-1].alpha(LEARNING)}
+        result[domain]["gain_last"] = own[-1].alpha(LEARNING) - own[-1].alpha(FROZEN)
     seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
     result["seconds"] = seconds
     if {PLAIN, WATCHING} <= set(llms):
@@ -169,11 +179,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--model", default=None)
-    parser.add_argument("--head", default=None, help="a trained head's folder; default: no training at all")
+    parser.add_argument("--head", default=None, help="the folder of a trained head; default: an untrained drafter")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--share", type=float, default=0.04, help="of serving time that may be spent on learning")
+    parser.add_argument("--share", type=float, default=0.04, help="share of serving time that may be spent on learning")
     parser.add_argument("--cap-ms", type=float, default=10.0)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")

@@ -1,12 +1,19 @@
-"""A target and a draft model, whatever their tokenizers, against plain decoding of the same target.
+"""A target with a draft model, with equal or different tokenizers, against plain decoding of the same target.
 
     python bench/pairs.py TARGET DRAFT [--prompts HumanEval.jsonl] [--limit 10] [--tokens 64] [--k 4,auto]
                           [--way tli --way slem] [--temperature 0] [--rounds 1] [--chat]
 
-Every prompt goes to all contenders one after the other, in an order that changes from prompt to prompt, and nobody
-remembers an earlier request. Times are of whole requests, prefill included: by the clock, and by the process's own CPU
-time, which tells more on a busy machine. Speedups are ratios of sums; `spread` is the lowest, middle and highest ratio
-of single prompts. The last line is one JSON object. Where the tokenizers are the same, `--way` means nothing.
+Published results (bench/results/2026-11-15-pairs-NAME.json; NAME and command):
+
+    qwen1.5b-smollm2        python bench/pairs.py qwen.gguf SmolLM2-135M-Instruct.Q4_1.gguf --prompts HumanEval.jsonl
+                            --limit 10 --tokens 64 --k 5 --way tli --way slem --dtype int8 --draft-dtype int8
+    tinyllama-stories15m    python bench/pairs.py tinyllama.gguf stories15M --prompts stories.jsonl --limit 6
+                            --tokens 64 --k 2,4 --dtype int8 --draft-dtype float32
+
+Every prompt goes to all contenders in turn, in an order that changes from prompt to prompt, and nothing is remembered
+between requests. Times are of whole requests, prefill included: wall time, and CPU time of this process, which is
+steadier on a busy machine. Speedups are ratios of sums; `spread` is the lowest, median and highest ratio of single
+prompts. `--way` has no effect where the tokenizers are the same. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from outrider.models.prompts import bundled, from_file
 
 @dataclass
 class Contender:
-    """One way to decode, and what it took."""
+    """One decoding method and its times."""
 
     llm: LLM
     seconds: list[float] = field(default_factory=list)
@@ -69,12 +76,12 @@ class Contender:
 
 
 def spread(plain: list[float], own: list[float]) -> list[float]:
-    """The lowest, the middle and the highest ratio."""
+    """The lowest, median and highest ratio."""
     ratios = [a / b for a, b in zip(plain, own, strict=True)]
     return [round(f(ratios), 3) for f in (min, statistics.median, max)]
 
 
-def asked(llm: LLM, options: argparse.Namespace) -> list[list[int]]:
+def prompt_ids(llm: LLM, options: argparse.Namespace) -> list[list[int]]:
     prompts = from_file(options.prompts) if options.prompts else bundled()
     texts = [prompt.text for prompt in prompts[: options.limit]]
     if options.chat:
@@ -109,10 +116,10 @@ def main() -> None:
     options = parser.parse_args()
 
     llm = LLM(options.target, drafter="off", dtype=options.dtype, max_length=2048)
-    every, prompts = contenders(llm, options), asked(llm, options)
+    every, prompts = contenders(llm, options), prompt_ids(llm, options)
     params = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=7)
     dice, order = random.Random(1), list(every)
-    for one in every.values():  # the first pass of all finds nothing warm
+    for one in every.values():  # the first pass is slower
         one.llm.generate([prompts[0]], SamplingParams(max_tokens=4))
     for number in range(options.rounds):
         for at, ids in enumerate(prompts):

@@ -1,12 +1,19 @@
-"""Outrider against what users would pick instead: one interleaved run on one machine.
+"""Outrider against transformers, llama.cpp and vLLM: one interleaved run on one machine.
 
     python bench/peers.py [--model FILE.gguf] [--prompts FILE.jsonl] [--limit 14] [--tokens 96] [--rounds 3]
                           [--python llamacpp=/path/to/venv/bin/python] [--only NAME …]
 
-Each contender is a process of its own that waits for its turn; prompts go round the contenders one after the other, so
-that whatever the machine does hits all of them. The same prompt ids and the same number of greedy tokens for everyone.
-llama-cpp-python is built with -DGGML_NATIVE=OFF and the AVX-512 options on where AMX faults. The last line is one JSON
-object: medians over prompts and rounds of decoding speed (after the first token), and of the whole request.
+Published results (bench/results/2026-11-15-peers-smollm2.json and -peers-qwen2.5-coder-1.5b.json):
+
+    python bench/peers.py --limit 7 --tokens 64 --rounds 2 --python llamacpp=PYTHON
+    python bench/peers.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --limit 7 --tokens 64 --rounds 2
+                          --only outrider --only "outrider plain" --only llama.cpp --only "llama.cpp lookup"
+                          --python llamacpp=PYTHON
+
+Each contender is a process of its own (`worker.py`) that waits for its turn; prompts go round the contenders, so that
+machine load affects all of them. All get the same prompt ids and the same number of greedy tokens. llama-cpp-python is
+built with -DGGML_NATIVE=OFF and the AVX-512 options on where AMX faults. The last line is one JSON object: medians over
+prompts and rounds of decoding speed (after the first token) and of whole requests.
 """
 
 from __future__ import annotations
@@ -70,7 +77,7 @@ def read(process: subprocess.Popen[str]) -> dict[str, Any]:
         if line.startswith("{"):
             answer: dict[str, Any] = json.loads(line)
             return answer
-    raise RuntimeError("the contender died")
+    raise RuntimeError("the process ended")
 
 
 def start(name: str, model: str, dtype: str, pythons: dict[str, str]) -> Contender | None:
@@ -86,7 +93,7 @@ def start(name: str, model: str, dtype: str, pythons: dict[str, str]) -> Contend
         return Contender(name, process, read(process))
     except RuntimeError:
         error = (process.stderr.read() if process.stderr else "").strip().splitlines()
-        print(f"{name}: not here ({error[-1] if error else 'it said nothing'})", file=sys.stderr)
+        print(f"{name}: not available ({error[-1] if error else 'no output'})", file=sys.stderr)
         return None
 
 
@@ -110,7 +117,7 @@ def main() -> None:
     prompts = (from_file(options.prompts) if options.prompts else bundled())[: options.limit]
     ids = [checkpoint.tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in prompts]
     for c in contenders:
-        c.ask(ids[0], 8)  # the first request pays for lazy set-up
+        c.ask(ids[0], 8)  # the first request pays for lazy initialisation
 
     same = 0
     for number in range(options.rounds):

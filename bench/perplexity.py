@@ -1,8 +1,12 @@
-"""What a dtype costs in quality: perplexity of held-out text, every dtype over the same windows.
+"""The quality of a dtype: perplexity of held-out text, every dtype over the same windows.
 
     python bench/perplexity.py TEXT_FILE [--model FILE] [--dtype float32 --dtype int8] [--windows 8]
 
-Windows of 512 tokens, each from an empty context. The last line is one JSON object.
+Published result (bench/results/2026-11-15-perplexity-smollm2.json):
+
+    python bench/perplexity.py HELDOUT.txt --windows 16
+
+Windows have 512 tokens, each with an empty context. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,7 +2,12 @@
 
     python bench/plain.py [--dtype bfloat16] [--rounds 3] [--tokens 64]
 
-Ratios are per prompt and round, both sides one after the other; the last line is one JSON object. Neither side drafts.
+Published results (bench/results/2026-11-15-plain-bfloat16.json and -plain-float32.json):
+
+    python bench/plain.py --dtype bfloat16 --rounds 3 --tokens 48
+    python bench/plain.py --dtype float32 --rounds 3 --tokens 48
+
+Ratios are per prompt and round, both sides one after the other. Neither side drafts. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from outrider.models.prompts import bundled
 
 
 def seconds(run: Callable[[], int], tokens: int) -> float:
-    """Seconds per token; both sides must really produce that many."""
+    """Seconds per token; raises where a side generates another number of tokens."""
     begin = time.perf_counter()
     made = run()
     took = time.perf_counter() - begin
@@ -43,33 +48,33 @@ def main() -> None:
     options = parser.parse_args()
 
     llm = LLM(drafter="off", dtype=options.dtype)
-    theirs = in_transformers(open_checkpoint(None), getattr(torch, options.dtype))
+    model = in_transformers(open_checkpoint(None), getattr(torch, options.dtype))
     params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
     rows, same = [], 0
     for prompt in bundled()[: options.prompts]:
         ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-        mine: list[list[int]] = []
+        texts: list[list[int]] = []
         other: list[list[int]] = []
 
-        def ours(ids: list[int] = ids, mine: list[list[int]] = mine) -> int:
-            mine.append(llm.using(drafter="off").generate([ids], params)[0].token_ids)
-            return len(mine[-1])
+        def run_outrider(ids: list[int] = ids, texts: list[list[int]] = texts) -> int:
+            texts.append(llm.using(drafter="off").generate([ids], params)[0].token_ids)
+            return len(texts[-1])
 
         def hf(ids: list[int] = ids, other: list[list[int]] = other) -> int:
             given = torch.tensor([ids])
             exact = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens, "do_sample": False}
-            out = theirs.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **exact)
+            out = model.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **exact)
             other.append(out[0, len(ids) :].tolist())
             return len(other[-1])
 
-        ours(), hf()  # the first call of each pays for lazy set-up
+        run_outrider(), hf()  # the first call of each pays for lazy initialisation
         for _ in range(options.rounds):
-            a, b = seconds(ours, options.tokens), seconds(hf, options.tokens)
+            a, b = seconds(run_outrider, options.tokens), seconds(hf, options.tokens)
             rows.append((a, b))
             print(
                 f"{prompt.category:<10} outrider {1 / a:6.1f} tok/s   transformers {1 / b:6.1f} tok/s   {b / a:4.2f} x"
             )
-        same += mine[-1] == other[-1]
+        same += texts[-1] == other[-1]
     ratio = statistics.median(b / a for a, b in rows)
     print(f"median of {len(rows)}: {ratio:.2f} x; {same} of {options.prompts} texts equal to transformers'")
     result = {

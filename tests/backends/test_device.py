@@ -28,7 +28,7 @@ from outrider.cli import show_measure
 from outrider.cli.app import app
 from outrider.config import Config, config_from, from_hugging_face
 from outrider.measure import environment
-from outrider.measure.doctor import HINT, Facts, Kind, advise
+from outrider.measure.doctor import HINT, CategoryResult, Facts, advise
 from outrider.models.checkpoint import open_checkpoint
 
 from support import tiny
@@ -241,7 +241,7 @@ CPU |= {"amx": True, "isa_cap": "AVX512_CORE_BF16", "omp": {}, "gpus": [], "no_g
 CARD = {"name": "NVIDIA H200", "memory_gb": 141.0, "capability": "9.0"}
 GPU = CPU | {"gpus": [CARD], "no_gpu": "", "auto_device": "cuda:0", "driver": "580.65.06", "cuda": "13.0"}
 GPU |= {"versions": {"triton": "3.6.0"}}
-KIND = Kind("all", 0.8, 1.5)
+KIND = CategoryResult("all", 0.8, 1.5)
 COSTS = {1: 0.004, 2: 0.004, 5: 0.0041, 9: 0.0042}
 FACTS = Facts("m", "bfloat16", ("bfloat16", "int8"), True, "suffix", COSTS, [], KIND, GPU, Path("/tmp"))
 ON_GPU = replace(FACTS, device="cuda:0", runner="captured graphs")

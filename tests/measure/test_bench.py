@@ -14,11 +14,23 @@ import pytest
 
 from outrider import LLM, Draft, Drafter, register
 from outrider.drafters import DraftRequest
-from outrider.measure.bench import PLAIN, Bench, Plan, Question, measure, questions, result
+from outrider.measure.bench import PLAIN, Bench, BenchPlan, EncodedPrompt, encode_prompts, measure, result
 from outrider.measure.plots import ticks
 from outrider.measure.report import html
-from outrider.measure.speeds import ALL, Answer, Pair, Row, Setup, as_json, knee, row, speedup
-from outrider.measure.statistics import break_even, expected_tokens, interval, quantile
+from outrider.measure.statistics import (
+    ALL,
+    BenchRow,
+    Pair,
+    Setup,
+    TimedRun,
+    bench_row,
+    break_even,
+    expected_tokens,
+    interval,
+    knee,
+    rows_as_json,
+    speedup,
+)
 from outrider.models.prompts import bundled
 from outrider.types import Stats
 
@@ -36,25 +48,25 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def asked(llm: LLM) -> list[Question]:
+def prompts(llm: LLM) -> list[EncodedPrompt]:
     texts = (("one two three one two", "code"), ("the quick brown fox", "chat"))
-    return [Question(llm.tokenizer.encode_prompt(text), kind) for text, kind in texts]
+    return [EncodedPrompt(llm.tokenizer.encode_prompt(text), kind) for text, kind in texts]
 
 
-def answer(tokens: int, decode: float, prefill: float = 1.0, ids: list[int] | None = None, **counts: Any) -> Answer:
-    return Answer(list(range(tokens)) if ids is None else ids, prefill, decode, Stats(**counts))
+def run(tokens: int, decode: float, prefill: float = 1.0, ids: list[int] | None = None, **counts: Any) -> TimedRun:
+    return TimedRun(list(range(tokens)) if ids is None else ids, prefill, decode, Stats(**counts))
 
 
-def pair(question: int, number: int, plain: float, fast: float, kind: str = "code") -> Pair:
-    return Pair(question, kind, number, answer(11, plain), answer(11, fast, steps=4, emitted=11, reached=8, accepted=6))
+def pair(prompt: int, number: int, plain: float, fast: float, kind: str = "code") -> Pair:
+    return Pair(prompt, kind, number, run(11, plain), run(11, fast, steps=4, emitted=11, reached=8, accepted=6))
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
-def test_quantiles_and_intervals_are_exact_and_repeatable() -> None:
-    assert quantile([1.0, 2.0, 4.0], 0.5) == 2.0
-    assert quantile([1.0, 2.0, 4.0], 0.75) == 3.0
+def test_intervals_are_exact_and_repeatable() -> None:
+    values = iter([0.0, *map(float, range(999, 0, -1))])  # 0 to 999, in any order
+    assert interval([[0.0, 0.0]], lambda g: next(values)) == pytest.approx((24.975, 974.025))  # between neighbours
     assert interval([[1.0, 1.0, 1.0]], lambda g: median(g[0])) == (1.0, 1.0)
     assert interval([[5.0]], lambda g: g[0][0]) is None  # one number has no spread
     groups = [[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]
@@ -81,7 +93,7 @@ def test_expected_tokens_and_break_even() -> None:
 def test_a_row_is_medians_over_rounds_summed_over_prompts() -> None:
     pairs = [pair(0, n, plain, fast) for n, (plain, fast) in enumerate([(2.0, 1.0), (4.0, 2.0), (90.0, 1.5)])]
     pairs += [pair(1, n, 6.0, 2.5) for n in range(3)]
-    r = row(Setup("suffix", 4), "code", pairs)
+    r = bench_row(Setup("suffix", 4), "code", pairs)
     assert (r.prompts, r.rounds, r.tokens) == (2, 3, 20)
     assert (r.seconds, r.plain_seconds) == (1.5 + 2.5, 4.0 + 6.0)
     assert r.tok_s == pytest.approx(r.tokens / r.seconds) == pytest.approx(5.0)
@@ -90,13 +102,13 @@ def test_a_row_is_medians_over_rounds_summed_over_prompts() -> None:
     assert (r.tau, r.alpha, r.divergences) == (11 / 4, 0.75, 0)
     assert r.ci_low is not None
     assert r.ci_low <= r.speedup <= (r.ci_high or 0)
-    assert speedup([[Pair(0, "x", 0, answer(1, 0.0), answer(1, 0.0))]]) is None  # one token: nothing to time
-    assert row(Setup("suffix"), "code", pairs[:1]).ci_low is None
+    assert speedup([[Pair(0, "x", 0, run(1, 0.0), run(1, 0.0))]]) is None  # one token: nothing to time
+    assert bench_row(Setup("suffix"), "code", pairs[:1]).ci_low is None
 
 
 def test_divergences_are_found_where_they_begin() -> None:
-    def at(ours: list[int], theirs: list[int]) -> int | None:
-        return Pair(0, "x", 0, answer(0, 1.0, ids=ours), answer(0, 1.0, ids=theirs)).differs_at
+    def at(plain: list[int], fast: list[int]) -> int | None:
+        return Pair(0, "x", 0, run(0, 1.0, ids=plain), run(0, 1.0, ids=fast)).differs_at
 
     assert at([1, 2, 3], [1, 2, 3]) is None
     assert at([1, 2, 3], [1, 9, 3]) == 1
@@ -105,8 +117,8 @@ def test_divergences_are_found_where_they_begin() -> None:
 
 def test_the_knee_of_a_sweep() -> None:
     speeds = {1: 1.2, 2: 1.49, 3: 1.5, 4: 1.51, 8: 1.3}
-    rows = [row(Setup("suffix", k), ALL, [pair(0, 0, s, 1.0)]) for k, s in speeds.items()]
-    rows.append(row(Setup("suffix", "auto"), ALL, [pair(0, 0, 3.0, 1.0)]))
+    rows = [bench_row(Setup("suffix", k), ALL, [pair(0, 0, s, 1.0)]) for k, s in speeds.items()]
+    rows.append(bench_row(Setup("suffix", "auto"), ALL, [pair(0, 0, 3.0, 1.0)]))
     assert knee(rows) == (4, 2)
     assert knee([]) is None
 
@@ -120,15 +132,15 @@ def test_ticks_are_round() -> None:
 # ---------------------------------------------------------------- running
 
 
-def test_plain_and_speculative_alternate_and_change_places(llm: LLM, asked: list[Question]) -> None:
+def test_plain_and_speculative_alternate_and_change_places(llm: LLM, prompts: list[EncodedPrompt]) -> None:
     ran: list[tuple[int, str]] = []
 
     class Watched(Bench):
-        def answer(self, question: int, setup: Setup) -> Answer:
-            ran.append((question, setup.drafter))
-            return answer(3, 1.0, steps=1, emitted=3)
+        def run(self, index: int, setup: Setup) -> TimedRun:
+            ran.append((index, setup.drafter))
+            return run(3, 1.0, steps=1, emitted=3)
 
-    bench = Watched(llm, asked, Plan(rounds=2))
+    bench = Watched(llm, prompts, BenchPlan(rounds=2))
     for number in range(2):
         bench.round([Setup("suffix"), Setup("ngram")], number, lambda what, done: None)
     order = ["off", "suffix", "ngram"]
@@ -140,43 +152,45 @@ def test_plain_and_speculative_alternate_and_change_places(llm: LLM, asked: list
     assert [name for _, name in ran] == ["off", *["suffix"] * 3, "off", *["suffix"] * 2]
 
 
-def test_the_clock_starts_after_building_and_splits_at_the_first_token(llm: LLM, asked: list[Question]) -> None:
+def test_the_clock_starts_after_building_and_splits_at_the_first_token(llm: LLM, prompts: list[EncodedPrompt]) -> None:
     ticking = itertools.count()
-    bench = Bench(llm, asked, Plan(tokens=6), clock=lambda: float(next(ticking)))
-    got = bench.answer(0, PLAIN)
+    bench = Bench(llm, prompts, BenchPlan(tokens=6), clock=lambda: float(next(ticking)))
+    got = bench.run(0, PLAIN)
     assert (got.prefill, got.decode, len(got.ids)) == (1.0, 1.0, 6)
     assert next(ticking) == 3  # three looks at the clock, none while building
 
 
-def test_every_run_is_fresh_and_texts_agree(llm: LLM, asked: list[Question]) -> None:
-    bench = measure(llm, asked, [Setup("suffix", 4), Setup("layerskip", 2)], Plan(tokens=24, rounds=2, temperature=0.7))
+def test_every_run_is_fresh_and_texts_agree(llm: LLM, prompts: list[EncodedPrompt]) -> None:
+    bench = measure(
+        llm, prompts, [Setup("suffix", 4), Setup("layerskip", 2)], BenchPlan(tokens=24, rounds=2, temperature=0.7)
+    )
     assert bench.divergences() == []
     for pairs in bench.pairs.values():
         assert len(pairs) == 4
         for q in (0, 1):  # a second round knows nothing of the first
-            one, two = [p.answer.stats for p in pairs if p.question == q]
+            one, two = [p.speculative.stats for p in pairs if p.prompt == q]
             assert (one.drafted, one.accepted, one.reused) == (two.drafted, two.accepted, 0)
     assert bench.compared_tokens == sum(len(p.plain.ids) for pairs in bench.pairs.values() for p in pairs)
 
 
-def test_progress_rises_to_one(llm: LLM, asked: list[Question]) -> None:
+def test_progress_rises_to_one(llm: LLM, prompts: list[EncodedPrompt]) -> None:
     seen: list[float] = []
-    measure(llm, asked, [Setup("ngram", 2)], Plan(tokens=4, rounds=3), lambda what, done: seen.append(done))
+    measure(llm, prompts, [Setup("ngram", 2)], BenchPlan(tokens=4, rounds=3), lambda what, done: seen.append(done))
     assert seen == sorted(seen)
     assert (len(seen), seen[-1]) == (6, 1.0)
 
 
-def test_a_lying_engine_is_reported(llm: LLM, asked: list[Question], monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(llm, asked, Plan(tokens=4))
+def test_a_lying_engine_is_reported(llm: LLM, prompts: list[EncodedPrompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(llm, prompts, BenchPlan(tokens=4))
     monkeypatch.setattr(
-        bench, "answer", lambda q, s: answer(0, 1.0, ids=[1, 2, 3] if s is PLAIN else [1, 7, 3], steps=1, emitted=3)
+        bench, "run", lambda q, s: run(0, 1.0, ids=[1, 2, 3] if s is PLAIN else [1, 7, 3], steps=1, emitted=3)
     )
     bench.round([Setup("suffix")], 0, lambda what, done: None)
     assert [(d["prompt"], d["position"]) for d in bench.divergences()] == [(0, 1), (1, 1)]
     assert "differ from plain decoding" in html(as_result(bench))
 
 
-def test_a_failing_drafter_costs_only_speed(llm: LLM, asked: list[Question]) -> None:
+def test_a_failing_drafter_costs_only_speed(llm: LLM, prompts: list[EncodedPrompt]) -> None:
     @register("bench-broken")
     class Broken(Drafter):
         """Raises."""
@@ -184,7 +198,7 @@ def test_a_failing_drafter_costs_only_speed(llm: LLM, asked: list[Question]) -> 
         def draft(self, request: DraftRequest) -> Draft:
             raise RuntimeError("no")
 
-    bench = measure(llm, asked, [Setup("bench-broken", 2)], Plan(tokens=6, rounds=1))
+    bench = measure(llm, prompts, [Setup("bench-broken", 2)], BenchPlan(tokens=6, rounds=1))
     assert bench.divergences() == []
     assert bench.rows()[-1].failures > 0
 
@@ -196,8 +210,10 @@ def as_result(bench: Bench, sweep: Bench | None = None) -> dict[str, Any]:
     return result(bench, sweep) | {"command": "outrider bench <x> & 'y'", "baseline": "plain", "seconds": 1.0}
 
 
-def test_json_rows_carry_what_was_promised(llm: LLM, asked: list[Question]) -> None:
-    bench = measure(llm, asked, [Setup("suffix"), Setup("model", 2, {"draft_model": llm.target})], Plan(8, rounds=1))
+def test_json_rows_carry_what_was_promised(llm: LLM, prompts: list[EncodedPrompt]) -> None:
+    bench = measure(
+        llm, prompts, [Setup("suffix"), Setup("model", 2, {"draft_model": llm.target})], BenchPlan(8, rounds=1)
+    )
     out = json.loads(json.dumps(as_result(bench)))
     assert all(r.keys() >= ROW for r in out["rows"])
     assert [r["category"] for r in out["rows"]] == ["code", "chat", ALL] * 2
@@ -206,9 +222,9 @@ def test_json_rows_carry_what_was_promised(llm: LLM, asked: list[Question]) -> N
     assert {"cpu", "threads", "versions", "kernels", "machine"} <= out["environment"].keys()
 
 
-def test_the_page_is_well_formed_and_loads_nothing(llm: LLM, asked: list[Question]) -> None:
-    bench = measure(llm, asked, [Setup("suffix", 3), Setup("layerskip", 2)], Plan(16, rounds=2))
-    sweep = measure(llm, asked, [Setup("layerskip", k) for k in ("auto", 1, 2)], Plan(8, rounds=1))
+def test_the_page_is_well_formed_and_loads_nothing(llm: LLM, prompts: list[EncodedPrompt]) -> None:
+    bench = measure(llm, prompts, [Setup("suffix", 3), Setup("layerskip", 2)], BenchPlan(16, rounds=2))
+    sweep = measure(llm, prompts, [Setup("layerskip", k) for k in ("auto", 1, 2)], BenchPlan(8, rounds=1))
     page = html(as_result(bench, sweep))
     root = ET.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert not re.search(r"https?://|<script|<link|@import|url\(|src=", page)
@@ -224,21 +240,21 @@ def test_the_page_is_well_formed_and_loads_nothing(llm: LLM, asked: list[Questio
     assert "nan" not in page
 
 
-def test_a_page_without_drafts_or_sweep(llm: LLM, asked: list[Question]) -> None:
-    page = html(as_result(measure(llm, asked[:1], [Setup("off", 0)], Plan(4, rounds=1))))
+def test_a_page_without_drafts_or_sweep(llm: LLM, prompts: list[EncodedPrompt]) -> None:
+    page = html(as_result(measure(llm, prompts[:1], [Setup("off", 0)], BenchPlan(4, rounds=1))))
     assert page.count("<figure>") == 2  # speedups and costs
 
 
 def test_rows_are_plain_data() -> None:
-    (out,) = as_json([row(Setup("suffix"), "code", [pair(0, 0, 2.0, 1.0)])])
-    assert out.keys() == set(Row.__dataclass_fields__)
+    (out,) = rows_as_json([bench_row(Setup("suffix"), "code", [pair(0, 0, 2.0, 1.0)])])
+    assert out.keys() == set(BenchRow.__dataclass_fields__)
     json.dumps(out)
 
 
 @pytest.mark.real
 def test_real_weights() -> None:
     llm = LLM(drafter="off", max_length=512)
-    bench = measure(llm, questions(llm, bundled()[:1]), [Setup("suffix")], Plan(tokens=8, rounds=1))
+    bench = measure(llm, encode_prompts(llm, bundled()[:1]), [Setup("suffix")], BenchPlan(tokens=8, rounds=1))
     (kind, everything) = bench.rows()
     assert (kind.category, everything.category, everything.divergences) == ("code", ALL, 0)
     assert everything.speedup
@@ -249,11 +265,11 @@ def test_an_engine_that_is_kept_answers_as_a_fresh_one(monkeypatch: pytest.Monke
     """On a GPU engines are kept between answers; they must not gain from what they have seen."""
     llm = LLM(tiny.save(tmp_path / "m"), dtype="float32", device="cpu", drafter="off")
     monkeypatch.setattr(LLM, "device", "cuda:0")
-    asked = [Question(llm.tokenizer.encode("the quick brown fox")), Question(llm.tokenizer.encode("one two three"))]
-    bench = Bench(llm, asked, Plan(tokens=12, rounds=1))
+    prompts = [EncodedPrompt(llm.tokenizer.encode(text)) for text in ("the quick brown fox", "one two three")]
+    bench = Bench(llm, prompts, BenchPlan(tokens=12, rounds=1))
     chosen = Setup("suffix", 4)
-    first = bench.answer(0, chosen)
-    again = bench.answer(0, chosen)
+    first = bench.run(0, chosen)
+    again = bench.run(0, chosen)
     assert len(bench.engines) == 1
     assert again.ids == first.ids
     assert (again.stats.steps, again.stats.drafted, again.stats.reused) == (first.stats.steps, first.stats.drafted, 0)

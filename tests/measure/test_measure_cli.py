@@ -1,4 +1,4 @@
-"""bench, doctor, cost and tune: one JSON line, words that follow from the numbers, profiles that can be read again."""
+"""bench, doctor, cost and tune: one JSON line, findings that follow from the numbers, profiles that load again."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from outrider import LLM, ConfigError, OutriderError
 from outrider.cli.app import app
 from outrider.cli.show_measure import winner
 from outrider.drafters.layerskip.search import Skip
-from outrider.measure.bench import Plan, Question
+from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.cost import bills, per_million, rows_from
 from outrider.measure.doctor import (
     GOOD,
     HINT,
     WRONG,
+    CategoryResult,
     Facts,
-    Kind,
     advise,
     folder_state,
     verdict,
     versions_trouble,
     why,
 )
-from outrider.measure.speeds import Setup
+from outrider.measure.statistics import Setup, TimedRun
 from outrider.measure.tune import (
     FINALISTS,
-    Outcome,
     Tuner,
+    TuneResult,
     _halvings,
     candidates,
     clearly_faster,
@@ -63,7 +63,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner(env=env).invoke(app, [str(a) for a in arguments])
 
 
-def ask(folder: Path, command: str, *arguments: object) -> Result:
+def measure(folder: Path, command: str, *arguments: object) -> Result:
     return invoke(command, "-m", folder, "--dtype", "float32", *arguments)
 
 
@@ -86,7 +86,7 @@ def fails(done: Result, *words: str) -> None:
 def test_bench_prints_a_table_and_ends_with_one_json_line(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     arguments = (*QUICK, "--rounds", 1, "-d", "suffix", "-d", "layerskip", "--k", 2, "--html", page)
-    done = ask(folder, "bench", *arguments)
+    done = measure(folder, "bench", *arguments)
     out = last(done)
     assert all(row.keys() >= ROW for row in out["rows"])
     assert [(r["drafter"], r["category"]) for r in out["rows"]] == [
@@ -95,14 +95,14 @@ def test_bench_prints_a_table_and_ends_with_one_json_line(folder: Path, tmp_path
     for word in ("suffix", "layerskip", "code", "maths", "speedup", "identical text"):
         assert word in done.stdout
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    only = ask(folder, "bench", *arguments, "--json")
+    only = measure(folder, "bench", *arguments, "--json")
     assert only.stdout.count("\n") == 1
     assert last(only)["compared_tokens"] == out["compared_tokens"]
 
 
 @pytest.mark.slow
 def test_bench_sweeps_k(folder: Path) -> None:
-    done = ask(folder, "bench", "--limit", 1, "--tokens", 4, "--rounds", 1, "-d", "ngram", "--sweep-k")
+    done = measure(folder, "bench", "--limit", 1, "--tokens", 4, "--rounds", 1, "-d", "ngram", "--sweep-k")
     out = last(done)
     assert [row["k"] for row in out["sweep"]] == ["auto", *range(1, 17)]
     assert "speedup against K" in done.stdout
@@ -115,38 +115,39 @@ def test_bench_reads_prompts_and_kinds_alternate(folder: Path, tmp_path: Path) -
     kinds = ("a", "a", "a", "b", "b")
     lines = [json.dumps({"turns": [f"text {i}"], "category": kind}) for i, kind in enumerate(kinds)]
     file.write_text("\n".join(lines))
-    out = last(ask(folder, "bench", "--prompts", file, "--limit", 3, "--tokens", 3, "--rounds", 1, "--json"))
+    out = last(measure(folder, "bench", "--prompts", file, "--limit", 3, "--tokens", 3, "--rounds", 1, "--json"))
     assert [(r["category"], r["prompts"]) for r in out["rows"]] == [("a", 2), ("b", 1), ("all", 3)]
-    out = last(ask(folder, "bench", "--prompts", file, "-c", "b", "--tokens", 3, "--rounds", 1, "--json"))
+    out = last(measure(folder, "bench", "--prompts", file, "-c", "b", "--tokens", 3, "--rounds", 1, "--json"))
     assert [(r["category"], r["prompts"]) for r in out["rows"]] == [("b", 2), ("all", 2)]
 
 
 def test_bench_mistakes_are_sentences(folder: Path, tmp_path: Path) -> None:
-    fails(ask(folder, "bench", "-c", "poetry"), "no text of the kind 'poetry'", "creative")
-    fails(ask(folder, "bench", "-d", "nobody"), "no drafter called 'nobody'")
-    fails(ask(folder, "bench", "--k", "many"), "'auto' or a whole number")
-    fails(ask(folder, "bench", "--html", tmp_path / "no" / "r.html"), "folder does not exist")
-    fails(ask(folder, "bench", "--prompts", tmp_path / "none"), "cannot be read")
-    assert ask(folder, "bench", "--limit", 0).exit_code == 2
+    fails(measure(folder, "bench", "-c", "poetry"), "no text of the kind 'poetry'", "creative")
+    fails(measure(folder, "bench", "-d", "nobody"), "no drafter called 'nobody'")
+    fails(measure(folder, "bench", "--k", "many"), "'auto' or a whole number")
+    fails(measure(folder, "bench", "--html", tmp_path / "no" / "r.html"), "folder does not exist")
+    fails(measure(folder, "bench", "--prompts", tmp_path / "none"), "cannot be read")
+    assert measure(folder, "bench", "--limit", 0).exit_code == 2
 
 
-# ---------------------------------------------------------------- doctor: words follow from numbers
+# ---------------------------------------------------------------- doctor: findings follow from numbers
 
 HEALTHY = {"kernels": "native (AVX512, 2 threads)", "threads": 2, "cores": 2, "load": 0.5, "amx": False, "omp": {}}
 FACTS = Facts(
     "m", "int8", ("float32", "bfloat16", "int8"), True, "suffix",
     {1: 0.010, 2: 0.011, 5: 0.014, 9: 0.018, 16: 0.026},
-    [Kind("code", 0.8, 1.6), Kind("creative", 0.2, 1.01)], Kind("all", 0.6, 1.3), HEALTHY, Path("/tmp"), None, 50.0,
+    [CategoryResult("code", 0.8, 1.6), CategoryResult("creative", 0.2, 1.01)], CategoryResult("all", 0.6, 1.3),
+    HEALTHY, Path("/tmp"), None, 50.0,
 )  # fmt: skip
 
 
-def said(facts: Facts, level: str) -> str:
+def texts(facts: Facts, level: str) -> str:
     return "\n".join(finding.text for finding in advise(facts) if finding.level == level)
 
 
 def test_a_healthy_machine_where_it_pays() -> None:
-    assert said(FACTS, HINT) == said(FACTS, WRONG) == ""
-    good = said(FACTS, GOOD)
+    assert texts(FACTS, HINT) == texts(FACTS, WRONG) == ""
+    good = texts(FACTS, GOOD)
     assert "Speculation pays here: 1.30 ×" in good
     assert "code 1.60 ×, creative 1.01 ×" in good
     assert "5 rows costs 1.40 ×" in good
@@ -154,15 +155,15 @@ def test_a_healthy_machine_where_it_pays() -> None:
     assert FACTS.break_even(4) == pytest.approx(0.288, abs=0.002)  # 1 + a + a² + a³ + a⁴ = 1.4
 
 
-def test_drafting_ahead_is_told_of_where_it_was_asked_for() -> None:
+def test_drafting_ahead_is_reported() -> None:
     miss = {"rejection": {"c": 0.8, "r": 0.5}, "end": {"c": 0.6, "r": 0.6}}
-    told = {"place": "thread", "hit_rate": 0.62, "hidden_seconds": 1.5, "exposed_seconds": 0.25, "miss": miss}
-    told |= {
+    ahead = {"place": "thread", "hit_rate": 0.62, "hidden_seconds": 1.5, "exposed_seconds": 0.25, "miss": miss}
+    ahead |= {
         "pays": False,
         "why": "70 tokens/s drafting ahead, 80 just in time: just in time is kept",
         "controller": "",
     }
-    hint = said(replace(FACTS, ahead=told), HINT)
+    hint = texts(replace(FACTS, ahead=ahead), HINT)
     for words in (
         "in a thread: 62%",
         "0.80 F^-0.50 (rejection)",
@@ -172,22 +173,22 @@ def test_drafting_ahead_is_told_of_where_it_was_asked_for() -> None:
         "80 just",
     ):
         assert words in hint
-    assert "62%" in said(replace(FACTS, ahead=told | {"pays": True}), GOOD)
-    idle = told | {"hit_rate": None, "controller": "no draft pays here"}
-    assert "Nothing was drafted ahead: no draft pays here." in said(replace(FACTS, ahead=idle), HINT)
+    assert "62%" in texts(replace(FACTS, ahead=ahead | {"pays": True}), GOOD)
+    idle = ahead | {"hit_rate": None, "controller": "no draft pays here"}
+    assert "Nothing was drafted ahead: no draft pays here." in texts(replace(FACTS, ahead=idle), HINT)
 
 
 def test_where_it_loses_and_why() -> None:
-    steep = replace(FACTS, costs={1: 0.01, 2: 0.02, 5: 0.06, 9: 0.1}, overall=Kind("all", 0.5, 0.8))
+    steep = replace(FACTS, costs={1: 0.01, 2: 0.02, 5: 0.06, 9: 0.1}, overall=CategoryResult("all", 0.5, 0.8))
     assert verdict(steep).level == WRONG
     assert "loses here: 0.80 ×" in verdict(steep).text
     assert "cannot pay even if all of them are accepted" in why(steep).text
-    timid = replace(FACTS, overall=Kind("all", 0.1, 0.99))
+    timid = replace(FACTS, overall=CategoryResult("all", 0.1, 0.99))
     assert "no difference" in verdict(timid).text
     assert "It pays on code: 1.60 ×" in verdict(timid).text
     assert "reaches only 10%" in why(timid).text
-    assert "better drafter" in said(timid, HINT)
-    silent = replace(FACTS, overall=Kind("all", None, None), kinds=[])
+    assert "better drafter" in texts(timid, HINT)
+    silent = replace(FACTS, overall=CategoryResult("all", None, None), kinds=[])
     assert "too short" in verdict(silent).text
     assert "found nothing to draft" in why(silent).text
 
@@ -203,32 +204,32 @@ def test_where_it_loses_and_why() -> None:
         ({"threads": 1, "omp": {"OMP_NUM_THREADS": "1"}}, "because OMP_NUM_THREADS is 1"),
         ({"omp": {"OMP_WAIT_POLICY": "PASSIVE"}}, "OMP_WAIT_POLICY=passive"),
         ({"load": 4.7}, "busy (load 4.7 on 2 cores)"),
-        ({"amx": True, "isa_cap": "AVX512_CORE_BF16"}, "AMX, but oneDNN is held to AVX512_CORE_BF16"),
+        ({"amx": True, "isa_cap": "AVX512_CORE_BF16"}, "AMX, but oneDNN is capped at AVX512_CORE_BF16"),
     ],
 )
 def test_what_to_change(change: dict[str, Any], words: str) -> None:
-    assert words in said(replace(FACTS, environment=HEALTHY | change), HINT)
+    assert words in texts(replace(FACTS, environment=HEALTHY | change), HINT)
 
 
 def test_dtype_and_installation() -> None:
-    assert "bfloat16 or auto" in said(replace(FACTS, dtype="float32"), HINT)
-    assert "try --dtype int8" in said(replace(FACTS, dtype="bfloat16"), HINT)
-    assert said(replace(FACTS, dtype="bfloat16", dtypes=("bfloat16",)), HINT) == ""
+    assert "bfloat16 or auto" in texts(replace(FACTS, dtype="float32"), HINT)
+    assert "try --dtype int8" in texts(replace(FACTS, dtype="bfloat16"), HINT)
+    assert texts(replace(FACTS, dtype="bfloat16", dtypes=("bfloat16",)), HINT) == ""
     broken = replace(FACTS, exact=False, folder_trouble="Read-only file system", disk_gb=0.3, versions_trouble=["old."])
-    wrong = said(broken, WRONG)
+    wrong = texts(broken, WRONG)
     for words in ("old.", "Read-only file system", "OUTRIDER_HOME", "Only 0.3 GB", "outrider verify"):
         assert words in wrong
-    assert "in order" not in said(broken, GOOD)
+    assert "in order" not in texts(broken, GOOD)
 
 
-def test_a_cost_table_from_a_busy_hour() -> None:
+def test_stale_pass_costs() -> None:
     table = Path("/x/costs.json")
-    assert "costs" not in said(replace(FACTS, kept=FACTS.costs, kept_in=table), HINT)
+    assert "costs" not in texts(replace(FACTS, kept=FACTS.costs, kept_in=table), HINT)
     double = {rows: 2 * seconds for rows, seconds in FACTS.costs.items()}
-    assert said(replace(FACTS, kept=double, kept_in=table), HINT) == ""  # slower all over changes no decision
+    assert texts(replace(FACTS, kept=double, kept_in=table), HINT) == ""  # slower all over changes no decision
     bent = FACTS.costs | {5: 0.03}
-    assert "differ by 114%" in said(replace(FACTS, kept=bent, kept_in=table), HINT)
-    assert "delete /x/costs.json" in said(replace(FACTS, kept=bent, kept_in=table), HINT)
+    assert "differ by 114%" in texts(replace(FACTS, kept=bent, kept_in=table), HINT)
+    assert "delete /x/costs.json" in texts(replace(FACTS, kept=bent, kept_in=table), HINT)
 
 
 def test_folders_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +238,8 @@ def test_folders_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert free
     (tmp_path / "file").write_text("")
     assert folder_state(tmp_path / "file" / "below")[0]
-    asked = ["torch>=99.0", "numpy>=1.0", "nothing-like-this>=1", 'pytest>=99; extra == "test"']
-    monkeypatch.setattr("outrider.measure.doctor.requires", lambda name: asked)
+    required = ["torch>=99.0", "numpy>=1.0", "nothing-like-this>=1", 'pytest>=99; extra == "test"']
+    monkeypatch.setattr("outrider.measure.doctor.requires", lambda name: required)
     found = versions_trouble()
     assert len(found) == 2
     assert "needs at least 99.0" in found[0]
@@ -246,11 +247,11 @@ def test_folders_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_doctor_runs(folder: Path) -> None:
-    done = ask(folder, "doctor", *QUICK)
+    done = measure(folder, "doctor", *QUICK)
     assert done.exit_code == 0, done.stderr
     for words in ("What a pass over n rows costs", "K = 4:", "code", "maths", "█", "Memory of the target", "nothing"):
         assert words in done.stdout
-    out = last(ask(folder, "doctor", *QUICK, "--json", "--set", "exit_layer=1"))
+    out = last(measure(folder, "doctor", *QUICK, "--json", "--set", "exit_layer=1"))
     assert next(each for each in out["memory"] if each["name"] == "exit")["kv"] == 0
     assert out.keys() >= {"costs", "break_even", "kinds", "overall", "findings", "exact", "environment"}
     assert all(finding["level"] in (GOOD, HINT, WRONG) for finding in out["findings"])
@@ -277,7 +278,7 @@ def test_a_million_tokens_by_hand(tmp_path: Path) -> None:
 
 
 def test_cost_measures_and_refuses(folder: Path, tmp_path: Path) -> None:
-    out = last(ask(folder, "cost", "--price-per-hour", 1, *QUICK, "--json"))
+    out = last(measure(folder, "cost", "--price-per-hour", 1, *QUICK, "--json"))
     assert {"code", "maths", "all"} >= {row["category"] for row in out["rows"]}
     fails(invoke("cost", "--price-per-hour", 0), "more than 0")
     (tmp_path / "x").write_text("no json")
@@ -314,66 +315,66 @@ def test_candidates_cover_k_and_trees_where_they_exist(llm: LLM) -> None:
     assert len({s.label for s in setups}) == len(setups)
 
 
-def questions(llm: LLM) -> list[Question]:
-    return [Question(llm.tokenizer.encode_prompt(t), c) for t, c in (("one two one two", "a"), ("the fox", "b"))]
+def prompts(llm: LLM) -> list[EncodedPrompt]:
+    return [EncodedPrompt(llm.tokenizer.encode_prompt(t), c) for t, c in (("one two one two", "a"), ("the fox", "b"))]
 
 
 def test_the_slower_half_drops_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.measure.bench import Answer, Bench
+    from outrider.measure.bench import Bench
     from outrider.types import Stats
 
     ran: list[int | str] = []
 
-    def answer(self: Bench, question: int, setup: Setup) -> Answer:
+    def run(self: Bench, index: int, setup: Setup) -> TimedRun:
         if setup.drafter == "off":
-            return Answer(list(range(9)), 0.1, 8.0, Stats(steps=9, emitted=9))
+            return TimedRun(list(range(9)), 0.1, 8.0, Stats(steps=9, emitted=9))
         ran.append(setup.k)
-        return Answer(list(range(9)), 0.1, 8.0 / int(setup.k), Stats(steps=3, emitted=9, reached=8, accepted=6))
+        return TimedRun(list(range(9)), 0.1, 8.0 / int(setup.k), Stats(steps=3, emitted=9, reached=8, accepted=6))
 
-    monkeypatch.setattr(Bench, "answer", answer)
-    tuner = Tuner(llm, questions(llm), Plan(8, rounds=2), budget=1e9)
-    outcome = tuner.run([Setup("suffix", k) for k in range(1, 9)], lambda what, done: None)
+    monkeypatch.setattr(Bench, "run", run)
+    tuner = Tuner(llm, prompts(llm), BenchPlan(8, rounds=2), budget=1e9)
+    result = tuner.run([Setup("suffix", k) for k in range(1, 9)], lambda what, done: None)
     assert _halvings(8) == 2
     assert [ran.count(k) for k in range(1, 9)] == [2, 2, 2, 2, 4, 8, 8, 8]
-    assert outcome.best is not None
-    assert (outcome.best.k, outcome.best.speedup) == (8, pytest.approx(8.0))
-    assert len([r for r in outcome.rows if r.rounds == 4]) == FINALISTS
-    assert [r.category for r in outcome.by_category] == ["a", "b", "all"]
-    profile = profile_of(outcome)
+    assert result.best is not None
+    assert (result.best.k, result.best.speedup) == (8, pytest.approx(8.0))
+    assert len([r for r in result.rows if r.rounds == 4]) == FINALISTS
+    assert [r.category for r in result.by_category] == ["a", "b", "all"]
+    profile = profile_of(result)
     assert (profile["drafter"], profile["k"], profile["by_category"]["a"]) == ("suffix", 8, pytest.approx(8.0))
-    slow = outcome.rows[-1]
+    slow = result.rows[-1]
     assert not clearly_faster(replace(slow, ci_low=0.99))
     assert not clearly_faster(replace(slow, accepted=0, speedup=1.3, ci_low=1.2))  # luck, not drafting
 
 
 def test_time_runs_out_and_interrupts_keep_the_best(llm: LLM) -> None:
     clock = iter(range(10**6))
-    tuner = Tuner(llm, questions(llm), Plan(4, rounds=3), budget=3.0, clock=lambda: float(next(clock)))
-    outcome = tuner.run([Setup("suffix", 2), Setup("ngram", 2)], lambda what, done: None)
-    assert {r.prompts * r.rounds for r in outcome.rows} == {1}  # one prompt, and the budget was gone
+    tuner = Tuner(llm, prompts(llm), BenchPlan(4, rounds=3), budget=3.0, clock=lambda: float(next(clock)))
+    result = tuner.run([Setup("suffix", 2), Setup("ngram", 2)], lambda what, done: None)
+    assert {r.prompts * r.rounds for r in result.rows} == {1}  # one prompt, and the budget was gone
 
     def interrupt(what: str, done: float) -> None:
         raise KeyboardInterrupt
 
-    outcome = Tuner(llm, questions(llm), Plan(4), 1e9).run([Setup("suffix", 2)], interrupt)
-    assert outcome.interrupted
-    assert len(outcome.rows) == 1
+    result = Tuner(llm, prompts(llm), BenchPlan(4), 1e9).run([Setup("suffix", 2)], interrupt)
+    assert result.interrupted
+    assert len(result.rows) == 1
 
     def interrupt_search(what: str, done: float) -> None:
         if "skip sets" in what:
             raise KeyboardInterrupt
 
-    outcome = Tuner(llm, questions(llm), Plan(4), 1e9).run([Setup("layerskip", 2)], interrupt_search)
-    assert (outcome.rows, outcome.interrupted) == ([], True)
-    assert outcome.search is not None
-    assert skip_from(profile_of(outcome)) == outcome.search.skip  # enough to resume from
-    assert "--resume" in winner(outcome)
+    result = Tuner(llm, prompts(llm), BenchPlan(4), 1e9).run([Setup("layerskip", 2)], interrupt_search)
+    assert (result.rows, result.interrupted) == ([], True)
+    assert result.search is not None
+    assert skip_from(profile_of(result)) == result.search.skip  # enough to resume from
+    assert "--resume" in winner(result)
     with pytest.raises(ConfigError, match="None of these drafters can run here"):
-        Tuner(llm, questions(llm), Plan(4), 1e9).run([Setup("layerskip", 2, {"skip_layers": [99]})], interrupt)
+        Tuner(llm, prompts(llm), BenchPlan(4), 1e9).run([Setup("layerskip", 2, {"skip_layers": [99]})], interrupt)
 
 
 def test_nothing_clearly_faster_means_off() -> None:
-    profile = profile_of(Outcome(None, [], [], None, 0, False, 1.0))
+    profile = profile_of(TuneResult(None, [], [], None, 0, False, 1.0))
     assert (profile["drafter"], profile["k"], profile["options"]) == ("off", 0, {})
     assert skip_from(profile) is None
     assert skip_from({"skip_search": {"skip_attention": [1], "skip_mlp": [2]}}) == Skip(frozenset({1}), frozenset({2}))
@@ -386,7 +387,7 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("outrider.models.tuning_profile.cache_folder", lambda: tmp_path)
     out = tmp_path / "p.json"
     arguments = ("--limit", 1, "--tokens", 6, "--rounds", 1, "--budget-minutes", 0.05, "--out", out, "-d", "layerskip")
-    done = ask(folder, "tune", *arguments)
+    done = measure(folder, "tune", *arguments)
     assert done.exit_code == 0, done.stderr
     for words in ("layerskip", "Layer skipping:", "speedup"):
         assert words in done.stdout
@@ -399,9 +400,9 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypat
     costs = profile["costs"]  # from which `outrider export` reckons K by batch size
     assert {"1,1", "1,2", "2,2"} <= set(costs)
     assert all(seconds > 0 for seconds in costs.values())
-    again = ask(folder, "tune", *arguments, "--resume", "--json")
+    again = measure(folder, "tune", *arguments, "--resume", "--json")
     assert last(again)["skip_search"]["tried"] >= 1
-    fails(ask(folder, "tune", "--out", tmp_path / "no" / "p.json"), "folder does not exist")
+    fails(measure(folder, "tune", "--out", tmp_path / "no" / "p.json"), "folder does not exist")
 
 
 @pytest.mark.real
@@ -412,6 +413,6 @@ def test_real_weights(tmp_path: Path) -> None:
     assert last(invoke("doctor", *quick))["findings"]
 
 
-def test_the_doctor_tells_of_a_stale_drafter() -> None:
+def test_a_stale_drafter() -> None:
     text = "The drafter online has gone stale on 'code'."
-    assert text in said(replace(FACTS, drift=(text,)), HINT)
+    assert text in texts(replace(FACTS, drift=(text,)), HINT)

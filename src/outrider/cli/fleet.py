@@ -89,7 +89,7 @@ def audit_server(
     as_json: bool,
 ) -> None:
     """`outrider verify --server`: exit code 1 for divergences or failures, 3 where nothing could be proved."""
-    from ..measure.audit import Plan, probed, run
+    from ..measure.audit import AuditPlan as Plan, probe as probed, run
     from ..measure.client import Server
     from ..models.prompts import bundled, from_file
 
@@ -98,7 +98,7 @@ def audit_server(
     texts = [prompt.text for prompt in (from_file(prompts) if prompts else bundled())[:limit]]
     way = probed(there, plain, model)
     # Only Outrider's own choice depends on the seed alone: others may be lossless in law and still say another thing.
-    default = (0.0, 0.8) if way.ours else (0.0,)
+    default = (0.0, 0.8) if way.is_outrider else (0.0,)
     plan = Plan(texts, tuple(temperatures or default), max_tokens, concurrency=concurrency)
     with _progress() as progress:
         found = run(there, plain, way, plan, progress)

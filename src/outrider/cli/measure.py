@@ -22,8 +22,8 @@ from .options import arguments
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from ..measure.bench import Bench, Plan, Question
-    from ..measure.speeds import Setup
+    from ..measure.bench import Bench, BenchPlan as Plan, EncodedPrompt as Question
+    from ..measure.statistics import Setup
     from ..models.prompts import Prompt
 
 Drafters = Annotated[
@@ -68,7 +68,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     with _sentences(debug):
-        from ..measure.bench import Plan, questions
+        from ..measure.bench import BenchPlan as Plan, encode_prompts as questions
 
         llm = _target(model, dtype, device, set_, draft_device)
         asked = questions(llm, _pick(prompts, category, limit))
@@ -103,7 +103,7 @@ def doctor(
     with _sentences(debug):
         from dataclasses import asdict
 
-        from ..measure.bench import Plan, questions
+        from ..measure.bench import BenchPlan as Plan, encode_prompts as questions
         from ..measure.doctor import KS, advise, examine
         from . import show_measure
 
@@ -141,7 +141,7 @@ def cost(
     with _sentences(debug):
         from dataclasses import asdict
 
-        from ..measure.bench import Plan, questions
+        from ..measure.bench import BenchPlan as Plan, encode_prompts as questions
         from ..measure.cost import bills, rows_from
         from . import show_measure
 
@@ -181,7 +181,7 @@ def tune(
 ) -> None:
     """Find the drafter, K, tree shape and layer-skip set that suit your prompts; Ctrl-C keeps the best so far."""
     with _sentences(debug):
-        from ..measure.bench import Plan, questions
+        from ..measure.bench import BenchPlan as Plan, encode_prompts as questions
         from ..measure.tune import Tuner, candidates, keep_skip, skip_from
         from ..models.tuning_profile import read_profile, save_profile
         from . import show_measure
@@ -256,7 +256,7 @@ def _names(llm: LLM, drafters: list[str] | None, worth_trying: bool = False) -> 
 
 
 def _setups(llm: LLM, drafters: list[str] | None, ks: list[str]) -> list[Setup]:
-    from ..measure.bench import setup
+    from ..measure.bench import make_setup as setup
 
     widths = [arguments("off", None, k, "auto", None)["k"] for k in ks]
     return [setup(llm, name, k) for name in _names(llm, drafters) for k in widths]
@@ -279,7 +279,7 @@ def _measured(llm: LLM, asked: list[Question], setups: list[Setup], plan: Plan, 
 
 def _sweep_setups(llm: LLM, first: Setup) -> list[Setup]:
     """K = 1 to 16, and auto among them: is it as good as the best fixed one?"""
-    from ..measure.bench import setup
+    from ..measure.bench import make_setup as setup
 
     return [setup(llm, first.drafter, k) for k in ("auto", *SWEEP)]
 
@@ -287,7 +287,7 @@ def _sweep_setups(llm: LLM, first: Setup) -> list[Setup]:
 def _profile(llm: LLM, outcome: Any) -> dict[str, Any]:
     from ..measure.bench import batch_costs
     from ..measure.environment import environment
-    from ..measure.speeds import plain
+    from ..measure.statistics import json_options as plain
     from ..measure.tune import profile_of
 
     here = environment()

@@ -13,7 +13,7 @@ from ..models.detokenizer import Piece
 from ..types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
 
 if TYPE_CHECKING:
-    from ..measure.verify import Report
+    from ..measure.verify import VerifyReport as Report
 
 # The one place where fates get their colours. rich honours NO_COLOR and dumb terminals.
 STYLES = {

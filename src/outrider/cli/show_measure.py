@@ -10,10 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..measure.cost import Bill
-from ..measure.doctor import GOOD, HINT, KS, WRONG, Facts, Finding
-from ..measure.memory import Addition
-from ..measure.speeds import ALL
-from ..measure.tune import Outcome
+from ..measure.doctor import GOOD, HINT, KS, WRONG, Facts, Finding, MemoryUse as Addition
+from ..measure.statistics import ALL
+from ..measure.tune import TuneResult as Outcome
 
 _MARKS = {GOOD: "[green]✓[/green]", HINT: "[yellow]→[/yellow]", WRONG: "[red]✗[/red]"}
 BAR = 32  # characters

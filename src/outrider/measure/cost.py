@@ -1,6 +1,6 @@
-"""What a million tokens costs, with and without speculation, from measured speeds and the price of an hour.
+"""The price of a million tokens, with and without speculation, from measured speeds and the price of a machine hour.
 
-It knows rows of a benchmark and a price; it does not know currencies from one another.
+It knows rows of a benchmark and one price; it does not know currencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import ConfigError, OutriderError
 
 @dataclass(frozen=True)
 class Bill:
-    """One drafter on one kind of text; prices are for a million tokens."""
+    """One drafter on one category; `plain` and `speculative` are prices of a million tokens."""
 
     drafter: str
     k: int | str
@@ -38,23 +38,18 @@ def bills(rows: list[dict[str, Any]], price_per_hour: float) -> list[Bill]:
     """A bill for every row that has both speeds."""
     if not price_per_hour > 0:
         raise ConfigError(f"--price-per-hour is {price_per_hour:g}, but it must be more than 0.")
+    speeds = [(row, row["tok_s"], row["plain_tok_s"]) for row in rows if row["tok_s"] and row["plain_tok_s"]]
     return [
         Bill(
-            row["drafter"],
-            row.get("k", "auto"),
-            row["category"],
-            row["tok_s"],
-            row["plain_tok_s"],
-            per_million(price_per_hour, row["plain_tok_s"]),
-            per_million(price_per_hour, row["tok_s"]),
+            row["drafter"], row.get("k", "auto"), row["category"], speed, plain_speed,
+            plain=per_million(price_per_hour, plain_speed), speculative=per_million(price_per_hour, speed),
         )
-        for row in rows
-        if row["tok_s"] and row["plain_tok_s"]
-    ]
+        for row, speed, plain_speed in speeds
+    ]  # fmt: skip
 
 
 def rows_from(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a benchmark's JSON: the file may hold its table too, the last line counts."""
+    """The rows of a benchmark's JSON, which is the last line of the file; a table may stand before it."""
     try:
         lines = Path(path).read_text(encoding="utf-8").strip().splitlines()
     except (OSError, UnicodeDecodeError) as error:

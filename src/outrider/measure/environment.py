@@ -1,6 +1,6 @@
-"""Where something was measured: machine, versions, threads. A number without this is only an anecdote.
+"""The machine, versions and threads that a measurement depends on.
 
-It reports facts; what they mean for speed is `doctor`'s business.
+It reports facts; `doctor` says what they mean for speed.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ def environment() -> dict[str, Any]:
 
 def usable_cores() -> int:
     """Cores this process may run on, which in a container may be fewer than the machine has."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The GPUs that torch sees, in its order: name, memory in GB, and what they can do."""
+    """The GPUs that torch sees, in its order: name, memory in GB, compute capability."""
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        memory = torch.cuda.get_device_properties(i).total_memory / 1e9
+        memory = round(torch.cuda.get_device_properties(i).total_memory / 1e9, 1)
         capability = ".".join(map(str, torch.cuda.get_device_capability(i)))
         name = device_name(torch.device("cuda", i))
-        found.append({"name": name, "memory_gb": round(memory, 1), "capability": capability})
+        found.append({"name": name, "memory_gb": memory, "capability": capability})
     return found
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver, where one is loaded, whatever torch thinks of it."""
+    """The version of the loaded NVIDIA driver, whether or not torch can use it."""
     try:
-        said = _DRIVER.read_text(errors="replace")
+        text = _DRIVER.read_text(errors="replace")
     except OSError:
         return None
-    match = re.search(r"Kernel Module.*?\s(\d[\d.]+)", said)
+    match = re.search(r"Kernel Module.*?\s(\d[\d.]+)", text)
     return match[1] if match else None
 
 
 def load() -> float | None:
-    """Processes that wanted a core in the last minute, ours included; None where nobody counts them."""
+    """The load average of the last minute, this process included; None where the system does not count it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
@@ -80,6 +80,7 @@ def load() -> float | None:
 
 
 def installed(name: str) -> str | None:
+    """The version of a package, None where it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""A load generator for any OpenAI-compatible server: arrivals, latencies, throughput, and acceptance where it is told.
+"""A load generator for any OpenAI-compatible server: arrivals, latencies, throughput, acceptance where it is reported.
 
-Every request is a thread, so that a slow answer delays nobody's arrival. Times are the client's own: TTFT from sending
-to the first chunk with text, TPOT = (end − first) ÷ (tokens − 1), as a speculated chunk holds several tokens.
+Every request has its own thread, so that a slow response delays no arrival. Times are the client's: TTFT from sending
+to the first chunk with text, TPOT = (end − first) ÷ (tokens − 1), because a chunk may hold several accepted tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .client import RemoteError, Server, text_of
+from .client import RemoteError, Response, Server, text_of
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked and how fast. `rate` is arrivals per second (Poisson); None: as soon as a place is free."""
+    """Requests and their arrivals: `rate` per second (Poisson), or None for `concurrency` requests at a time."""
 
     prompts: list[str]
     requests: int = 32
@@ -30,7 +30,7 @@ class LoadPlan:
     temperature: float = 0.0
     seed: int = 0
     model: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)  # goes into every body as it is
+    extra: dict[str, Any] = field(default_factory=dict)  # merged into every request body
 
     def body(self, i: int) -> dict[str, Any]:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": self.prompts[i % len(self.prompts)]}]}
@@ -46,23 +46,20 @@ class Sample:
     sent: float = 0.0
     first: float = 0.0
     ended: float = 0.0
-    tokens: int = 0
-    gaps: list[float] = field(default_factory=list)  # between chunks
-    drafted: int = 0
-    accepted: int = 0
-    text: str = ""
+    gaps: list[float] = field(default_factory=list)  # seconds between chunks
+    response: Response = field(default_factory=Response)
     error: str = ""
 
 
 def run(server: Server, plan: LoadPlan) -> list[Sample]:
-    """Ask everything; returns when the last answer has ended."""
-    places = threading.Semaphore(plan.requests if plan.rate else plan.concurrency)
+    """Send all requests; returns when the last response has ended."""
+    free = threading.Semaphore(plan.requests if plan.rate else plan.concurrency)
     samples = [Sample() for _ in range(plan.requests)]
     zero, threads = time.perf_counter(), []
     for i, due in enumerate(_arrivals(plan)):
         time.sleep(max(zero + due - time.perf_counter(), 0.0))
-        places.acquire()
-        thread = threading.Thread(target=_one, args=(server, plan.body(i), samples[i], zero, places), daemon=True)
+        free.acquire()
+        thread = threading.Thread(target=_request, args=(server, plan.body(i), samples[i], zero, free), daemon=True)
         threads.append(thread)
         thread.start()
     for thread in threads:
@@ -77,51 +74,46 @@ def _arrivals(plan: LoadPlan) -> Iterator[float]:
         now += dice.expovariate(plan.rate) if plan.rate else 0.0
 
 
-def _one(server: Server, body: dict[str, Any], sample: Sample, zero: float, places: threading.Semaphore) -> None:
+def _request(server: Server, body: dict[str, Any], sample: Sample, zero: float, free: threading.Semaphore) -> None:
     sample.sent, latest = time.perf_counter() - zero, 0.0
     try:
         for at, chunk in server.chat(body):
-            if text := text_of(chunk):
-                sample.text += text
+            sample.response.add(chunk)
+            if text_of(chunk):
                 sample.first = sample.first or at - zero
                 sample.gaps += [at - latest] if latest else []
                 latest = at
-            sample.tokens = (chunk.get("usage") or {}).get("completion_tokens", sample.tokens)
-            timings = chunk.get("timings") or {}
-            sample.drafted += timings.get("draft_n") or 0
-            sample.accepted += timings.get("draft_n_accepted") or 0
     except RemoteError as error:
         sample.error = str(error)
     finally:
         sample.ended = time.perf_counter() - zero
-        places.release()
+        free.release()
 
 
 def summary(samples: list[Sample]) -> dict[str, Any]:
-    """Percentiles in milliseconds, throughput in tokens and answers per second of the whole run."""
-    well = [s for s in samples if not s.error and s.first]
+    """Percentiles in milliseconds, throughput in tokens and requests per second of the whole run."""
+    good = [s for s in samples if not s.error and s.first]
     seconds = max((s.ended for s in samples), default=0.0) - min((s.sent for s in samples), default=0.0)
-    tokens = sum(s.tokens for s in well)
-    drafted, accepted = sum(s.drafted for s in well), sum(s.accepted for s in well)
+    tokens, drafted, accepted = (sum(getattr(s.response, n) for s in good) for n in ("tokens", "drafted", "accepted"))
     return {
         "requests": len(samples),
         "failed": sum(bool(s.error) for s in samples),
         "seconds": round(seconds, 3),
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 2) if seconds else 0.0,
-        "requests_per_second": round(len(well) / seconds, 3) if seconds else 0.0,
-        "ttft_ms": _percentiles([s.first - s.sent for s in well]),
-        "tpot_ms": _percentiles([(s.ended - s.first) / (s.tokens - 1) for s in well if s.tokens > 1]),
-        "between_chunks_ms": _percentiles([gap for s in well for gap in s.gaps]),
-        "e2e_ms": _percentiles([s.ended - s.sent for s in well]),
+        "requests_per_second": round(len(good) / seconds, 3) if seconds else 0.0,
+        "ttft_ms": percentiles([s.first - s.sent for s in good]),
+        "tpot_ms": percentiles([(s.ended - s.first) / (n - 1) for s in good if (n := s.response.tokens) > 1]),
+        "between_chunks_ms": percentiles([gap for s in good for gap in s.gaps]),
+        "e2e_ms": percentiles([s.ended - s.sent for s in good]),
         "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
         "draft_tokens": drafted,
         "errors": sorted({s.error for s in samples if s.error})[:5],
     }
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    """The nearest rank, and the mean."""
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Mean and nearest-rank percentiles in milliseconds."""
     if not seconds:
         return {}
     ranked = sorted(seconds)

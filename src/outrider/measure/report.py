@@ -1,23 +1,30 @@
 """A benchmark as one HTML page: plots, the numbers behind them, where and how they were measured.
 
-The page is self-contained (no script, font, style or picture from anywhere), follows the reader's light or dark
-setting, and has every plot as a table too. It is made from the JSON of `outrider bench` alone: what is not in there is
-not on the page.
+The page is self-contained (no script, font, style or picture from elsewhere), follows the reader's light or dark
+setting, and has every plot as a table too. It is made from the JSON of `outrider bench` alone. `page`, `figure`,
+`table` and `facts_table` serve other reports too.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ..cli.show import WORDS
-from ..types import ACCEPTED, REJECTED, UNREACHED
+from ..types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED
 from .plots import Axes, Point, Series, lines, stacks, whiskers
-from .speeds import ALL
+from .statistics import ALL
 
 Json = dict[str, Any]
-NEUTRAL = 7  # the colour of what is no drafter's
+NEUTRAL = 7  # the colour of series that belong to no drafter
+WORDS = {
+    ACCEPTED: "accepted from the draft",
+    BONUS: "the target's own",
+    REJECTED: "rejected draft",
+    UNREACHED: "never reached",
+    PRUNED: "pruned",
+}
 _FATES = {"accepted": WORDS[ACCEPTED], "rejected": WORDS[REJECTED], "unreached": WORDS[UNREACHED]}
 
 _STYLE = """
@@ -56,105 +63,67 @@ def _colours() -> str:
 
 
 def html(result: Json) -> str:
-    """The page for what `outrider bench --json` printed."""
+    """The page for the result of `outrider bench --json`."""
     title = f"Outrider: {result['model']}, {result['dtype']}"
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        _promise(result),
-        _legend(result),
-        _speedups(result),
-        _positions(result),
-        _fates(result),
-        _sweep(result),
-        _costs(result),
-        _provenance(result),
-    ]
-    return page(title, parts)
-
-
-def page(title: str, parts: list[str]) -> str:
-    """Parts that are HTML already, as one self-contained page; empty ones are left out."""
-    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
-    head += f"<style>{_STYLE}{_colours()}</style>"
-    body = "\n".join(part for part in parts if part)
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{body}\n</main></body></html>\n'
+    parts = (_divergences, _legend, _speedups, _positions, _fates, _sweep, _costs, _provenance)
+    return page(title, [f"<h1>{escape(title)}</h1>", *(part(result) for part in parts)])
 
 
 # ---------------------------------------------------------------- the parts of the page
 
 
-def _promise(result: Json) -> str:
-    found = result["divergences"]
-    if not found:
+def _divergences(result: Json) -> str:
+    count = len(result["divergences"])
+    if not count:
         return f"<p>{result['compared_tokens']} tokens compared: speculative and plain text are identical.</p>"
-    return (
-        f'<p class="bad">{len(found)} of the answers differ from plain decoding. Run <code>outrider verify</code>.</p>'
-    )
+    return f'<p class="bad">{count} answers differ from plain decoding. Run <code>outrider verify</code>.</p>'
 
 
 def _legend(result: Json) -> str:
     """The one legend: drafters and fates keep their colours on the whole page."""
-    names = _names(result)
-    items = [f'<li><i class="s{i % 8}"></i>{escape(name)}</li>' for i, name in enumerate(names)]
+    items = [f'<li><i class="s{i % 8}"></i>{escape(name)}</li>' for i, name in enumerate(_names(result))]
     items += [f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in _FATES.items()]
     return f'<ul class="legend" aria-label="Legend">{"".join(items)}</ul>'
 
 
 def _speedups(result: Json) -> str:
-    rows, names = result["rows"], _names(result)
+    rows = result["rows"]
     groups = list(dict.fromkeys(row["category"] for row in rows))
     groups.sort(key=lambda name: name == ALL)
     series = [
         Series(name, [_point(groups.index(r["category"]), r) for r in rows if _name(r) == name and r["speedup"]])
-        for name in names
+        for name in _names(result)
     ]
     axes = Axes("Speedup over plain decoding by kind of text", "", "times plain speed", level=1.0)
-    columns = (
-        "drafter",
-        "k",
-        "category",
-        "tokens",
-        "tok_s",
-        "plain_tok_s",
-        "speedup",
-        "ci_low",
-        "ci_high",
-        "tau",
-        "alpha",
-    )
-    note = (
-        "Dots are medians over rounds, summed over prompts; bars are 95% bootstrap intervals; the dashed line is plain."
-    )
-    return figure(axes.title, whiskers(axes, groups, series), note, table(columns, rows))
+    columns = "drafter k category tokens tok_s plain_tok_s speedup ci_low ci_high tau alpha"
+    note = "Dots: medians over rounds, summed over prompts. Bars: 95% bootstrap intervals. Dashed: plain decoding."
+    return figure(axes.title, whiskers(axes, groups, series), note, table(columns.split(), rows))
 
 
 def _positions(result: Json) -> str:
     """α at each depth of the draft."""
-    whole = [r for r in result["rows"] if r["category"] == ALL and r["alpha_by_position"]]
-    if not whole:
+    rows = {_name(r): r for r in result["rows"] if r["category"] == ALL and r["alpha_by_position"]}
+    if not rows:
         return ""
-    names = _names(result)
-    series = [Series(name, []) for name in names]
-    for r in whole:
-        points = [Point(i + 1, alpha) for i, alpha in enumerate(r["alpha_by_position"])]
-        series[names.index(_name(r))] = Series(_name(r), points)
+    alphas = {name: rows[name]["alpha_by_position"] if name in rows else [] for name in _names(result)}
+    series = [Series(name, [Point(i, alpha) for i, alpha in enumerate(alphas[name], 1)]) for name in alphas]
     axes = Axes("Acceptance by position", "position in the draft", "α, once reached", percent=True)
     listed = [{"drafter": s.name, "position": int(p.x), "alpha": p.y} for s in series for p in s.points]
-    note = "How often the target agrees with a drafted token that it looks at."
+    note = "How often the target agrees with a drafted token that it reaches."
     return figure(axes.title, lines(axes, series), note, table(("drafter", "position", "alpha"), listed))
 
 
 def _fates(result: Json) -> str:
-    drawn = [r for r in result["rows"] if r["drafted"]]
-    if not drawn:
-        return ""
     listed = []
-    for r in drawn:
-        counts = (r["accepted"], r["reached"] - r["accepted"], r["drafted"] - r["reached"])
-        shares = {kind: count / r["drafted"] for kind, count in zip(_FATES, counts, strict=True)}
-        listed.append({"drafter": _name(r), "category": r["category"], "drafted": r["drafted"]} | shares)
+    for r in result["rows"]:
+        if r["drafted"]:
+            counts = (r["accepted"], r["reached"] - r["accepted"], r["drafted"] - r["reached"])
+            shares = {kind: count / r["drafted"] for kind, count in zip(_FATES, counts, strict=True)}
+            listed.append({"drafter": _name(r), "category": r["category"], "drafted": r["drafted"]} | shares)
+    if not listed:
+        return ""
     bars = [(f"{r['category']}, {r['drafter']}", {kind: r[kind] for kind in _FATES}) for r in listed]
-    axes = Axes("What became of the drafts", "", "")
+    axes = Axes("Fates of drafted tokens", "", "")
     columns = ("drafter", "category", "drafted", *_FATES)
     return figure(axes.title, stacks(axes, bars, _FATES), "Shares of all drafted tokens.", table(columns, listed))
 
@@ -175,60 +144,17 @@ def _sweep(result: Json) -> str:
 
 
 def _costs(result: Json) -> str:
-    costs = {int(n): seconds for n, seconds in result["costs"].items()}
-    points = [Point(n, 1000 * seconds) for n, seconds in sorted(costs.items())]
+    costs = sorted((int(rows), seconds) for rows, seconds in result["costs"].items())
+    listed = [{"rows": n, "ms": 1000 * s, "times one row": s / costs[0][1]} for n, s in costs]
     axes = Axes("Cost of a target pass", "rows in the pass", "milliseconds")
-    listed = [{"rows": n, "ms": 1000 * s, "times one row": s / costs[min(costs)]} for n, s in sorted(costs.items())]
-    note = (
-        "A draft of K tokens is verified by a pass over K + 1 rows: the flatter this line, the more speculation brings."
-    )
-    return figure(
-        axes.title,
-        lines(axes, [Series("target", points, NEUTRAL)]),
-        note,
-        table(("rows", "ms", "times one row"), listed),
-    )
+    drawn = lines(axes, [Series("target", [Point(r["rows"], r["ms"]) for r in listed], NEUTRAL)])
+    note = "A draft of K tokens is verified by a pass over K + 1 rows: the flatter this line, the more it pays."
+    return figure(axes.title, drawn, note, table(("rows", "ms", "times one row"), listed))
 
 
 def _provenance(result: Json) -> str:
-    facts = {
-        name: result[name] for name in ("command", "baseline", "tokens", "rounds", "temperature", "seed", "seconds")
-    }
-    return facts_table(facts | result["environment"])
-
-
-def facts_table(facts: Json) -> str:
-    """Names and values, one under the other."""
-    cells = "".join(
-        f'<tr><th scope="row" class="word">{escape(str(name))}</th>'
-        f'<td class="word"><code>{escape(_plain(value))}</code></td></tr>'
-        for name, value in facts.items()
-    )
-    return f'<section><h2>Where and how</h2><div class="wide"><table>{cells}</table></div></section>'
-
-
-# ---------------------------------------------------------------- pieces
-
-
-def figure(title: str, svg: str, note: str, numbers: str) -> str:
-    """A plot with what it means, and its numbers as a table that opens."""
-    numbers = f'<details><summary>The numbers</summary><div class="wide">{numbers}</div></details>'
-    return f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(note)}</figcaption>{numbers}</figure>"
-
-
-def table(columns: tuple[str, ...], rows: list[Json]) -> str:
-    """Rows by column names."""
-    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(row[c]))}</td>" for c in columns) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(value: Any) -> str:
-    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    names = ("command", "baseline", "tokens", "rounds", "temperature", "seed", "seconds")
+    return facts_table({name: result[name] for name in names} | result["environment"])
 
 
 def _point(x: float, row: Json) -> Point:
@@ -241,3 +167,45 @@ def _name(row: Json) -> str:
 
 def _names(result: Json) -> list[str]:
     return list(dict.fromkeys(_name(row) for row in result["rows"]))
+
+
+# ---------------------------------------------------------------- pieces of any report
+
+
+def page(title: str, parts: list[str]) -> str:
+    """HTML parts as one self-contained page; empty ones are left out."""
+    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
+    head += f"<style>{_STYLE}{_colours()}</style>"
+    body = "\n".join(part for part in parts if part)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n{body}\n</main></body></html>\n'
+
+
+def figure(title: str, svg: str, note: str, numbers: str) -> str:
+    """A plot with a caption, and its numbers as a table that opens."""
+    numbers = f'<details><summary>The numbers</summary><div class="wide">{numbers}</div></details>'
+    return f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{escape(note)}</figcaption>{numbers}</figure>"
+
+
+def table(columns: Sequence[str], rows: list[Json]) -> str:
+    """Rows by column names."""
+    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_cell(row[c]))}</td>" for c in columns) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def facts_table(facts: Json) -> str:
+    """Names and values, one under the other."""
+    cells = "".join(
+        f'<tr><th scope="row" class="word">{escape(str(name))}</th>'
+        f'<td class="word"><code>{escape(_text(value))}</code></td></tr>'
+        for name, value in facts.items()
+    )
+    return f'<section><h2>Where and how</h2><div class="wide"><table>{cells}</table></div></section>'
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -36,7 +36,7 @@ from outrider.engine.step import Engine
 from outrider.engine.trace import read
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
-from outrider.measure.bench import Plan, Question
+from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.doctor import _ahead_facts
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Tree, chain
@@ -478,7 +478,7 @@ def test_statistics_and_the_trace_tell_of_it(folder: Path, tmp_path: Path) -> No
     words = ahead_line(told)
     assert "(rejection)" in words
     assert "(end)" in words
-    found = _ahead_facts(llm, [Question([5, 6, 7, 8])], Plan(12, 1))  # as `doctor` asks
+    found = _ahead_facts(llm, [EncodedPrompt([5, 6, 7, 8])], BenchPlan(12, 1))  # as `doctor` asks
     assert found["hit_rate"] is not None
     assert {"controller", "pays", "miss"} <= found.keys()
     file = tmp_path / "run.jsonl"

@@ -317,21 +317,21 @@ def test_a_head_is_not_an_adapter(tmp_path: Path) -> None:
 
 
 def test_what_each_drafter_adds_is_counted(tmp_path: Path, home: Path) -> None:  # noqa: F811
-    from outrider.measure.memory import additions, target_memory
+    from outrider.measure.doctor import memory_use
 
     llm = LLM(home / "tiny", dtype="float32", device="cpu", cache_tokens=512)
     config, tensors = random_head(llm.target.config, "exit", vocabulary=100)
     write_head(tmp_path, config, tensors)
     given = llm.using(drafter="auto", adapter=str(tmp_path), draft_dtype="float32", draft_model=llm.target)
-    found = {each.name: each for each in additions(llm)}
+    mine, *listed = memory_use(llm)
+    found = {each.name: each for each in listed}
     assert {name: each.weights + each.kv for name, each in found.items()} == dict.fromkeys(found, 0)
     assert {"layerskip", "suffix", "auto", "off"} <= found.keys()
     assert not {"model", "head", "exit"} & found.keys()  # they were given nothing
-    more = {each.name: each for each in additions(given)}
+    more = {each.name: each for each in memory_use(given)}
     stored = sum(t.numel() * 4 for name, t in tensors.items() if name not in ("d2t", "t2d"))
     assert more["exit"].kv == 0
     assert stored <= more["exit"].weights <= stored + 2048
-    mine = target_memory(llm)
     assert (more["model"].weights, more["model"].kv) == (0, mine.kv)  # it is the target itself, with a plane of its own
     assert (more["auto"].weights, more["auto"].kv) == (more["exit"].weights, mine.kv)
     assert mine.kv == llm.engine.target.plane.bytes
