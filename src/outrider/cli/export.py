@@ -30,7 +30,9 @@ def export(
     skip_layers: Annotated[str | None, Option(help="Draft with the target less these layers: 10,11,14.")] = None,
     dtype: Annotated[str, Option(help="Write weights in bfloat16, float16 or float32.")] = "bfloat16",
     name: ServedName = None,
-    copy_target: Annotated[bool, Option("--copy-target", help="Always write the target too.")] = False,
+    copy_target: Annotated[
+        bool, Option("--copy-target", help="Write the target even if the engine can read the original.")
+    ] = False,
     force: Annotated[bool, Option("--force", help="Write into a folder that is not empty.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +84,7 @@ def deploy_ray(
     profile: Profile = None,
     target: Target = None,
     k: FixedK = None,
-    exported: Annotated[Path | None, Option("--export", help="A folder of `outrider export --to vllm`.")] = None,
+    exported: Annotated[Path | None, Option("--export", help="A folder of `outrider export` on all nodes.")] = None,
     name: ServedName = None,
     min_replicas: Annotated[int, Option(min=0, help="Replicas that always run.")] = 1,
     max_replicas: Annotated[int, Option(min=1, help="Replicas under load.")] = 4,

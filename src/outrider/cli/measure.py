@@ -40,7 +40,9 @@ def bench(
     drafter: Drafters = None,
     k: Ks = None,
     prompts: Prompts = None,
-    category: Annotated[list[str] | None, Option("--category", "-c", help="Use only this kind of text.")] = None,
+    category: Annotated[
+        list[str] | None, Option("--category", "-c", help="Use only this kind of text. Repeatable.")
+    ] = None,
     limit: Limit = 14,
     tokens: Tokens = 96,
     rounds: Rounds = 3,
@@ -74,7 +76,7 @@ def bench(
 def bench_serve(
     server: Annotated[str, Option(help="The address of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    model: Annotated[str | None, Option("--model", "-m", help="Default: the first that the server lists.")] = None,
+    model: Annotated[str | None, Option("--model", "-m", help="The model's name. Default: the first listed.")] = None,
     requests: Annotated[int, Option(min=1, help="Send N requests in total.")] = 32,
     concurrency: Annotated[int, Option(min=1, help="Requests at once. Ignored with --rate.")] = 8,
     rate: Annotated[float | None, Option(min=0.001, help="Requests per second on average, at random times.")] = None,

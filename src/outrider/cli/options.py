@@ -33,9 +33,7 @@ Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1 and so on. Default
 DraftDevice = Annotated[str | None, Option(help="Where the draft model runs. Default: on the target's device.")]
 Set = Annotated[list[str] | None, Option("--set", "-s", help="Any other parameter, such as top_p=0.9. Repeatable.")]
 DrafterName = Annotated[str | None, Option("--drafter", "-d", help="suffix, ngram, model, head, off, … Default: auto.")]
-Drafters = Annotated[
-    list[str] | None, Option("--drafter", "-d", help="A drafter to measure, or all. Repeatable. Default: auto.")
-]
+Drafters = Annotated[list[str] | None, Option("--drafter", "-d", help="A drafter to measure, or all. Repeatable.")]
 K = Annotated[str | None, Option("--k", help="Drafted tokens per step. Default: auto, chosen in every step.")]
 Profile = Annotated[Path | None, Option(help="A profile of `outrider tune`. Options on the command line override it.")]
 Prompts = Annotated[Path | None, Option(help="JSONL prompts in Spec-Bench's format. Default: the bundled ones.")]
@@ -112,8 +110,10 @@ class EngineOptions(TargetOptions):
     drafter: DrafterName = None
     draft_model: Annotated[str | None, Option(help="The draft model of --drafter model or --drafter ahead.")] = None
     k: K = None
-    learn: Annotated[bool | None, Option("--learn/--no-learn", help="Train the drafter on verified text.")] = None
-    learn_from: Annotated[Path | None, Option(help="Start from the learnt weights in this folder.")] = None
+    learn: Annotated[bool | None, Option("--learn/--no-learn", help="Let the drafter learn online, and keep it.")] = (
+        None
+    )
+    learn_from: Annotated[Path | None, Option(help="Start from these learnt weights. Default: those kept.")] = None
     learn_to: Annotated[Path | None, Option(help="Keep learnt weights in this folder, not in the cache.")] = None
     speculative_config: Annotated[str | None, Option(help='vLLM\'s JSON, such as \'{"method": "ngram"}\'.')] = None
     profile: Profile = None

@@ -19,7 +19,7 @@ from .options import EngineOptions, ServedName, arguments, parse_k
 class ServerOptions:
     """Options of the HTTP server. Times are in seconds."""
 
-    host: Annotated[str, Option(help="Listen here. Other machines need --api-key, or --open.")] = "127.0.0.1"
+    host: Annotated[str, Option(help="The address to listen on. Others need --api-key or --open.")] = "127.0.0.1"
     port: Annotated[int, Option(min=0, max=65535, help="The port to listen on. 0 takes any free one.")] = 8000
     api_key: Annotated[
         list[str] | None, Option(envvar="OUTRIDER_API_KEY", help="Accept only requests with this key. Repeatable.")
@@ -43,7 +43,7 @@ def serve(
     context: typer.Context,
     options: EngineOptions,
     server: ServerOptions,
-    engine: Annotated[str, Option(help="outrider, or vllm: its server with Outrider's drafter.")] = "outrider",
+    engine: Annotated[str, Option(help="outrider, or vllm for vLLM's server with Outrider's drafter.")] = "outrider",
     engine_arg: Annotated[
         list[str] | None, Option(help="An option for vLLM: --engine-arg=--tensor-parallel-size=2. Repeatable.")
     ] = None,

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
     from ..models.detokenizer import Piece
 
 # The colour of every fate. rich honours NO_COLOR and dumb terminals.
-STYLES = {
-    ACCEPTED: "green",
-    BONUS: "bold cyan",
-    REJECTED: "red strike",
-    UNREACHED: "dim strike",
-    PRUNED: "dim",
-}
+STYLES = {ACCEPTED: "green", BONUS: "bold cyan", REJECTED: "red strike", UNREACHED: "dim strike", PRUNED: "dim"}
 BAR = 32  # characters of the longest text bar
 
 

@@ -36,10 +36,10 @@ def train(
     out: Annotated[Path, Option(help="The drafter's folder, to write.")],
     target: Target = None,
     kind: Annotated[str, Option(help="eagle3, block, exit (an early exit) or model (a small model).")] = "eagle3",
-    exclude: Annotated[list[Path] | None, Option(help="Prompts that are not trained on. Repeatable.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    answers: Annotated[int, Option(min=-1, help="Generate N answers. 0: one per prompt; -1: none.")] = 0,
+    exclude: Annotated[list[Path] | None, Option(help="A file of prompts to leave out. Repeatable.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    answers: Annotated[int, Option(min=-1, help="Answers to train on. 0: one per prompt; -1: those on disk.")] = 0,
     answers_file: Annotated[Path | None, Option(help="Keep answers here, to share them between trainings.")] = None,
     max_tokens: Annotated[int, Option(min=2, help="The most tokens of an answer.")] = 512,
     batch: Annotated[int, Option(min=0, help="Answers at a time. 0: 8 on a CPU, 256 on a GPU.")] = 0,
@@ -60,7 +60,7 @@ def train(
     anchors: Annotated[int, Option(min=1, help="Blocks trained in each sequence.")] = 32,
     start_from: Annotated[Path | None, Option(help="Start from the weights of this head.")] = None,
     hard: Annotated[bool, Option("--hard", help="Train on tokens, not on the target's distribution.")] = False,
-    train_embedding: Annotated[bool, Option("--train-embedding", help="Of --kind model: train it too.")] = False,
+    train_embedding: Annotated[bool, Option("--train-embedding", help="Train --kind model's embedding.")] = False,
     store: Annotated[str, Option(help="Write weights in bfloat16 or float32.")] = "bfloat16",
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
     evaluate_every: Annotated[int, Option(min=1, help="Steps between evaluations.")] = 200,
@@ -75,7 +75,7 @@ def train(
     for name in ("as_json", "stop_after"):
         choices.pop(name)
     choices |= {"prompts": tuple(prompts), "exclude": tuple(exclude or ()), "taps": tuple(choices.pop("tap") or ())}
-    choices["soft"] = not choices.pop("hard")
+    choices |= {"device": device or "auto", "dtype": dtype or "auto", "soft": not choices.pop("hard")}
     from ..train.recipe import Recipe, train as make
 
     recipe = Recipe(**choices)
@@ -91,8 +91,8 @@ def invent(
     out: Annotated[Path, Option(help="The JSONL file to write, for --prompts of `outrider train`.")],
     count: Annotated[int, Option(min=1, help="Try N prompts; those that do not end are dropped.")] = 1000,
     target: Target = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    device: Device = None,
+    dtype: Dtype = None,
     max_tokens: Annotated[int, Option(min=4, help="The most tokens of a prompt.")] = 160,
     batch: Annotated[int, Option(min=1, help="Prompts at a time.")] = 32,
     workers: Annotated[int, Option(min=1, help="Processes. Small models on a GPU need more.")] = 1,

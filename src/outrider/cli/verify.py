@@ -28,7 +28,7 @@ def verify(
     ] = None,
     prompts: Prompts = None,
     server: Annotated[str | None, Option(help="Audit an OpenAI-compatible server, whatever engine it runs.")] = None,
-    plain_server: Annotated[str | None, Option(help="A server of that model without speculation.")] = None,
+    plain_server: Annotated[str | None, Option(help="The same model without speculation, to compare with.")] = None,
     api_key: ApiKey = None,
     concurrency: Annotated[int, Option(min=1, help="Requests at once to --server.")] = 1,
     as_json: Json = False,
