@@ -40,7 +40,7 @@ def test_commands_and_options_have_help_without_python_types(path: tuple[str, ..
         assert param.help, name
         assert param.help[-1] in ".)", name
         assert param.metavar or getattr(param, "is_flag", False), name
-        assert not RAW.search(f"{param.metavar or str()} {param.help}"), name
+        assert not RAW.search(f"{param.metavar or ''} {param.help}"), name
     done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [*path, "--help"])
     assert done.exit_code == 0
     assert not RAW.search(done.stdout), done.stdout

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..measure.report import FATE_LABELS
+from ..measure.report import WORDS
 from ..measure.speeds import ALL
 from ..types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
 
@@ -41,7 +41,7 @@ def _line(console: Console, text: str) -> None:
 def legend(*fates: str) -> Text:
     line = Text()
     for fate in fates or (ACCEPTED, BONUS, REJECTED):
-        line.append(FATE_LABELS[fate], STYLES[fate]).append("   ")
+        line.append(WORDS[fate], STYLES[fate]).append("   ")
     return line
 
 

@@ -17,14 +17,14 @@ from .speeds import ALL
 
 Json = dict[str, Any]
 NEUTRAL = 7  # the colour of what is no drafter's
-FATE_LABELS = {
+WORDS = {
     ACCEPTED: "accepted from the draft",
     BONUS: "the target's own",
     REJECTED: "rejected draft",
     UNREACHED: "never reached",
     PRUNED: "pruned",
 }
-_FATES = {"accepted": FATE_LABELS[ACCEPTED], "rejected": FATE_LABELS[REJECTED], "unreached": FATE_LABELS[UNREACHED]}
+_FATES = {"accepted": WORDS[ACCEPTED], "rejected": WORDS[REJECTED], "unreached": WORDS[UNREACHED]}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #ffffff; --rule: #d8dee4; --level: #8a5a00;
