@@ -24,7 +24,7 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.backends import numbered
 from outrider.backends.load import load_model
 from outrider.backends.machine import choose_device, device_name, why_no_gpu
-from outrider.cli import show_measure
+from outrider.cli import show
 from outrider.cli.app import app
 from outrider.config import Config, config_from, from_hugging_face
 from outrider.measure import environment
@@ -253,7 +253,7 @@ def hints(facts: Facts) -> str:
 
 def shown(facts: Facts) -> str:
     file = io.StringIO()
-    show_measure.doctor(Console(width=200, no_color=True, file=file), facts, advise(facts))
+    show.doctor(Console(width=200, no_color=True, file=file), facts, advise(facts))
     return file.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The command line: one JSON object, colours that can be switched off, and a sentence for whatever goes wrong."""
+"""generate, chat, verify and trace: JSON output, colours, exit codes, and one sentence for every error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli.app import app
-from outrider.cli.show import summary
+from outrider.cli.show import piece, summary
 from outrider.drafters import DraftRequest
 from outrider.engine.trace import read, recorded, replay
 from outrider.types import Stats
@@ -28,7 +28,7 @@ from outrider.types import Stats
 from support import tiny
 
 PROGRAM = [sys.executable, "-c", "from outrider.cli.app import main; main()"]
-PROMISED = {
+FIELDS = {
     "text", "token_ids", "finish_reason", "tokens", "seconds", "tokens_per_second", "steps", "drafted", "reached",
     "accepted", "alpha", "tau", "drafter", "k", "seed", "temperature", "model", "dtype",
 }  # fmt: skip
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def invoke(*arguments: object, stdin: str | None = None, **env: str | None) -> Result:
-    """In this process: loading torch takes longer than everything that is tested here."""
+    """Runs in this process, because loading torch takes longer than the tests."""
     plain = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm-256color", "COLUMNS": "120"}
     return CliRunner(env=plain | env).invoke(app, [str(a) for a in arguments], input=stdin)
 
@@ -66,11 +66,11 @@ def one_object(stdout: str) -> dict:
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_json_is_one_object_with_what_was_promised(folder: Path, temperature: str) -> None:
+def test_json_is_one_object_with_all_fields(folder: Path, temperature: str) -> None:
     done = generate(folder, "the quick", "--json", "-n", 24, "-t", temperature, "--seed", 5)
     assert (done.exit_code, done.stderr) == (0, "")
     out = one_object(done.stdout)
-    assert out.keys() >= PROMISED
+    assert out.keys() >= FIELDS
     assert out["tokens"] == len(out["token_ids"]) == len(out["origins"])
     assert out["accepted"] == out["origins"].count("a") <= out["reached"] <= out["drafted"]
     assert out["tau"] == pytest.approx(out["tokens"] / out["steps"])
@@ -100,11 +100,6 @@ def test_text_goes_to_standard_output_and_numbers_to_standard_error(folder: Path
 
 
 def test_a_pipe_gets_the_text_as_it_is() -> None:
-    import io
-
-    from rich.console import Console
-
-    from outrider.cli.show import piece
     from outrider.models.detokenizer import Piece
 
     texts = ["\tif x:\n", "\n\n", "[bold]no markup[/bold]", "  ", "z" * 300, "😀\r\n"]
@@ -165,7 +160,7 @@ def test_a_text_that_differs_is_not_called_the_same() -> None:
     table = summary(Stats(steps=2, emitted=4, accepted=2, reached=2, drafted=2), 1.0, "suffix", (2.0, False))
     console = Console(file=io.StringIO(), width=120)
     console.print(table)
-    assert "2.00 x the plain speed, another text" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2.00 x the plain speed, different text" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- chat
@@ -197,7 +192,7 @@ def test_verify_measures_every_drafter(folder: Path) -> None:
 def cheat() -> Iterator[str]:
     @register("cheat")
     class Cheat(Drafter):
-        """Rewrites what was said, as only a broken engine would."""
+        """Changes generated tokens, as only a broken engine would."""
 
         def draft(self, request: DraftRequest) -> Draft:
             seqs = request.seqs
@@ -227,8 +222,8 @@ def test_verify_finds_a_divergence(folder: Path, cheat: str) -> None:
     assert "2 divergences" in shown.stdout
 
 
-def test_verify_with_prompts_of_ones_own(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
+def test_verify_reads_a_prompt_file(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
     file.write_text('{"turns": ["one two"], "category": "a"}\n{"prompt": "three"}\n')
     done = invoke("verify", "-m", folder, "-d", "suffix", "--dtype", "float32", "-n", 6, "--prompts", file)
     assert done.exit_code == 0
@@ -282,7 +277,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     fails(invoke("trace", "show", tmp_path), "cannot be read")
 
 
-def test_a_trace_needs_a_place(folder: Path, tmp_path: Path) -> None:
+def test_a_trace_needs_an_existing_folder(folder: Path, tmp_path: Path) -> None:
     fails(generate(folder, "one", "--trace", tmp_path / "no" / "such" / "folder.jsonl"), "cannot be written")
 
 
@@ -315,7 +310,7 @@ def fails(done: Result, *words: str) -> None:
         (["-n", "0"], "max_tokens"),
         (["--seed", "-1"], "seed"),
         (["--stop", ""], "stop string"),
-        (["--set", "top_p"], "name=value"),
+        (["--set", "top_p"], "NAME=VALUE"),
         (["--set", "top_p=2"], "top_p"),
         (["--set", "top_p=high"], "must be a number"),
         (["--set", "logit_bias=[1]"], "wrong type"),
@@ -361,7 +356,7 @@ def test_a_draft_model_with_another_vocabulary(folder: Path, tmp_path: Path) -> 
     translated = generate(folder, "one", "-d", "model", "--draft-model", other)
     assert translated.exit_code == 0
     assert "has another tokenizer" in translated.stderr
-    assert "spelled anew (SLEM)" in " ".join(translated.stderr.split())
+    assert "its drafts are retokenised (SLEM)" in " ".join(translated.stderr.split())
     assert translated.stdout == generate(folder, "one", "-d", "off").stdout
     fails(generate(folder, "one", "-d", "ahead", "--draft-model", other), "another vocabulary", "--drafter model")
     fails(generate(folder, "one", "-d", "model", "--draft-model", "/no/such/draft"), "/no/such/draft")
@@ -416,39 +411,39 @@ def test_ctrl_c_ends_cleanly_with_the_summary(tmp_path: Path) -> None:
     folder, trace = tiny.save(tmp_path / "long", context=30_000), tmp_path / "trace.jsonl"
     command = [*PROGRAM, "generate", "one two", "-m", str(folder), "--dtype", "float32", "--k", "2", "-n", "29000"]
     command += ["--set", "ignore_eos=true", "--set", "max_length=29500", "--trace", str(trace)]
-    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 - who runs us may ignore it
+    reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 - the parent may ignore it
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=heard
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=reset
     ) as child:
         first = os.read(child.stdout.fileno(), 1)
         child.send_signal(signal.SIGINT)
         rest, errors = child.communicate(timeout=30)
     assert first + rest
-    said = errors.decode()
-    assert child.returncode == 130, said
-    assert "Traceback" not in said
-    assert "Interrupted" in said
-    assert "tokens/s" in said
+    stderr = errors.decode()
+    assert child.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "Interrupted" in stderr
+    assert "tokens/s" in stderr
     assert read(trace).footer["steps"] > 0
 
 
 def in_a_terminal(command: list[str], **env: str) -> str:
-    """What a program prints when both of its outputs are a terminal."""
+    """The output of a program whose input and outputs are a terminal."""
     pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**env)) as child:
-        os.close(theirs)
+    master, slave = pty.openpty()
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**env)) as child:
+        os.close(slave)
         output = b""
         while True:
             try:
-                part = os.read(ours, 65536)
+                part = os.read(master, 65536)
             except OSError:  # the other side is closed
                 break
             if not part:
                 break
             output += part
         assert child.wait(30) == 0, output
-    os.close(ours)
+    os.close(master)
     return output.decode()
 
 
@@ -464,9 +459,9 @@ def test_colours_in_a_terminal(folder: Path) -> None:
 def test_colours_when_they_are_forced_and_none_with_no_color(folder: Path) -> None:
     bright = generate(folder, "one two", "-n", 16, FORCE_COLOR="1")
     assert COLOUR.search(bright.stdout)
-    sober = generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1")
-    assert "accepted from the draft" in sober.stdout
-    assert not COLOUR.search(sober.stdout + sober.stderr)
+    plain = generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1")
+    assert "accepted from the draft" in plain.stdout
+    assert not COLOUR.search(plain.stdout + plain.stderr)
     forced = generate(folder, "one two", "-n", 16, "--json", FORCE_COLOR="1")
     assert "\x1b" not in forced.stdout
     one_object(forced.stdout)
@@ -503,29 +498,29 @@ def test_verify_on_the_default_model() -> None:
     assert report["compared_tokens"] == 64
 
 
-# ---------------------------------------------------------------- what a request brings along
+# ---------------------------------------------------------------- guides and predictions
 
 
 def test_a_schema_a_regex_a_grammar_and_a_prediction(folder: Path, tmp_path: Path) -> None:
     schema, grammar, text = tmp_path / "schema.json", tmp_path / "rules.lark", tmp_path / "text.txt"
     schema.write_text('{"enum": ["fox", "dog"]}')
     grammar.write_text('start: "QZ" /[0-9]{3}/')
-    said = one_object(generate(folder, "the fox", "--json", "--json-schema", schema).stdout)
-    assert (json.loads(said["text"]) in ("fox", "dog"), said["finish_reason"]) == (True, "stop")
-    said = one_object(generate(folder, "the fox", "--json", "--grammar", grammar).stdout)
-    assert re.fullmatch("QZ[0-9]{3}", said["text"])
-    said = one_object(generate(folder, "the fox", "--json", "--regex", "[a-z]{9}", "--compare").stdout)
-    assert re.fullmatch("[a-z]{9}", said["text"])
+    out = one_object(generate(folder, "the fox", "--json", "--json-schema", schema).stdout)
+    assert (json.loads(out["text"]) in ("fox", "dog"), out["finish_reason"]) == (True, "stop")
+    out = one_object(generate(folder, "the fox", "--json", "--grammar", grammar).stdout)
+    assert re.fullmatch("QZ[0-9]{3}", out["text"])
+    out = one_object(generate(folder, "the fox", "--json", "--regex", "[a-z]{9}", "--compare").stdout)
+    assert re.fullmatch("[a-z]{9}", out["text"])
     plain = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "-d", "off").stdout)
     text.write_text(plain["text"])
-    said = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "--prediction", text).stdout)
-    assert said["token_ids"] == plain["token_ids"]
-    assert said["accepted_prediction_tokens"] > 0
+    out = one_object(generate(folder, "the fox", "--json", "--raw", "-n", 20, "--prediction", text).stdout)
+    assert out["token_ids"] == plain["token_ids"]
+    assert out["accepted_prediction_tokens"] > 0
     shown = generate(folder, "the fox", "--raw", "-n", 20, "--prediction", text)
-    assert "came true" in shown.stderr
+    assert "predicted tokens" in shown.stderr
 
 
-def test_guides_that_cannot_be_are_sentences(folder: Path, tmp_path: Path) -> None:
+def test_invalid_guides_are_sentences(folder: Path, tmp_path: Path) -> None:
     for option, value, sentence in (
         ("--json-schema", tmp_path / "nowhere.json", "cannot be read"),
         ("--regex", "(a", "cannot be used"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from outrider import LLM, ConfigError, OutriderError
 from outrider.cli.app import app
-from outrider.cli.show_measure import winner
+from outrider.cli.show import winner
 from outrider.drafters.layerskip.search import Skip
 from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.cost import bills, per_million, rows_from

@@ -1,2 +1,5 @@
-"""The command line: one module per command group, registered explicitly in `app.py`. It parses and prints; the work
-is done by the library."""
+"""The command line: one module per command group, registered in `app.py`; shared parts are in `common.py`.
+
+The commands parse options, call the library and print. They decide nothing about decoding, and nothing imports them.
+`outrider --help` does not load torch: modules that need it are imported inside the commands.
+"""

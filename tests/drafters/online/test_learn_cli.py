@@ -1,4 +1,4 @@
-"""--learn, --learn-from, --learn-to and `outrider drafter`: kept, gone on with, switched off, forgotten."""
+"""--learn, --learn-from, --learn-to and `outrider drafter`: weights are kept, reused, frozen and deleted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def generate(folder: Path, *arguments: object) -> dict[str, Any]:
 EAGERLY = ("-s", "learn_share=1000", "-s", "learn_every=1", "-s", "ignore_eos=true")
 
 
-def test_learn_keeps_what_is_learnt_and_goes_on_with_it(folder: Path, tmp_path: Path) -> None:
+def test_learn_keeps_weights_and_continues_from_them(folder: Path, tmp_path: Path) -> None:
     plain = generate(folder, "--drafter", "off", "-s", "ignore_eos=true")
     first = generate(folder, "--learn", *EAGERLY)
     second = generate(folder, "--learn", *EAGERLY)
@@ -46,33 +46,33 @@ def test_learn_keeps_what_is_learnt_and_goes_on_with_it(folder: Path, tmp_path: 
     shown = json.loads(command("drafter", "show", "-m", folder, "--json").stdout)
     assert shown["model"] == "tiny"
     assert shown["learning"]["updates"] > 0
-    assert command("drafter", "save", tmp_path / "mine", "-m", folder).exit_code == 0
-    frozen = generate(folder, "--no-learn", "--learn-from", tmp_path / "mine", "-s", "ignore_eos=true")
+    assert command("drafter", "save", tmp_path / "saved", "-m", folder).exit_code == 0
+    frozen = generate(folder, "--no-learn", "--learn-from", tmp_path / "saved", "-s", "ignore_eos=true")
     assert (frozen["token_ids"], frozen["learning"]["state"]) == (plain["token_ids"], "off")
     assert frozen["alpha"] > first["alpha"]
-    assert "tiny" in command("drafter", "show", tmp_path / "mine").stdout
+    assert "tiny" in command("drafter", "show", tmp_path / "saved").stdout
     assert command("drafter", "forget", "-m", folder).exit_code == 0
     assert "holds nothing" in command("drafter", "show", "-m", folder).stderr
 
 
 def test_learn_to_and_a_request_that_opts_out(folder: Path, tmp_path: Path) -> None:
-    out = generate(folder, "--learn-to", tmp_path / "there", *EAGERLY, "-s", "learn=false")
+    out = generate(folder, "--learn-to", tmp_path / "learnt", *EAGERLY, "-s", "learn=false")
     assert out["learning"]["records"] == 0
-    assert store.facts_of(tmp_path / "there")["learning"]["records"] == 0
+    assert store.facts_of(tmp_path / "learnt")["learning"]["records"] == 0
     done = command("chat", "-m", folder, "--dtype", "float32", "-n", 8, "--learn", stdin="one\n\n")
     assert done.exit_code == 0
     assert "learning on" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--learn", "--drafter", "ngram"), "cannot learn"),
         (("--no-learn", "--learn-to", "x"), "contradict"),
         (("--learn-from", "nowhere"), "holds nothing"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_contradictions_are_sentences(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     done = command("generate", "-m", folder, "one", *arguments)
     assert done.exit_code == 1
-    assert words in done.stderr
+    assert message in done.stderr

@@ -1,0 +1,297 @@
+"""`outrider generate` and `outrider chat`: stream an answer, print what it cost, and record it on request."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+from ..errors import ConfigError, OutriderError
+from .common import encode_prompt, load_model, note, print_json, stderr
+from .options import ApiKey, EngineOptions, Json, MaxTokens, Temperature, arguments, sampling_params
+
+if TYPE_CHECKING:
+    from ..engine.trace import Recorder
+    from ..llm import LLM
+    from ..types import SamplingParams, Sequence
+
+Seed = Annotated[int | None, Option(help="The random seed. The same seed gives the same text with every drafter.")]
+
+
+def generate(
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="The user's message. - reads standard input.")],
+    options: EngineOptions,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 256,
+    stop: Annotated[list[str] | None, Option(help="End the text before this string. Repeatable.")] = None,
+    json_schema: Annotated[Path | None, Option(help="A JSON schema file that the answer must satisfy.")] = None,
+    regex: Annotated[str | None, Option(help="A regular expression that the whole answer must match.")] = None,
+    grammar: Annotated[Path | None, Option(help="A Lark grammar file that the answer must follow.")] = None,
+    prediction: Annotated[Path | None, Option(help="A file with the expected answer, which is drafted.")] = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Decode again without drafts, and compare.")] = False,
+    trace: Annotated[Path | None, Option(help="Record every step in this JSONL file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate an answer with speculation. Text streams to standard output, the summary goes to standard error."""
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    given = options.arguments()
+    guide = arguments(json=_read(json_schema), regex=regex, grammar=_read(grammar))
+    own = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())}
+    params = sampling_params(given, guide=guide or None, prediction=_read(prediction), **own)
+    with _recorder(trace) as recorder:
+        llm = load_model(options.model, options.with_learning(given), recorder)
+        ids = encode_prompt(llm, prompt, raw)
+        _write_header(llm, recorder, ids, params)
+        # A string keeps its leading space when it is continued; a chat is passed as ids.
+        as_text = raw or llm.tokenizer.chat_template is None
+        answer = StreamedAnswer(llm, prompt if as_text else ids, params, quiet=as_json)
+        answer.run()
+        options.save_learnt(llm)
+        plain = None
+        try:
+            plain = _run_plain(llm, ids, params, answer) if compare else None
+        finally:
+            _write_footer(llm, recorder, answer.seq, plain)
+    if as_json:
+        print_json(answer.as_json(plain))
+    else:
+        answer.print_summary(plain)
+    if answer.interrupted:
+        raise typer.Exit(130)
+
+
+def chat(
+    options: EngineOptions,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 512,
+    system: Annotated[str | None, Option(help="The system message at the start of the conversation.")] = None,
+    server: Annotated[str | None, Option(help="Chat with the model of an OpenAI-compatible server.")] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Chat with the model. An empty line or Ctrl-D ends the conversation."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if server is not None:
+        own = arguments(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        _chat_with_server(server, api_key, messages, own)
+        return
+    given = options.arguments()
+    params = sampling_params(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
+    llm = load_model(options.model, options.with_learning(given))
+    for message in _user_messages():
+        messages.append({"role": "user", "content": message})
+        answer = StreamedAnswer(llm, llm.tokenizer.encode_chat(messages), params)
+        answer.run()
+        answer.print_summary()
+        messages.append({"role": "assistant", "content": answer.text})
+        options.save_learnt(llm)
+
+
+def _chat_with_server(url: str, key: str | None, messages: list[dict[str, Any]], params: dict[str, Any]) -> None:
+    from ..measure.client import Server, text_of
+
+    server, console = Server(url, key), Console(highlight=False)
+    model = next(iter(server.models()), None)
+    for message in _user_messages():
+        messages.append({"role": "user", "content": message})
+        text, timings = "", dict[str, Any]()
+        for _, chunk in server.chat({"model": model, "messages": messages, **params}):
+            text, timings = text + text_of(chunk), chunk.get("timings") or timings
+            console.print(text_of(chunk), end="", markup=False)
+        console.print()
+        if timings:
+            speed = f"{timings.get('predicted_n')} tokens, {timings.get('predicted_per_second') or 0.0:.1f} tokens/s"
+            accepted, drafted = timings.get("draft_n_accepted") or 0, timings.get("draft_n") or 0
+            note(f"{speed}, {accepted} of {drafted} drafted tokens accepted", style="dim")
+        messages.append({"role": "assistant", "content": text})
+
+
+def _user_messages() -> Iterator[str]:
+    console = Console()
+    while True:
+        try:
+            message = console.input("\n[bold]you:[/bold] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not message:
+            return
+        yield message
+
+
+def _read(path: Path | None) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}.") from error
+
+
+# ---------------------------------------------------------------- one answer
+
+
+class StreamedAnswer:
+    """One answer, printed as it is generated and timed. Ctrl-C ends it and keeps its statistics."""
+
+    def __init__(self, llm: LLM, prompt: str | list[int], params: SamplingParams, quiet: bool = False) -> None:
+        self.llm, self.prompt, self.params, self.quiet = llm, prompt, params, quiet
+        self.text, self.seconds, self.interrupted = "", 0.0, False
+
+    def run(self) -> None:
+        from . import show
+
+        console = Console(highlight=False)
+        if console.is_terminal and not self.quiet:
+            console.print(show.legend(), end="\n\n")
+        begin = time.perf_counter()
+        try:
+            for piece in self.llm.stream(self.prompt, self.params):
+                self.text += piece.text
+                if self.quiet:
+                    continue
+                show.piece(console, piece)
+                if piece.rejected and console.is_terminal and not console.no_color:
+                    show.rejected(console, self.llm.tokenizer.decode(piece.rejected[:1]))
+        except KeyboardInterrupt:
+            self.interrupted = True
+        self.seconds = time.perf_counter() - begin
+        self.seq: Sequence = self.llm.last
+        if not self.quiet:
+            console.print()
+
+    def print_summary(self, plain: PlainRun | None = None) -> None:
+        from . import show
+
+        if self.interrupted:
+            note("Interrupted; this is what was measured until then.", style="yellow")
+        stderr.print()
+        reference = None if plain is None else (plain.speed, plain.same)
+        stderr.print(show.summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, reference))
+        if (learning := self.llm.learning) is not None:
+            stderr.print(show.learning_line(learning))
+        if (ahead := self.llm.drafting.get("ahead")) is not None:
+            stderr.print(show.ahead_line(ahead))
+        if (translation := self.llm.drafting.get("model")) is not None:
+            stderr.print(show.translation_line(translation))
+        for sentence in self.llm.drift.sentences():
+            stderr.print(f"[yellow]{sentence}[/yellow]")
+
+    def as_json(self, plain: PlainRun | None) -> dict[str, Any]:
+        seq, stats, llm = self.seq, self.seq.stats, self.llm
+        result: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": seq.generated,
+            "origins": seq.origins,
+            "finish_reason": "interrupted" if self.interrupted else seq.finish,
+            "tokens": len(seq.generated),
+            "prompt_tokens": seq.prompt_len,
+            "seconds": self.seconds,
+            "tokens_per_second": len(seq.generated) / self.seconds if self.seconds else 0.0,
+            "seconds_by_phase": stats.seconds,
+            "drafter": llm.config.drafter_name,
+            "k": llm.config.k,
+            "why": stats.why,
+            "seed": seq.seed,
+            "temperature": seq.params.temperature,
+            "model": llm.name,
+            "dtype": llm.dtype,
+            "device": llm.device,
+        }
+        counts = ("steps", "passes", "drafted", "reached", "accepted", "alpha", "alpha_by_position", "tau")
+        result |= {name: getattr(stats, name) for name in counts}
+        if llm.learning is not None:
+            result["learning"] = llm.learning
+        if drafting := llm.drafting:
+            result["drafting"] = drafting
+        if drift := llm.drift.as_json():
+            result["drift"] = drift
+        if seq.prediction is not None:
+            result["accepted_prediction_tokens"] = stats.accepted_prediction_tokens
+            result["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
+        if seq.params.logprobs is not None:
+            result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
+        if plain is not None:
+            result |= {"plain_tokens_per_second": plain.speed, "plain_same_text": plain.same}
+        return result
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """The same prompt and seed decoded without drafts. Traces store these fields by name."""
+
+    tokens: int
+    seconds: float
+    us: list[list[int]]  # [start, duration] of each pass, in microseconds
+    same: bool  # whether its token ids equal the speculative ones
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def _run_plain(llm: LLM, ids: list[int], params: SamplingParams, answer: StreamedAnswer) -> PlainRun | None:
+    """Decode the same prompt without drafts in this process. None if the answer is empty or was interrupted."""
+    from ..engine.trace import Passes
+
+    if answer.interrupted or not answer.seq.generated:
+        return None
+    passes = Passes()
+    sibling = llm.using(drafter="off", recorder=passes)
+    begin = time.perf_counter()
+    (plain,) = sibling.generate([ids], replace(params, seed=answer.seq.seed, n=1))
+    seconds = time.perf_counter() - begin
+    same = plain.token_ids == answer.seq.generated
+    if not same and llm.config.rule == "match":
+        note("The plain text differs: please run `outrider verify` and report its result.", style="red")
+    return PlainRun(len(plain.token_ids), seconds, passes.us, same)
+
+
+# ---------------------------------------------------------------- traces
+
+
+@contextmanager
+def _recorder(path: Path | None) -> Iterator[Recorder | None]:
+    if path is None:
+        yield None
+        return
+    from ..engine.trace import Recorder
+
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OutriderError(f"The trace cannot be written to {path}: {error}.") from error
+    with file:
+        yield Recorder("full", file)
+
+
+def _write_header(llm: LLM, recorder: Recorder | None, ids: list[int], params: SamplingParams) -> None:
+    if recorder is not None:
+        facts = {"model": llm.name, "dtype": llm.dtype, "drafter": llm.config.drafter_name, "k": llm.config.k}
+        facts |= {"device": llm.device}
+        text = llm.tokenizer.decode(ids, skip_special=False)
+        recorder.header(**facts, rule=llm.config.rule, temperature=params.temperature, prompt=ids, prompt_text=text)
+
+
+def _write_footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: PlainRun | None) -> None:
+    if recorder is None:
+        return
+    from ..engine.trace import read, tokens_of
+
+    path = Path(recorder.file.name) if recorder.file else None
+    drafted = set().union(*map(tokens_of, read(path).lines)) if path else set()
+    facts: dict[str, Any] = {"drafting": llm.drafting} if llm.drafting else {}
+    facts["texts"] = llm.texts_of(seq)
+    if llm.learning is not None:
+        facts["learning"] = llm.learning
+    if plain is not None:
+        facts["plain"] = asdict(plain)
+    pieces = {token: llm.tokenizer.decode([token], skip_special=False) for token in {*seq.tokens, *drafted}}
+    recorder.footer(pieces=pieces, finish=seq.finish, seed=seq.seed, seconds=seq.stats.seconds, **facts)
