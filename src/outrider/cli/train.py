@@ -1,6 +1,6 @@
 """The command that makes drafters: `outrider train`.
 
-It registers itself with the command line when it is imported, reads options, and hands over to `train.recipe`. Ctrl-C
+It registers itself with the command line when it is imported, reads options, and hands over to `train.run`. Ctrl-C
 once ends after the step under way, with everything on disk; twice ends at once, and little is lost.
 """
 
@@ -105,7 +105,7 @@ def invent(
     """Let a chat model write its own training prompts: it goes on where a user would begin to speak."""
     with _sentences(debug):
         from ..backends.machine import choose_device
-        from ..train.invent import Invention, invent as make
+        from ..train.prompts import Invention, invent as make
 
         where = str(choose_device(device or "auto"))
         wish = Invention(out, count, target, where, dtype or "auto", max_tokens, batch, workers, seed)
@@ -117,7 +117,7 @@ def invent(
 @contextmanager
 def _stopped() -> Iterator[None]:
     """A wish to stop is no failure: say how to go on."""
-    from ..train.loop import Stopped
+    from ..train.generation import Stopped
 
     try:
         yield
@@ -128,7 +128,7 @@ def _stopped() -> Iterator[None]:
 
 
 def _run(recipe: Recipe, seconds: float, as_json: bool) -> None:
-    from ..train.recipe import train as make
+    from ..train.run import train as make
 
     if recipe.html is not None and not recipe.html.expanduser().absolute().parent.is_dir():
         raise OutriderError(f"{recipe.html} cannot be written: its folder does not exist.")
