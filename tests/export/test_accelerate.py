@@ -54,7 +54,7 @@ def test_sampled_ids_depend_on_the_seed_and_on_no_drafter(model: Any, fast: outr
     assert not torch.equal(fast.generate(**batch, **asked | {"seed": 6}), plain)
     fast.generate(**batch, **asked, assistant_model=small)
     assert sum(result.stats.accepted for result in fast.results) > 0
-    assert len(fast._siblings) == 3, "a drafter is made once"
+    assert len(fast._llm_by_drafter) == 3, "a drafter is made once"
 
 
 def test_several_answers_and_a_streamer(model: Any, fast: outrider.Accelerated) -> None:
@@ -80,7 +80,7 @@ def test_everything_else_is_the_model(model: Any, fast: outrider.Accelerated) ->
     assert fast.config is model.config
     assert torch.equal(fast(**one).logits, model(**one).logits)
     assert fast.llm.target.module is model, "weights are shared"
-    assert "the built-in decoder does not know 'gpt2'" in fast.said
+    assert "the built-in decoder does not know 'gpt2'" in fast.backend_reason
 
 
 def test_a_built_in_architecture_runs_in_the_built_in_decoder() -> None:
@@ -94,7 +94,7 @@ def test_a_built_in_architecture_runs_in_the_built_in_decoder() -> None:
         fast = outrider.accelerate(model, foreign.tokenizer(), backend=backend, drafter="ngram", k=3)
         assert torch.equal(fast.generate(**batch, **plain), theirs)
         assert isinstance(fast.llm.target, Transformer) == (backend == "auto")
-        assert ("packed weights of its own" in fast.said) == (backend == "auto")
+        assert ("packed weights of its own" in fast.backend_reason) == (backend == "auto")
     with pytest.raises(ConfigError, match="no backend"):
         outrider.accelerate(model, foreign.tokenizer(), backend="gpu")
 
@@ -115,13 +115,13 @@ def test_an_encoder_decoder_returns_what_its_decoder_says(kind: str) -> None:
 
 def test_what_it_cannot_do_is_a_sentence(fast: outrider.Accelerated) -> None:
     one = inputs(TEXTS[:1])
-    with pytest.raises(ConfigError, match="Beams are not searched"):
+    with pytest.raises(ConfigError, match="Beam search is not supported"):
         fast.generate(**one, num_beams=3)
-    with pytest.raises(ConfigError, match="does not understand 'penalty_alpha'"):
+    with pytest.raises(ConfigError, match="does not support 'penalty_alpha'"):
         fast.generate(**one, penalty_alpha=0.6)
     with pytest.raises(ConfigError, match="shape"):
         fast.generate(torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match="nothing can be said"):
+    with pytest.raises(ConfigError, match="no room for an answer"):
         fast.generate(**one, max_length=2)
-    with pytest.raises(ConfigError, match="one text at a time"):
+    with pytest.raises(ConfigError, match="takes one text"):
         fast.generate(**inputs(TEXTS), streamer=object())

@@ -30,9 +30,8 @@ from outrider.models.speculators import read_head, target_ids
 from outrider.train.answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests
 from outrider.train.batches import Batches, choose_vocabulary, collate
 from outrider.train.decoder import TargetNet, cut_target, default_taps
-from outrider.train.evaluate import Acceptance
 from outrider.train.generation import AnswerGenerator, GenerationJob, Stopped, generate_in_pool, generate_missing
-from outrider.train.loop import Schedule
+from outrider.train.loop import Acceptance, Schedule
 from outrider.train.networks import HeadNet
 from outrider.train.objectives import (
     BlockObjective,

@@ -51,11 +51,11 @@ def export(
 ) -> None:
     """Hand a drafter and its tuning to another engine: files, configuration, and the exact command line."""
     with _sentences(debug):
-        from ..export.write import Order, export as write
+        from ..export.write import ExportOptions, export as write
 
         checkpoint, given = handover(target, drafter, profile, k, skip_layers)
         with _progress() as progress:
-            facts = write(checkpoint, given, Order(to, out, dtype, name, copy_target, force), progress)
+            facts = write(checkpoint, given, ExportOptions(to, out, dtype, name, copy_target, force), progress)
         if as_json:
             typer.echo(json.dumps(facts))
         else:
@@ -66,7 +66,7 @@ def handover(
     target: str | None, drafter: str | None, profile: Path | None, k: int | None, skip_layers: str | None
 ) -> tuple[Any, Any]:
     """The open target, and who drafts for it how much."""
-    from ..export.plan import read
+    from ..export.plan import make_plan
     from ..models.checkpoint import open_checkpoint
     from ..models.tuning_profile import read_profile
 
@@ -75,7 +75,7 @@ def handover(
         found = {**found, "options": {**found.get("options", {}), "skip_layers": _numbers(skip_layers)}}
         drafter = drafter or "layerskip"
     checkpoint = open_checkpoint(target)
-    return checkpoint, read(checkpoint, drafter, found, k)
+    return checkpoint, make_plan(checkpoint, drafter, found, k)
 
 
 def _numbers(text: str) -> list[int]:
@@ -118,7 +118,7 @@ def deploy_ray(
 ) -> None:
     """Write a Ray Serve LLM application: vLLM with this drafter, replicated and autoscaled."""
     with _sentences(debug):
-        from ..export.ray.app import Scale, application, from_export, to_yaml
+        from ..export.ray import Scale, application, from_export, to_yaml
 
         scale = Scale(
             min_replicas, max_replicas, ongoing, tensor_parallel, pipeline_parallel, accelerator, cpu, max_length,
@@ -134,7 +134,7 @@ def deploy_ray(
 
 def _ray_facts(checkpoint: Any, given: Any) -> dict[str, Any]:
     """Without an exported folder, only what Ray's nodes can find themselves can be named."""
-    from ..export.engines import vllm_configuration
+    from ..export.engines import vllm_speculative_config
 
     if not checkpoint.path.is_dir() or given.kind == "layerskip":
         raise OutriderError(
@@ -145,5 +145,5 @@ def _ray_facts(checkpoint: Any, given: Any) -> dict[str, Any]:
         "model": checkpoint.name,
         "served_model_name": checkpoint.name,
         "target": str(checkpoint.path.resolve()),
-        "speculative_config": vllm_configuration(given, given.folder and given.folder.resolve()),
+        "speculative_config": vllm_speculative_config(given, given.folder and given.folder.resolve()),
     }

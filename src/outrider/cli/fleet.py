@@ -35,21 +35,21 @@ def serve_elsewhere(context: typer.Context) -> None:
     for name, option in _OURS.items():
         if _was_given(context, name):
             raise ConfigError(f"{option} is Outrider's own server's; vLLM's options go with --engine-arg.")
-    from ..export.plan import read
-    from ..export.vllm.launch import Wish, insist, plan, start
+    from ..export.plan import make_plan
+    from ..export.vllm.launch import LaunchOptions, launch_command, require_vllm, start
     from ..models.checkpoint import open_checkpoint
     from ..models.tuning_profile import read_profile
     from ..server.settings import Settings
 
     keys = tuple(given["api_key"] or ())
     Settings(host=given["host"], port=given["port"], keys=keys, open=given["open_"])  # the same rules about keys
-    insist(_say)
+    require_vllm(_say)
     own = arguments(given["drafter"], None, given["k"], None, given["set_"])
     profile = read_profile(given["profile"]) if given["profile"] is not None else {}
     k, drafter = own.pop("k", None), own.pop("drafter", None)
     profile = {**profile, "options": {**profile.get("options", {}), **own}}
     checkpoint = open_checkpoint(given["model"])
-    wish = Wish(
+    wish = LaunchOptions(
         given["host"],
         given["port"],
         keys,
@@ -58,8 +58,8 @@ def serve_elsewhere(context: typer.Context) -> None:
         given["dtype"] or "auto",
         tuple(given["engine_arg"] or ()),
     )
-    who = read(checkpoint, given["draft_model"] or drafter, profile, None if k == "auto" else k)
-    ready = plan(checkpoint, who, wish, _say)
+    who = make_plan(checkpoint, given["draft_model"] or drafter, profile, None if k == "auto" else k)
+    ready = launch_command(checkpoint, who, wish, _say)
     _say(f"Serving {checkpoint.name} with vLLM (drafter {who.kind}, K {who.k}) at http://{wish.host}:{wish.port}/v1")
     start(ready)
 

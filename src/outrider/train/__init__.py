@@ -5,8 +5,7 @@ prompts     prompt files, or prompts by the target    answers     what is genera
 generation  answers from the engine, one process or a pool
 batches     answers as tensors, draft vocabulary      decoder     the target as a differentiable module
 networks    heads and exit adapters                   objectives  losses and hits
-loop        steps, checkpoints, curves                evaluate    acceptance on held-out answers
-report      the model card and the HTML report
+loop        steps, evaluation, checkpoints            report      the model card and the HTML report
 
 It knows the format of drafter files (`models.speculators`), not the drafters that read them.
 """

@@ -135,15 +135,13 @@ class DraftVocabulary:
     held_coverage: float  # the same of the held-out answers
 
 
-def choose_vocabulary(
-    answers: list[Answer], vocab_size: int, wanted: int, always: Iterable[int] = ()
-) -> DraftVocabulary:
-    """The `wanted` most frequent ids (0: all): those in `always`, then by answers, by prompts, and the lowest."""
+def choose_vocabulary(answers: list[Answer], size: int, wanted: int, always: Iterable[int] = ()) -> DraftVocabulary:
+    """`wanted` of `size` ids (0: all): those in `always`, then the most frequent in answers, in prompts, the lowest."""
     in_answers = Counter(t for a in answers if not a.held for t in a.answer)
     in_prompts = Counter(t for a in answers if not a.held for t in a.prompt)
-    required = sorted({i for i in always if 0 <= i < vocab_size})
-    ranked = sorted(set(range(vocab_size)) - set(required), key=lambda i: (-in_answers[i], -in_prompts[i], i))
-    ids = sorted([*required, *ranked][: max(min(wanted or vocab_size, vocab_size), len(required))])
+    required = sorted({i for i in always if 0 <= i < size})
+    ranked = sorted(set(range(size)) - set(required), key=lambda i: (-in_answers[i], -in_prompts[i], i))
+    ids = sorted([*required, *ranked][: max(min(wanted or size, size), len(required))])
     in_held = Counter(t for a in answers if a.held for t in a.answer)
     return DraftVocabulary(torch.tensor(ids), _share(in_answers, set(ids)), _share(in_held, set(ids)))
 

@@ -166,9 +166,7 @@ class TargetNet(nn.Module):
 
     def logits(self, last: Tensor) -> Tensor:
         """The last hidden states after the norm [..., H] -> [..., V]"""
-        if self.lm_head is not None:
-            return linear(self.lm_head, last)
-        return F.linear(last.to(self.embed_tokens.weight.dtype), self.embed_tokens.weight)
+        return F.linear(last.to(self.output_table.dtype), self.output_table)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -204,8 +202,7 @@ def widened(x: Tensor) -> Tensor:
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """A product in the type of the weights; hidden states around it may be wider."""
-    out: Tensor = layer(x.to(layer.weight.dtype))
-    return out
+    return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -229,8 +226,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[B, L, heads*d] -> [B, heads, L, d]"""
-    split: Tensor = x.unflatten(2, (heads, -1))
-    return split.transpose(1, 2)
+    return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

@@ -128,12 +128,8 @@ class AnswerGenerator:
             self._append([_answer(request, ids[:1], [], 0)])
             return
         seed = self.options.seed * 1_000_003 + request.number
-        params = SamplingParams(
-            temperature=request.temperature,
-            seed=seed,
-            max_tokens=min(self.options.max_tokens, room),
-            top_p=self.options.top_p,
-        )
+        length, top_p = min(self.options.max_tokens, room), self.options.top_p
+        params = SamplingParams(temperature=request.temperature, seed=seed, max_tokens=length, top_p=top_p)
         seq = Sequence(request.number, ids, params, seed, self.end_ids, rule=self.llm.config.rule)
         self.running[request.number] = (seq, request)
         self.llm.engine.add(seq)

@@ -1,4 +1,4 @@
-"""The training loop: AdamW with a cosine schedule, clipped gradients, checkpoints, curves.
+"""The training loop: AdamW with a cosine schedule, clipped gradients, evaluations, checkpoints.
 
 On a CPU, a run that was killed at any moment and resumed ends with bit-identical weights. A checkpoint is complete or
 absent. The loop knows an objective's loss and hits, not what kind of drafter it trains.
@@ -10,9 +10,9 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..errors import ModelError, OutriderError
 from .batches import Batch, Batches
-from .evaluate import ALL, evaluate
 from .generation import Progress, Stop, Stopped
 from .objectives import Objective
 
+ALL = "all"  # kinds of text together
 Json = dict[str, Any]
 
 
@@ -182,3 +182,60 @@ class TrainingLoop:
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None and self.cuda:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+# ---------------------------------------------------------------- acceptance on held-out answers
+
+
+@dataclass
+class Acceptance:
+    """What greedy chains of drafts would have gained on held-out answers, for one kind of text.
+
+    Counts by position are those of chains from every row. τ is that of a walk through the answers, as in decoding.
+    """
+
+    reached: list[int] = field(default_factory=list)  # by position
+    accepted: list[int] = field(default_factory=list)
+    steps: int = 0  # of the walk
+    emitted: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target pass, bonus included."""
+        return self.emitted / self.steps if self.steps else 1.0
+
+    def count(self, hits: Tensor) -> None:
+        """hits [n-1, K] of one sequence: 1, 0, or -1 where there is nothing to predict."""
+        right_so_far = torch.ones_like(hits[:, 0], dtype=torch.bool)
+        for j in range(hits.shape[1]):
+            if len(self.reached) == j:
+                self.reached.append(0)
+                self.accepted.append(0)
+            reached = right_so_far & (hits[:, j] >= 0)
+            right_so_far = reached & (hits[:, j] == 1)
+            self.reached[j] += int(reached.sum())
+            self.accepted[j] += int(right_so_far.sum())
+        self._walk((hits == 1).long().cumprod(1).sum(1).tolist(), (hits[:, 0] >= 0).nonzero().flatten().tolist())
+
+    def _walk(self, runs: list[int], roots: list[int]) -> None:
+        """runs [n-1]: how many drafts are right from each row."""
+        row, end = (roots[0], roots[-1] + 1) if roots else (0, 0)
+        while row < end:
+            emitted = min(runs[row] + 1, end - row)
+            self.steps, self.emitted, row = self.steps + 1, self.emitted + emitted, row + emitted
+
+    def as_json(self) -> Json:
+        """`alpha_by_position` is the share of drafted tokens that are right once the ones before them were."""
+        by_position = [a / r for a, r in zip(self.accepted, self.reached, strict=True) if r]
+        alpha = sum(self.accepted) / max(sum(self.reached), 1)
+        return {"alpha_by_position": by_position, "alpha": alpha, "tau": self.tau, "tokens": self.emitted}
+
+
+def evaluate(hits: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> dict[str, Acceptance]:
+    """By kind of text; `all` comes first."""
+    kinds = {ALL: Acceptance()}
+    for batch in batches:
+        for sequence, kind in zip(hits(batch).cpu(), batch.kinds, strict=True):
+            kinds[ALL].count(sequence)
+            kinds.setdefault(kind, Acceptance()).count(sequence)
+    return kinds

@@ -104,10 +104,7 @@ class HeadNet(DrafterNet):
 
     def embed(self, tokens: Tensor, target: TargetNet) -> Tensor:
         """tokens [B, L] -> [B, L, H]"""
-        if not self.config.narrow:
-            return target.embed(tokens)
-        rows: Tensor = self.embed_tokens(tokens)
-        return rows
+        return widened(self.embed_tokens(tokens)) if self.config.narrow else target.embed(tokens)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """taps [B, L, taps * the target's H] -> features [B, L, H] in at least float32: the residual starts here"""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..measure.plots import Axes, Point, Series, lines
 from ..measure.report import facts_table, figure, page, table
-from .evaluate import ALL
+from .loop import ALL
 
 Json = dict[str, Any]
 _MOST_POINTS = 16  # of a curve: each has its own label below the plot
@@ -121,12 +121,9 @@ def _curve(result: Json, axes: Axes, name: str, note: str, columns: tuple[str, .
 
 
 def _tau(result: Json) -> str:
-    rows = [
-        {"step": e["step"], "kind": kind, "tau": acceptance["tau"]}
-        for e in result["evaluations"]
-        for kind, acceptance in e["kinds"].items()
-    ]
-    kinds = list(dict.fromkeys(r["kind"] for r in rows))
+    every = result["evaluations"]
+    kinds = list(every[0]["kinds"])
+    rows = [{"step": e["step"], "kind": kind, "tau": e["kinds"][kind]["tau"]} for e in every for kind in kinds]
     series = [Series(k, thinned([(r["step"], r["tau"]) for r in rows if r["kind"] == k])) for k in kinds]
     axes = Axes("Tokens per target pass on held-out answers", "step", "τ", level=1.0)
     return figure(axes.title, lines(axes, series), _legend(kinds), table(("step", "kind", "tau"), rows))
@@ -135,15 +132,9 @@ def _tau(result: Json) -> str:
 def _alpha(result: Json) -> str:
     every = result["evaluations"]
     shown = {"before": every[0], "half way": every[len(every) // 2], "at the end": every[-1]}
-    rows = [
-        {"when": when, "position": i + 1, "alpha": alpha}
-        for when, e in shown.items()
-        for i, alpha in enumerate(e["kinds"][ALL]["alpha_by_position"])
-    ]
-    series = [
-        Series(when, [Point(r["position"], r["alpha"]) for r in rows if r["when"] == when], i)
-        for i, when in enumerate(shown)
-    ]
+    alphas = {when: e["kinds"][ALL]["alpha_by_position"] for when, e in shown.items()}
+    rows = [{"when": when, "position": i, "alpha": alpha} for when in alphas for i, alpha in enumerate(alphas[when], 1)]
+    series = [Series(when, [Point(i, alpha) for i, alpha in enumerate(alphas[when], 1)]) for when in alphas]
     axes = Axes("Acceptance by position", "position in the draft", "α, once reached", percent=True)
     return figure(axes.title, lines(axes, series), _legend(list(shown)), table(("when", "position", "alpha"), rows))
 
