@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from outrider import ConfigError
 from outrider.backends.toy import random_head
 from outrider.cli.app import app
-from outrider.export.plan import make_plan
+from outrider.config import from_speculative_config
+from outrider.export.engines import vllm_speculative_config
+from outrider.export.plan import ExportPlan, make_plan
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.speculators import read_head, target_hash, write_head
 
@@ -32,6 +34,11 @@ def test_a_plan_finds_the_head_of_its_target(tmp_path: Path, monkeypatch: pytest
         assert (plan.kind, plan.folder, plan.k) == ("head", folder, config.block)
     other = open_checkpoint(tiny.save(tmp_path / "other", seed=9))
     assert make_plan(other, "auto", {}, None).kind == "suffix"
+
+
+def test_our_own_reader_understands_vllms_configuration() -> None:
+    spec = vllm_speculative_config(ExportPlan("head", 5, k_by_batch=[(1, 4, 5), (5, 64, 2)]), Path("drafter"))
+    assert from_speculative_config(spec) == {"drafter": "head", "head": "drafter", "k": 5}
 
 
 @pytest.mark.speculators
