@@ -1,4 +1,4 @@
-"""What is handed to other engines: the same function in a folder, the right words, and refusals in sentences."""
+"""Exports to other engines: the same function in a folder, the right options, refusals before anything is written."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def test_a_folder_is_the_same_model_for_us_and_for_transformers(small: Checkpoin
     assert again.config == small.config
     assert torch.equal(logits(again), logits(small))
     assert torch.allclose(transformers_logits(tmp_path), logits(small), atol=1e-4)
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "the quick brown fox"}]
-    assert words.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         small.tokenizer.render_chat(messages)
     )
-    assert words("the quick brown fox", add_special_tokens=False)["input_ids"] == small.tokenizer.encode(
+    assert tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"] == small.tokenizer.encode(
         "the quick brown fox"
     )
 
@@ -168,7 +168,7 @@ def test_kept_layers_of_a_gguf_file_are_copied_as_they_are(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_small_model_becomes_a_gguf_file_with_the_targets_words(tmp_path: Path, family: str) -> None:
+def test_a_small_model_becomes_a_gguf_file_with_the_targets_tokenizer(tmp_path: Path, family: str) -> None:
     from outrider.export import gguf as gguf_out
 
     write_gguf(tmp_path / "target.gguf", family)
@@ -217,7 +217,7 @@ def test_k_falls_as_the_batch_grows() -> None:
     assert best_k(Measured(0.7, Costs(COSTS)), 2, 8) == brute
 
 
-def test_a_drafter_that_is_never_right_is_never_asked() -> None:
+def test_a_drafter_that_is_never_right_gets_no_k() -> None:
     assert k_by_batch(Measured(0.01, Costs(COSTS)), 8, 16) == [(1, 16, 0)]
     assert best_k(Measured(0.9, Costs(COSTS), draft=2.0), 1, 8) == 0
 
@@ -240,10 +240,10 @@ def test_a_profile_gives_a_table_only_with_what_was_measured(small: Checkpoint) 
         measured_in(profile(costs={"one": 1}))
 
 
-# ---------------------------------------------------------------- who drafts
+# ---------------------------------------------------------------- the plan
 
 
-def test_who_drafts_is_read_off_folders_names_and_profiles(small: Checkpoint, head: Path, tmp_path: Path) -> None:
+def test_the_drafter_is_found_by_folder_name_and_profile(small: Checkpoint, head: Path, tmp_path: Path) -> None:
     plan = make_plan(small, str(head), {}, None)
     assert (plan.kind, plan.folder, plan.k) == ("head", head, read_head(head)[0].block)
     assert make_plan(small, str(small.path), {}, 3).kind == "model"
@@ -262,7 +262,7 @@ def test_who_drafts_is_read_off_folders_names_and_profiles(small: Checkpoint, he
     assert make_plan(small, None, {"drafter": "ahead", "options": {"draft_model": str(small.path)}}, 2).kind == "model"
 
 
-def test_what_cannot_be_handed_over_is_refused(small: Checkpoint, head: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(small: Checkpoint, head: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder"):
         make_plan(small, "online", {}, None)
     with pytest.raises(ConfigError, match="profile has none"):
@@ -281,7 +281,7 @@ def test_what_cannot_be_handed_over_is_refused(small: Checkpoint, head: Path, tm
         make_plan(small, str(tmp_path / "empty"), {}, None)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- engines
 
 PATHS = ExportPaths(Path("target"), Path("drafter"), "m")
 
@@ -310,33 +310,33 @@ def test_inside_vllm_our_own_drafters_are_proposer_classes() -> None:
     for kind in ("ngram", "suffix"):
         spec = vllm_speculative_config(ExportPlan(kind, 4, k_by_batch=[(1, 64, 4)]), None, own_lookups=True)
         assert spec["method"] == "custom_class"
-        assert "num_speculative_tokens_per_batch_size" not in spec  # a proposer class is not made
+        assert "num_speculative_tokens_per_batch_size" not in spec  # vLLM does not pass it to a proposer class
         module, _, name = spec["model"].rpartition(".")
         assert getattr(importlib.import_module(module), name).drafter_name == kind
 
 
 def test_sglang_counts_the_root_and_takes_a_table_for_heads() -> None:
     made = sglang(ExportPlan("head", 3, k_by_batch=[(1, 4, 3), (5, 64, 1)]), PATHS)
-    words = " ".join(made.command)
-    assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path drafter --speculative-num-steps 3" in words
-    assert "--speculative-num-draft-tokens 4" in words
+    command = " ".join(made.command)
+    assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path drafter --speculative-num-steps 3" in command
+    assert "--speculative-num-draft-tokens 4" in command
     assert made.files == {"adaptive.json": {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [1]}}}
     assert "STANDALONE" in sglang(ExportPlan("model", 3), PATHS).command
     assert "NGRAM" in sglang(ExportPlan("ngram", 3), PATHS).command
 
 
 def test_llamacpp_takes_draft_models_and_lookups() -> None:
-    words = llamacpp(ExportPlan("model", 3), PATHS).command
-    assert words[words.index("--model-draft") + 1] == "drafter"
-    assert words[words.index("--spec-draft-n-max") + 1] == "3"
+    command = llamacpp(ExportPlan("model", 3), PATHS).command
+    assert command[command.index("--model-draft") + 1] == "drafter"
+    assert command[command.index("--spec-draft-n-max") + 1] == "3"
     assert "ngram-simple" in llamacpp(ExportPlan("ngram", 3), PATHS).command
 
 
 # ---------------------------------------------------------------- the command
 
 
-def exported(*words: str) -> dict[str, Any]:
-    done = run(app, ["export", *words, "--json"])
+def exported(*arguments: str) -> dict[str, Any]:
+    done = run(app, ["export", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -373,10 +373,10 @@ def test_the_script_runs_the_command_in_its_own_folder(small: Checkpoint, tmp_pa
     done = subprocess.run(
         [out / "serve.sh", "--more"], capture_output=True, text=True, env={"PATH": f"{fake}:/usr/bin:/bin"}, check=True
     )
-    here, *words = done.stdout.splitlines()
-    assert here == str(out)
-    assert words == [*facts["command"][1:], "--more"]
-    spec = json.loads(words[words.index("--speculative-config") + 1])
+    folder, *arguments = done.stdout.splitlines()
+    assert folder == str(out)
+    assert arguments == [*facts["command"][1:], "--more"]
+    spec = json.loads(arguments[arguments.index("--speculative-config") + 1])
     assert spec == {"num_speculative_tokens": 3, "method": "draft_model", "model": "drafter"}
     assert "outrider verify --server" in (out / "README.md").read_text()
 
@@ -395,20 +395,20 @@ def test_a_draft_model_goes_to_llamacpp(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_in_sentences(small: Checkpoint, tmp_path: Path) -> None:
-    def said(*words: str) -> str:
-        done = run(app, ["export", "--target", str(small.path), *words])
+    def error(*arguments: str) -> str:
+        done = run(app, ["export", "--target", str(small.path), *arguments])
         assert done.exit_code == 1
         assert not (tmp_path / "x" / "export.json").exists()
         return done.output
 
     out = ["--out", str(tmp_path / "x")]
-    assert "no engine 'tgi'" in said("--to", "tgi", *out)
-    assert "GGUF" in said("--to", "llamacpp", "--drafter", "ngram", *out)
-    assert "no dtype 'int4'" in said("--to", "vllm", "--dtype", "int4", "--drafter", "ngram", *out)
+    assert "no engine 'tgi'" in error("--to", "tgi", *out)
+    assert "GGUF" in error("--to", "llamacpp", "--drafter", "ngram", *out)
+    assert "no dtype 'int4'" in error("--to", "vllm", "--dtype", "int4", "--drafter", "ngram", *out)
     (tmp_path / "x").mkdir(exist_ok=True)
-    (tmp_path / "x" / "mine.txt").write_text("mine")
-    assert "not empty" in said("--to", "vllm", "--drafter", "ngram", *out)
-    assert "numbers with commas" in said("--to", "vllm", "--skip-layers", "a", *out)
+    (tmp_path / "x" / "other.txt").write_text("x")
+    assert "not empty" in error("--to", "vllm", "--drafter", "ngram", *out)
+    assert "numbers with commas" in error("--to", "vllm", "--skip-layers", "a", *out)
 
 
 def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
@@ -424,13 +424,13 @@ def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Ray
 
 
-def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) -> None:
+def test_the_ray_file_names_what_was_exported(small: Checkpoint, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     where = str(tmp_path / "x")
     exported("--to", "vllm", "--out", where, "--target", str(small.path), "--skip-layers", "2", "--copy-target")
     file = tmp_path / "app.yaml"
-    words = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
-    done = run(app, [*words, "--engine", "enforce_eager=true"])
+    arguments = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
+    done = run(app, [*arguments, "--engine", "enforce_eager=true"])
     assert done.exit_code == 0, done.output
     (one,) = yaml.safe_load(file.read_text())["applications"]
     assert one["import_path"] == "ray.serve.llm:build_openai_app"
@@ -448,8 +448,8 @@ def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) 
 
 def test_the_ray_file_without_an_export_names_only_what_nodes_can_find(small: Checkpoint, tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
-    words = ["deploy", "ray", "--out", str(file), "--target", str(small.path)]
-    assert run(app, [*words, "--drafter", "ngram"]).exit_code == 0
+    arguments = ["deploy", "ray", "--out", str(file), "--target", str(small.path)]
+    assert run(app, [*arguments, "--drafter", "ngram"]).exit_code == 0
     assert '"ngram"' in file.read_text()
     write_gguf(tmp_path / "t.gguf", "llama")
     done = run(app, ["deploy", "ray", "--out", str(file), "--target", str(tmp_path / "t.gguf"), "--drafter", "ngram"])

@@ -13,8 +13,8 @@ from outrider.cli.app import app
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("x") / "out"
-    words = ["export", "--to", "vllm", "--out", str(out), "--skip-layers", "10,11", "--dtype", "float32"]
-    done = CliRunner().invoke(app, words)
+    arguments = ["export", "--to", "vllm", "--out", str(out), "--skip-layers", "10,11", "--dtype", "float32"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     return out
 

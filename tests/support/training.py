@@ -59,14 +59,14 @@ def weights(out: Path) -> dict[str, Tensor]:
 
 def invoke(home: Path, out: Path, *more: object) -> Result:
     options = {name.replace("_", "-"): value for name, value in QUICK.items()}
-    words = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
-    words += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
-    words += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
-    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *words])
+    arguments = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
+    arguments += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
+    arguments += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
+    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *arguments])
 
 
 def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
-    """τ of real decoding on the held-out prompts, and its texts."""
+    """τ of real decoding on the held-out prompts, and its token ids."""
     llm = LLM(home / "tiny", dtype="float32", **drafter)
     held = [q.text for q in read_prompts([home / "prompts.jsonl"]) if q.held]
     results = llm.chat([[{"role": "user", "content": t}] for t in held], SamplingParams(max_tokens=32))

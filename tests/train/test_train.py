@@ -172,13 +172,13 @@ def toy_objective(kind: str, soft: bool = True) -> EagleObjective | BlockObjecti
 def test_losses_look_at_the_answer_only(kind: str, soft: bool) -> None:
     objective = toy_objective(kind, soft)
     batch, items = a_batch()
-    places = [(b, p) for b, a in enumerate(items) for p in range(4, len(a.tokens) - 2)]
-    assert [divmod(i, batch.tokens.shape[1] - 1) for i in batch.rows.tolist()] == places
+    rows = [(b, p) for b, a in enumerate(items) for p in range(4, len(a.tokens) - 2)]
+    assert [divmod(i, batch.tokens.shape[1] - 1) for i in batch.rows.tolist()] == rows
     losses = objective.losses(batch)
     assert len(losses) == 4
     assert all(bool((d >= -1e-4).all()) for d, _ in losses)
     if kind == "eagle3":
-        assert [int(w.sum()) for _, w in losses] == [len(places) - 2 * i for i in range(4)]
+        assert [int(w.sum()) for _, w in losses] == [len(rows) - 2 * i for i in range(4)]
     padded = replace(batch, tokens=batch.tokens.clone())
     for b, a in enumerate(items):
         padded.tokens[b, len(a.tokens) :] = 7  # what padding holds must not matter
@@ -291,7 +291,7 @@ def test_acceptance_counts_chains_and_walks() -> None:
 # ---------------------------------------------------------------- data
 
 
-def test_prompts_are_read_in_the_forms_they_come_in(tmp_path: Path) -> None:
+def test_prompts_are_read_in_all_their_formats(tmp_path: Path) -> None:
     records = [
         {"turns": ["a", "later"], "category": "writing"},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]},
@@ -310,15 +310,15 @@ def test_prompts_are_read_in_the_forms_they_come_in(tmp_path: Path) -> None:
     assert read_file(path.with_suffix(".jsonl")) == read
     banned = tmp_path / "banned.jsonl"
     banned.write_text('{"prompt": "A"}\n{"prompt": "E "}')
-    asked = read_prompts([path, path], [banned])
-    assert sorted(q.text for q in asked) == ["b", "c\n\nx", "d\n\nz", "f"]
-    assert [q.held for q in asked] == [True, False, False, False]
+    prompts = read_prompts([path, path], [banned])
+    assert sorted(p.text for p in prompts) == ["b", "c\n\nx", "d\n\nz", "f"]
+    assert [p.held for p in prompts] == [True, False, False, False]
     path.write_text('[{"strange": 1}]')
     with pytest.raises(OutriderError, match="is not a prompt"):
         read_file(path)
 
 
-def test_the_vocabulary_is_what_is_said_most() -> None:
+def test_the_draft_vocabulary_is_the_most_frequent_ids() -> None:
     answers = [Answer(0, "x", False, [9, 9], [5, 5, 3], 0.0, 0), Answer(1, "x", True, [1], [5, 7], 0.0, 0)]
     found = choose_vocabulary(answers, 12, 4, always=[11])
     assert found.ids.tolist() == [3, 5, 9, 11]
@@ -544,7 +544,7 @@ def test_ctrl_c_prints_how_to_resume(home: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (("--kind", "other"), "no kind 'other'"),
         (("--kind", "eagle3", "--layers", 2), "has one layer"),
@@ -553,10 +553,10 @@ def test_ctrl_c_prints_how_to_resume(home: Path, tmp_path: Path, monkeypatch: py
         (("--store", "int3"), "no --store 'int3'"),
     ],
 )
-def test_mistakes_are_sentences(home: Path, tmp_path: Path, more: tuple[object, ...], words: str) -> None:
+def test_wrong_options_are_refused(home: Path, tmp_path: Path, more: tuple[object, ...], message: str) -> None:
     done = invoke(home, tmp_path / "out", "--steps", 1, *more)
     assert done.exit_code == 1
-    assert words in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 def test_long_curves_are_thinned() -> None:

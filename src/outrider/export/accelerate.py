@@ -158,8 +158,7 @@ class Accelerated:
 
     def _tensor(self, prompts: list[Tensor], answers: list[list[int]], settings: dict[str, Any]) -> Tensor:
         """[sequences, length]: each prompt as it was given, its answer, and padding."""
-        pad = settings.get("pad_token_id")
-        pad = self._pad_id() if pad is None else pad
+        pad = self._pad_id(settings.get("pad_token_id"))
         longest = max(map(len, answers))
         rows = [answer + [pad] * (longest - len(answer)) for answer in answers]
         new = torch.tensor(rows, dtype=prompts[0].dtype, device=prompts[0].device)  # [sequences, new]
@@ -167,10 +166,10 @@ class Accelerated:
             return torch.cat([new.new_tensor(self.llm.target.starts).expand(len(rows), -1), new], dim=1)
         return torch.cat([torch.stack(prompts), new], dim=1)
 
-    def _pad_id(self) -> int:
-        """The first padding id, else the first end id, of tokenizer, generation_config and config; else 0."""
+    def _pad_id(self, given: int | None) -> int:
+        """As given, else the first padding id, else the first end id, of tokenizer and configurations; else 0."""
         sources = (self.tokenizer, getattr(self.model, "generation_config", None), self.model.config)
-        ids = [getattr(source, name, None) for name in ("pad_token_id", "eos_token_id") for source in sources]
+        ids = [given, *(getattr(source, n, None) for n in ("pad_token_id", "eos_token_id") for source in sources)]
         flat = [i for value in ids for i in (value if isinstance(value, list | tuple) else [value])]
         return next((int(i) for i in flat if isinstance(i, int)), 0)
 

@@ -49,8 +49,7 @@ def vllm(plan: ExportPlan, paths: ExportPaths) -> EngineCommand:
         command += ["--speculative-config", json.dumps(spec)]
     if spec.get("method") == "suffix":
         notes.append(
-            "vLLM's own suffix decoding needs the package arctic-inference; Outrider's runs with `outrider serve "
-            "--engine vllm`."
+            "vLLM's own suffix decoding needs arctic-inference; `outrider serve --engine vllm` uses Outrider's."
         )
     if plan.k_by_batch:
         notes.append("vLLM ignores K by batch size under data parallelism and uses num_speculative_tokens.")
@@ -83,9 +82,7 @@ def vllm_speculative_config(plan: ExportPlan, drafter: PurePath | None, own_look
 def sglang(plan: ExportPlan, paths: ExportPaths) -> EngineCommand:
     command = ["python", "-m", "sglang.launch_server", "--model-path", str(paths.target)]
     command += ["--served-model-name", paths.name, "--port", str(paths.port)]
-    spec: Json = {}
-    files: Json = {}
-    notes = [_NOT_RUN]
+    spec, files, notes = Json(), Json(), [_NOT_RUN]
     if plan.kind in ("head", "model", "layerskip"):
         spec["speculative_algorithm"] = "EAGLE3" if plan.kind == "head" else "STANDALONE"
         spec["speculative_draft_model_path"] = str(paths.drafter)

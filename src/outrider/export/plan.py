@@ -52,7 +52,7 @@ def make_plan(checkpoint: Checkpoint, drafter: str | None, profile: Json, k: int
     if kind == "layerskip":
         options = _skip_sets(profile, options)
     measured = measured_in(profile) if _tuned_for(profile, kind) else None
-    k, reason = _choose_k(profile, k, kind, folder, measured)
+    k, reason = (k, "as given") if k is not None else _choose_k(profile, kind, folder, measured)
     table = k_by_batch(measured, min(max(k, 1), MOST_K), MOST_BATCH) if measured else []
     return ExportPlan(kind, k, folder, table, options, reason)
 
@@ -130,12 +130,8 @@ def _tuned_for(profile: Json, kind: str) -> bool:
     return name == "auto" or EQUIVALENTS.get(name, name) == kind
 
 
-def _choose_k(
-    profile: Json, k: int | None, kind: str, folder: Path | None, measured: Measured | None
-) -> tuple[int, str]:
-    """K and its source: given, searched, tuned, computed from measurements, trained for, or the default."""
-    if k is not None:
-        return k, "as given"
+def _choose_k(profile: Json, kind: str, folder: Path | None, measured: Measured | None) -> tuple[int, str]:
+    """K and its source: searched, tuned, computed from measurements, trained for, or the default."""
     searched, tuned = profile.get("skip_search", {}).get("k"), profile.get("k")
     if kind == "layerskip" and isinstance(searched, int) and searched > 0:
         return searched, "what the search for this set found best"
@@ -186,7 +182,8 @@ def measured_in(profile: Json) -> Measured | None:
     if not profile.get("costs") or not figures.get("alpha"):
         return None
     try:
-        costs = Costs({_pair(name): float(seconds) for name, seconds in profile["costs"].items()})
+        pairs = {name: name.split(",") for name in profile["costs"]}
+        costs = Costs({(int(s), int(rows)): float(profile["costs"][name]) for name, (s, rows) in pairs.items()})
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"The profile's costs are damaged ({error}); tune again.") from error
     draft = 0.0
@@ -194,8 +191,3 @@ def measured_in(profile: Json) -> Measured | None:
         scale = costs(1) * figures["plain_tok_s"]  # to the clock of the costs: a plain step is one pass and overhead
         draft = max(figures["tau"] / figures["tok_s"] * scale - costs(k + 1), 0.0) / k
     return Measured(float(figures["alpha"]), costs, draft)
-
-
-def _pair(name: str) -> tuple[int, int]:
-    sequences, rows = (int(part) for part in name.split(","))
-    return sequences, rows

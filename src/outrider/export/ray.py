@@ -46,7 +46,7 @@ def from_export(folder: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is not an exported folder: `outrider export --out DIR` writes one ({error})."
+            f"{folder} is no exported folder ({error}); `outrider export --out DIR` writes one."
         ) from error
     if facts.get("engine") != "vllm":
         raise ConfigError(f"{folder} was exported for {facts.get('engine')}, and Ray Serve LLM runs vLLM.")

@@ -25,7 +25,7 @@ from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import to_hf
 from ..models.folder import kept_layers, write_folder
-from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, read_head
+from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, HeadConfig, read_head
 from . import gguf
 from .engines import ENGINES, EngineCommand, ExportPaths
 from .plan import ExportPlan
@@ -94,8 +94,8 @@ def _write_target(checkpoint: Checkpoint, options: ExportOptions) -> Path:
         return Path("target.gguf")
     if is_folder and not options.copy_target:
         return checkpoint.path.resolve()
-    dtype = DTYPES[options.dtype]
-    write_folder(options.out / "target", checkpoint.config, checkpoint.weights, checkpoint.tokenizer, dtype)
+    to, dtype = options.out / "target", DTYPES[options.dtype]
+    write_folder(to, checkpoint.config, checkpoint.weights, checkpoint.tokenizer, dtype)
     return Path("target")
 
 
@@ -103,7 +103,7 @@ def _write_drafter(checkpoint: Checkpoint, plan: ExportPlan, options: ExportOpti
     """The drafter's path within the folder; None where it has no weights."""
     to, as_gguf = options.out / "drafter", options.engine == "llamacpp"
     if plan.kind == "head" and plan.folder is not None:
-        (_write_head_for_sglang if options.engine == "sglang" else _write_head_for_vllm)(plan.folder, to)
+        _write_head(plan.folder, to, options.engine)
         return Path("drafter")
     if plan.kind == "layerskip":
         sets = (plan.options.get("skip_attention", ()), plan.options.get("skip_mlp", ()))
@@ -133,36 +133,36 @@ def _open_draft_model(folder: Path, target: Checkpoint) -> Checkpoint:
     return small
 
 
-def _write_head_for_vllm(folder: Path, to: Path) -> None:
-    """The speculators format. vLLM reads what `outrider train` writes as it is; the package `speculators` expects the
-    first layer as `layers.0`, which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the file names.
+def _write_head(folder: Path, to: Path, engine: str) -> None:
+    """A head in the speculators format, or for SGLang in EAGLE's flat one. A folder with a configuration is complete.
+
+    vLLM reads what `outrider train` writes as it is. The package `speculators` expects the first layer as `layers.0`,
+    which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the configuration names.
     """
-    _, tensors = read_head(folder)  # complete, or refused
-    data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    data["speculators_config"]["verifier"]["name_or_path"] = "target"
-    renamed = {SPECULATORS_FIRST + n.removeprefix(FIRST) if n.startswith(FIRST) else n: t for n, t in tensors.items()}
-    _write_head(folder, to, data, renamed)
-
-
-def _write_head_for_sglang(folder: Path, to: Path) -> None:
-    """EAGLE's flat configuration with the same tensors. It counts tapped layers by their outputs, not their inputs."""
     config, tensors = read_head(folder)
-    if len(config.taps) != 3:
-        raise ConfigError(f"SGLang reads three layers of a target, and the head {folder} reads {len(config.taps)}.")
-    data = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | to_hf(config)
-    data |= {"draft_vocab_size": config.draft_vocab_size, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
-    data["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.taps)}
-    _write_head(folder, to, data, tensors)
-
-
-def _write_head(folder: Path, to: Path, data: Json, tensors: dict[str, torch.Tensor]) -> None:
-    """Weights first: a folder with a configuration is complete."""
+    if engine == "sglang":
+        data = _sglang_config(config, folder)
+    else:
+        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        data["speculators_config"]["verifier"]["name_or_path"] = "target"
+        for name in [name for name in tensors if name.startswith(FIRST)]:
+            tensors[SPECULATORS_FIRST + name.removeprefix(FIRST)] = tensors.pop(name)
     to.mkdir(parents=True, exist_ok=True)
     save_file(tensors, to / WEIGHTS, metadata={"format": "pt"})
     (to / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone
     if (folder / CARD).is_file():
         shutil.copyfile(folder / CARD, to / CARD)
     (to / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _sglang_config(config: HeadConfig, folder: Path) -> Json:
+    """SGLang counts tapped layers by their outputs, the speculators format by their inputs."""
+    if len(config.taps) != 3:
+        raise ConfigError(f"SGLang reads three layers of a target, and the head {folder} reads {len(config.taps)}.")
+    data = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | to_hf(config)
+    data |= {"draft_vocab_size": config.draft_vocab_size, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    taps = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.taps)}
+    return data | {"eagle_config": taps}
 
 
 def _facts(

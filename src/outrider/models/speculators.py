@@ -31,8 +31,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class TensorSource(Protocol):
-    """The target's tensors by name."""
-
     def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
@@ -103,9 +101,9 @@ def _exit_shapes(c: HeadConfig) -> Shapes:
     h, wide = c.hidden_size, c.intermediate_size
     named: Shapes = {}
     for i in range(c.layers):
-        at = block_name(i)
-        named |= {f"{at}.norm.weight": (h,), f"{at}.mlp.down_proj.weight": (h, wide)}
-        named |= {f"{at}.mlp.{name}_proj.weight": (wide, h) for name in ("gate", "up")}
+        block = block_name(i)
+        named |= {f"{block}.norm.weight": (h,), f"{block}.mlp.down_proj.weight": (h, wide)}
+        named |= {f"{block}.mlp.{name}_proj.weight": (wide, h) for name in ("gate", "up")}
     return named | _output_shapes(c) if c.draft_vocab_size < c.vocab_size else named
 
 
@@ -125,30 +123,22 @@ def layer_name(i: int) -> str:
 
 
 def _layer(c: HeadConfig, inputs: int) -> Shapes:
-    h, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return {
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, inputs),
-        "self_attn.k_proj.weight": (kv, inputs),
-        "self_attn.v_proj.weight": (kv, inputs),
-        "self_attn.o_proj.weight": (h, q),
-        "mlp.gate_proj.weight": (c.intermediate_size, h),
-        "mlp.up_proj.weight": (c.intermediate_size, h),
-        "mlp.down_proj.weight": (h, c.intermediate_size),
-    }
+    h, wide, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    attention = {"q": (q, inputs), "k": (kv, inputs), "v": (kv, inputs), "o": (h, q)}
+    mlp = {"gate": (wide, h), "up": (wide, h), "down": (h, wide)}
+    named: Shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    named |= {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    return named | {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
 def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> None:
     """Raise for a missing tensor, a wrong shape, or a draft vocabulary outside the target's."""
     for name, shape in shapes(config).items():
         if name not in tensors:
-            raise ModelError(f"{where} has no tensor '{name}', which its configuration asks for; make the head again.")
+            raise ModelError(f"{where} has no tensor '{name}', which its configuration needs; make the head again.")
         if tuple(tensors[name].shape) != shape:
-            raise ModelError(
-                f"In {where} the tensor '{name}' has the shape {list(tensors[name].shape)} where its configuration "
-                f"asks for {list(shape)}; make the head again."
-            )
+            actual = list(tensors[name].shape)
+            raise ModelError(f"In {where} the tensor '{name}' has the shape {actual} instead of {list(shape)}.")
     if "d2t" not in shapes(config):
         return
     ids = target_ids(tensors["d2t"])
@@ -159,9 +149,6 @@ def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> No
 def target_ids(d2t: Tensor) -> Tensor:
     """The target's id of each draft id, [D] int64, from their differences [D]."""
     return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
-
-
-# ------------------------------------------------------------ the folder
 
 
 def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor], card: str = "") -> None:
@@ -208,10 +195,8 @@ def read_config(folder: Path) -> HeadConfig:
     if not isinstance(own, dict) or "kind" not in own:
         raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
     if own.get("format") != FORMAT:
-        raise ModelError(
-            f"The head {folder} has the format {own.get('format')!r}, and this version of Outrider reads format "
-            f"{FORMAT}; update Outrider, or make the head again."
-        )
+        problem = f"The head {folder} has the format {own.get('format')!r}, and this Outrider reads format {FORMAT}"
+        raise ModelError(f"{problem}; update Outrider, or make the head again.")
     try:
         return _from_json(data, own)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -270,13 +255,13 @@ def target_hash(config: ModelConfig, weights: TensorSource) -> str:
 
     Where all norms are equal, as in an untrained model, some weights of a projection are added, to three digits.
     """
-    c, middle = config, config.layers // 2
+    c = config
     facts = (c.hidden_size, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate_size, c.vocab_size)
     digest = hashlib.sha256(repr(facts).encode())
     names = ["norm.weight", *(f"layers.{i}.input_layernorm.weight" for i in range(c.layers))]
     norms = torch.cat([weights.get(name, torch.float32).flatten() for name in names])  # [(layers + 1) H]
     digest.update(norms.bfloat16().view(torch.int16).cpu().numpy().tobytes())
     if bool((norms == norms[0]).all()):
-        rows = weights.get(f"layers.{middle}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
+        rows = weights.get(f"layers.{c.layers // 2}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
         digest.update(",".join(f"{value:.2e}" for value in rows.tolist()).encode())
     return digest.hexdigest()[:16]

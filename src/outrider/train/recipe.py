@@ -113,19 +113,19 @@ class Recipe:
 
     def command(self) -> str:
         """The command line, with the names of files instead of their paths."""
-        words = ["outrider", "train", "--kind", self.kind, "--out", self.out.name]
-        words += ["--target", self.target_name] if self.target_name else []
+        arguments = ["outrider", "train", "--kind", self.kind, "--out", self.out.name]
+        arguments += ["--target", self.target_name] if self.target_name else []
         for name, values in {"prompts": self.prompts, "exclude": self.exclude, "tap": self.taps}.items():
-            words += [word for value in values for word in (f"--{name}", Path(str(value)).name)]
-        words += ["--start-from", self.start_from.name] if self.start_from else []
-        words += ["--hard"] if not self.soft else []
+            arguments += [argument for value in values for argument in (f"--{name}", Path(str(value)).name)]
+        arguments += ["--start-from", self.start_from.name] if self.start_from else []
+        arguments += ["--hard"] if not self.soft else []
         for name, field in Recipe.__dataclass_fields__.items():
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is True and name not in ("soft", "resume"):
-                words.append(option)
+                arguments.append(option)
             elif name in _PLAIN_OPTIONS and value != field.default:
-                words += [option, str(value)]
-        return shlex.join(words)
+                arguments += [option, str(value)]
+        return shlex.join(arguments)
 
     def head_config(self, c: ModelConfig, draft_vocab: int, target_hash: str, target_name: str) -> HeadConfig:
         """The shape of a head or an exit's adapter for this target."""

@@ -27,7 +27,7 @@ def test_a_plan_finds_the_head_of_its_target(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="which head is meant"):
         make_plan(target, "head", {}, None)
     config, tensors = random_head(target.config, hash=target_hash(target.config, target.weights))
-    folder = tmp_path / "home" / "heads" / "mine"
+    folder = tmp_path / "home" / "heads" / "own"
     write_head(folder, config, tensors)
     for drafter in ("head", "auto", None):
         plan = make_plan(target, drafter, {}, None)
@@ -45,8 +45,8 @@ def test_our_own_reader_understands_vllms_configuration() -> None:
 def test_speculators_reads_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own reader finds every weight under its own names, and nothing that it does not know."""
     speculators = pytest.importorskip("speculators")
-    words = ["export", "--to", "vllm", "--out", str(tmp_path), "--drafter", "head", "--dtype", "float32"]
-    done = CliRunner().invoke(app, words)
+    arguments = ["export", "--to", "vllm", "--out", str(tmp_path), "--drafter", "head", "--dtype", "float32"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     monkeypatch.chdir(tmp_path)  # the verifier is a relative path
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

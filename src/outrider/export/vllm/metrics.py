@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-LABELS = ["model_name", "engine"]
-
 
 class SpeculationMetrics(AggregateStatLoggerBase):  # type: ignore[misc]  # vLLM is not type-checked
     """One instance for all engines of a server."""
@@ -38,7 +36,7 @@ class SpeculationMetrics(AggregateStatLoggerBase):  # type: ignore[misc]  # vLLM
             self.enabled.labels(self._name, str(engine)).set(vllm_config.speculative_config is not None)
 
     def _new(self, kind: Any, name: str, help: str, more: Sequence[str] = ()) -> Any:
-        metric = kind(f"outrider:{name}", help, [*LABELS, *more])
+        metric = kind(f"outrider:{name}", help, ["model_name", "engine", *more])
         self._registered.append(metric)
         return metric
 
