@@ -24,10 +24,10 @@ test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
 	$(BIN)/python -m pytest -n 2 -m ""
 
 test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an environment of its own (minutes)
-	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/test_vllm_live.py tests/test_others.py
+	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/export/test_vllm_live.py tests/drafters/head/test_export_head.py
 
 test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
-	$(RAY)/bin/python -m pytest -m ray tests/test_others.py
+	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""`outrider.accelerate`: a transformers model in memory, used as its owner uses it."""
+"""`outrider.accelerate`: a transformers model in memory, used through its own `generate`."""
 
 from __future__ import annotations
 
@@ -32,46 +32,48 @@ def fast(model: Any) -> outrider.Accelerated:
     return outrider.accelerate(model, foreign.tokenizer(), drafter="suffix", k=4)
 
 
-@pytest.mark.parametrize("asked", [{}, {"repetition_penalty": 1.3}, {"min_new_tokens": 12}, {"max_length": 20}])
-def test_greedy_ids_are_the_models_own(model: Any, fast: outrider.Accelerated, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"min_new_tokens": 12}, {"max_length": 20}])
+def test_greedy_ids_are_the_models_own(model: Any, fast: outrider.Accelerated, settings: dict[str, Any]) -> None:
     """Padding on the left, prompts in front, ends and padding behind: the same tensor."""
-    asked = asked if "max_length" in asked else asked | {"max_new_tokens": 16}
-    batch = inputs(TEXTS if "max_length" not in asked else TEXTS[:1])  # theirs counts the padding, ours the tokens
-    theirs, ours = (one.generate(**batch, do_sample=False, **asked) for one in (model, fast))
-    assert torch.equal(ours, theirs)
+    settings = settings if "max_length" in settings else settings | {"max_new_tokens": 16}
+    batch = inputs(
+        TEXTS if "max_length" not in settings else TEXTS[:1]
+    )  # the model counts the padding, Outrider the tokens
+    expected, ids = (one.generate(**batch, do_sample=False, **settings) for one in (model, fast))
+    assert torch.equal(ids, expected)
 
 
 def test_sampled_ids_depend_on_the_seed_and_on_no_drafter(model: Any, fast: outrider.Accelerated) -> None:
-    asked = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5}
+    settings = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5}
     batch = inputs(TEXTS)
-    plain = fast.generate(**batch, **asked, speculate=False)
+    plain = fast.generate(**batch, **settings, speculate=False)
     small = foreign.module("gpt2", blur=0.05, dtype=torch.float64)
-    ways: list[dict[str, Any]] = [
+    drafters: list[dict[str, Any]] = [
         {}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": small}, {"assistant_early_exit": 2},
     ]  # fmt: skip
-    for way in ways:
-        assert torch.equal(fast.generate(**batch, **asked, **way), plain), way
-    assert not torch.equal(fast.generate(**batch, **asked | {"seed": 6}), plain)
-    fast.generate(**batch, **asked, assistant_model=small)
+    for drafter in drafters:
+        assert torch.equal(fast.generate(**batch, **settings, **drafter), plain), drafter
+    assert not torch.equal(fast.generate(**batch, **settings | {"seed": 6}), plain)
+    fast.generate(**batch, **settings, assistant_model=small)
     assert sum(result.stats.accepted for result in fast.results) > 0
-    assert len(fast._siblings) == 3, "a drafter is made once"
+    assert len(fast._llm_by_drafter) == 3, "a drafter is made once"
 
 
 def test_several_answers_and_a_streamer(model: Any, fast: outrider.Accelerated) -> None:
     one = inputs(TEXTS[:1])
     many = fast.generate(**one, max_new_tokens=6, do_sample=True, seed=1, num_return_sequences=3)
     assert many.shape[0] == 3
-    heard: list[int] = []
+    streamed: list[int] = []
 
-    class Listener:
+    class Streamer:
         def put(self, ids: torch.Tensor) -> None:
-            heard.extend(ids.flatten().tolist())
+            streamed.extend(ids.flatten().tolist())
 
         def end(self) -> None:
-            heard.append(-1)
+            streamed.append(-1)
 
-    ids = fast.generate(one["input_ids"], max_new_tokens=6, streamer=Listener())
-    assert heard == [*ids[0].tolist(), -1]
+    ids = fast.generate(one["input_ids"], max_new_tokens=6, streamer=Streamer())
+    assert streamed == [*ids[0].tolist(), -1]
     assert torch.equal(ids, model.generate(**one, max_new_tokens=6, do_sample=False))
 
 
@@ -80,7 +82,7 @@ def test_everything_else_is_the_model(model: Any, fast: outrider.Accelerated) ->
     assert fast.config is model.config
     assert torch.equal(fast(**one).logits, model(**one).logits)
     assert fast.llm.target.module is model, "weights are shared"
-    assert "the built-in decoder does not know 'gpt2'" in fast.said
+    assert "the built-in decoder does not know 'gpt2'" in fast.backend_reason
 
 
 def test_a_built_in_architecture_runs_in_the_built_in_decoder() -> None:
@@ -89,39 +91,39 @@ def test_a_built_in_architecture_runs_in_the_built_in_decoder() -> None:
     config = transformers.LlamaConfig(vocab_size=300, max_position_embeddings=128, **sizes, **ends)
     model = transformers.LlamaForCausalLM(config).double().eval()
     batch, plain = inputs(TEXTS), {"max_new_tokens": 12, "do_sample": False}
-    theirs = model.generate(**batch, **plain)
+    expected = model.generate(**batch, **plain)
     for backend in ("auto", "transformers"):
         fast = outrider.accelerate(model, foreign.tokenizer(), backend=backend, drafter="ngram", k=3)
-        assert torch.equal(fast.generate(**batch, **plain), theirs)
+        assert torch.equal(fast.generate(**batch, **plain), expected)
         assert isinstance(fast.llm.target, Transformer) == (backend == "auto")
-        assert ("packed weights of its own" in fast.said) == (backend == "auto")
+        assert ("packed weights of its own" in fast.backend_reason) == (backend == "auto")
     with pytest.raises(ConfigError, match="no backend"):
         outrider.accelerate(model, foreign.tokenizer(), backend="gpu")
 
 
 @pytest.mark.parametrize("kind", foreign.TWO_SIDED)
-def test_an_encoder_decoder_returns_what_its_decoder_says(kind: str) -> None:
+def test_an_encoder_decoder_returns_its_decoders_ids(kind: str) -> None:
     model = foreign.module(kind, dtype=torch.float64)
     small = foreign.module(kind, blur=0.05, dtype=torch.float64)
     fast = outrider.accelerate(model, foreign.tokenizer(), drafter="suffix", k=4)
     one = inputs(TEXTS[:1])
-    theirs = model.generate(**one, max_new_tokens=12, do_sample=False, num_beams=1)
-    for way in ({}, {"assistant_model": small}, {"assistant_early_exit": 1}):
-        assert torch.equal(fast.generate(**one, max_new_tokens=12, **way), theirs)
+    expected = model.generate(**one, max_new_tokens=12, do_sample=False, num_beams=1)
+    for drafter in ({}, {"assistant_model": small}, {"assistant_early_exit": 1}):
+        assert torch.equal(fast.generate(**one, max_new_tokens=12, **drafter), expected)
     model.generation_config.num_beams = 4
     with pytest.warns(UserWarning, match="asks for beams"):
-        assert torch.equal(fast.generate(**one, max_new_tokens=12), theirs)
+        assert torch.equal(fast.generate(**one, max_new_tokens=12), expected)
 
 
-def test_what_it_cannot_do_is_a_sentence(fast: outrider.Accelerated) -> None:
+def test_unsupported_settings_are_refused(fast: outrider.Accelerated) -> None:
     one = inputs(TEXTS[:1])
-    with pytest.raises(ConfigError, match="Beams are not searched"):
+    with pytest.raises(ConfigError, match="Beam search is not supported"):
         fast.generate(**one, num_beams=3)
-    with pytest.raises(ConfigError, match="does not understand 'penalty_alpha'"):
+    with pytest.raises(ConfigError, match="does not support 'penalty_alpha'"):
         fast.generate(**one, penalty_alpha=0.6)
     with pytest.raises(ConfigError, match="shape"):
         fast.generate(torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match="nothing can be said"):
+    with pytest.raises(ConfigError, match="no room for an answer"):
         fast.generate(**one, max_length=2)
-    with pytest.raises(ConfigError, match="one text at a time"):
+    with pytest.raises(ConfigError, match="takes one text"):
         fast.generate(**inputs(TEXTS), streamer=object())

@@ -1,4 +1,4 @@
-"""What is handed to other engines: the same function in a folder, the right words, and refusals in sentences."""
+"""Exports to other engines: the same function in a folder, the right options, refusals before anything is written."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from outrider.control.costs import Costs
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.errors import ConfigError, ModelError
-from outrider.export.engines import Places, llamacpp, sglang, vllm, vllm_configuration
-from outrider.export.plan import Handover, read
-from outrider.export.ray.app import Scale, application, to_yaml
-from outrider.export.table import best_k, from_profile, k_by_batch
+from outrider.export.engines import ExportPaths, llamacpp, sglang, vllm, vllm_speculative_config
+from outrider.export.plan import ExportPlan, Measured, best_k, k_by_batch, make_plan, measured_in
+from outrider.export.ray import Scale, application, to_yaml
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.gguf_file import gguf_name, reorder_rows
 from outrider.models.speculators import random_head, read_head, target_hash, write_head
@@ -93,7 +92,7 @@ def logits(model: Checkpoint, part: Part = WHOLE, tokens: list[int] = TEXT) -> T
     return net.forward(rows_of(packed), plane, part).logits
 
 
-def theirs(folder: Path, tokens: list[int] = TEXT) -> Tensor:
+def transformers_logits(folder: Path, tokens: list[int] = TEXT) -> Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
@@ -108,13 +107,13 @@ def test_a_folder_is_the_same_model_for_us_and_for_transformers(small: Checkpoin
     again = open_checkpoint(tmp_path)
     assert again.config == small.config
     assert torch.equal(logits(again), logits(small))
-    assert torch.allclose(theirs(tmp_path), logits(small), atol=1e-4)
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert torch.allclose(transformers_logits(tmp_path), logits(small), atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "the quick brown fox"}]
-    assert words.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         small.tokenizer.render_chat(messages)
     )
-    assert words("the quick brown fox", add_special_tokens=False)["input_ids"] == small.tokenizer.encode(
+    assert tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"] == small.tokenizer.encode(
         "the quick brown fox"
     )
 
@@ -132,7 +131,7 @@ def test_a_layer_skip_set_becomes_a_model_of_the_kept_layers(
     assert open_checkpoint(tmp_path).config.layers == layers
     expected_logits = logits(small, part)
     assert torch.allclose(logits(open_checkpoint(tmp_path)), expected_logits, atol=1e-5)
-    assert torch.allclose(theirs(tmp_path), expected_logits, atol=1e-4)
+    assert torch.allclose(transformers_logits(tmp_path), expected_logits, atol=1e-4)
     if attention or mlp:
         assert not torch.allclose(expected_logits, logits(small), atol=1e-3)
 
@@ -170,7 +169,7 @@ def test_kept_layers_of_a_gguf_file_are_copied_as_they_are(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_small_model_becomes_a_gguf_file_with_the_targets_words(tmp_path: Path, family: str) -> None:
+def test_a_small_model_becomes_a_gguf_file_with_the_targets_tokenizer(tmp_path: Path, family: str) -> None:
     from outrider.export import gguf as gguf_out
 
     write_gguf(tmp_path / "target.gguf", family)
@@ -208,7 +207,7 @@ COSTS = {(s, s * each): flat(s, s * each) for s in (1, 2, 4, 8, 16, 32, 64) for 
 
 
 def test_k_falls_as_the_batch_grows() -> None:
-    table = k_by_batch(0.7, Costs(COSTS), 8, 64)
+    table = k_by_batch(Measured(0.7, Costs(COSTS)), 8, 64)
     assert [low for low, _, _ in table] == [1, *(high + 1 for _, high, _ in table[:-1])]
     assert table[-1][1] == 64
     ks = [k for _, _, k in table]
@@ -216,12 +215,12 @@ def test_k_falls_as_the_batch_grows() -> None:
     assert ks[0] == 8
     assert ks[-1] == 0
     brute = max(range(9), key=lambda k: sum(0.7**i for i in range(k + 1)) / flat(2, 2 * (k + 1)))
-    assert best_k(0.7, Costs(COSTS), 2, 8) == brute
+    assert best_k(Measured(0.7, Costs(COSTS)), 2, 8) == brute
 
 
-def test_a_drafter_that_is_never_right_is_never_asked() -> None:
-    assert k_by_batch(0.01, Costs(COSTS), 8, 16) == [(1, 16, 0)]
-    assert best_k(0.9, Costs(COSTS), 1, 8, draft=2.0) == 0
+def test_a_drafter_that_is_never_right_gets_no_k() -> None:
+    assert k_by_batch(Measured(0.01, Costs(COSTS)), 8, 16) == [(1, 16, 0)]
+    assert best_k(Measured(0.9, Costs(COSTS), draft=2.0), 1, 8) == 0
 
 
 def profile(**more: Any) -> dict[str, Any]:
@@ -230,59 +229,62 @@ def profile(**more: Any) -> dict[str, Any]:
     return {"drafter": "ngram", "k": 4, "options": {"ngram_max": 3}, "measured": measured, "costs": costs} | more
 
 
-def test_a_profile_gives_a_table_only_with_what_was_measured() -> None:
-    low, _, k = from_profile(profile(), 4, 64)[0]
+def test_a_profile_gives_a_table_only_with_what_was_measured(small: Checkpoint) -> None:
+    measured = measured_in(profile())
+    assert measured is not None
+    low, _, k = k_by_batch(measured, 4, 64)[0]
     assert (low, k) == (1, 4)
-    assert from_profile(profile(costs={}), 4, 64) == []
-    assert from_profile(profile(measured={}), 4, 64) == []
+    for nothing in ({"costs": {}}, {"measured": {}}):
+        assert measured_in(profile(**nothing)) is None
+        assert make_plan(small, None, profile(**nothing), None).k_by_batch == []
     with pytest.raises(ConfigError, match="costs are damaged"):
-        from_profile(profile(costs={"one": 1}), 4, 64)
+        measured_in(profile(costs={"one": 1}))
 
 
-# ---------------------------------------------------------------- who drafts
+# ---------------------------------------------------------------- the plan
 
 
-def test_who_drafts_is_read_off_folders_names_and_profiles(small: Checkpoint, head: Path, tmp_path: Path) -> None:
-    given = read(small, str(head), {}, None)
-    assert (given.kind, given.folder, given.k) == ("head", head, read_head(head)[0].block)
-    assert read(small, str(small.path), {}, 3).kind == "model"
-    given = read(small, None, profile(), None)
-    assert (given.kind, given.k, given.why_k, given.options) == ("ngram", 4, "tuned", {"ngram_max": 3})
-    assert given.table[0][2] == 4
-    assert read(small, None, profile(k="auto"), None).why_k.startswith("reckoned")
-    assert read(small, "auto", {}, None).kind == "suffix"  # no head goes with this target
-    assert read(small, "off", profile(), None) == Handover("off", 0, why_k="nothing is drafted")
-    other = read(small, "suffix", profile(), None)  # what was measured is another drafter's
-    assert (other.k, other.table) == (5, [])
-    assert other.why_k.startswith("a habit")
-    skips = read(small, "layerskip", {"skip_search": {"skip_attention": [2], "skip_mlp": [1, 2], "k": 3}}, None)
+def test_the_drafter_is_found_by_folder_name_and_profile(small: Checkpoint, head: Path, tmp_path: Path) -> None:
+    plan = make_plan(small, str(head), {}, None)
+    assert (plan.kind, plan.folder, plan.k) == ("head", head, read_head(head)[0].block)
+    assert make_plan(small, str(small.path), {}, 3).kind == "model"
+    plan = make_plan(small, None, profile(), None)
+    assert (plan.kind, plan.k, plan.k_reason, plan.options) == ("ngram", 4, "tuned", {"ngram_max": 3})
+    assert plan.k_by_batch[0][2] == 4
+    assert make_plan(small, None, profile(k="auto"), None).k_reason.startswith("computed")
+    assert make_plan(small, "auto", {}, None).kind == "suffix"  # no head goes with this target
+    assert make_plan(small, "off", profile(), None) == ExportPlan("off", 0, k_reason="nothing is drafted")
+    other = make_plan(small, "suffix", profile(), None)  # what was measured is another drafter's
+    assert (other.k, other.k_by_batch) == (5, [])
+    assert other.k_reason.startswith("a default")
+    skips = make_plan(small, "layerskip", {"skip_search": {"skip_attention": [2], "skip_mlp": [1, 2], "k": 3}}, None)
     assert skips.options == {"skip_attention": [2], "skip_mlp": [1, 2]}
-    assert (skips.k, skips.why_k) == (3, "what the search for this set found best")
-    assert read(small, None, {"drafter": "ahead", "options": {"draft_model": str(small.path)}}, 2).kind == "model"
+    assert (skips.k, skips.k_reason) == (3, "what the search for this set found best")
+    assert make_plan(small, None, {"drafter": "ahead", "options": {"draft_model": str(small.path)}}, 2).kind == "model"
 
 
-def test_what_cannot_be_handed_over_is_refused(small: Checkpoint, head: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(small: Checkpoint, head: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder"):
-        read(small, "online", {}, None)
+        make_plan(small, "online", {}, None)
     with pytest.raises(ConfigError, match="profile has none"):
-        read(small, "layerskip", {}, None)
+        make_plan(small, "layerskip", {}, None)
     with pytest.raises(ConfigError, match="which draft model"):
-        read(small, "model", {}, None)
+        make_plan(small, "model", {}, None)
     config, tensors = random_head(small.config, "block")
     write_head(tmp_path / "block", config, tensors)
     with pytest.raises(ConfigError, match="kind 'block'"):
-        read(small, str(tmp_path / "block"), {}, None)
+        make_plan(small, str(tmp_path / "block"), {}, None)
     other = open_checkpoint(tiny.save(tmp_path / "other", seed=9))
     with pytest.raises(ConfigError, match="another target"):
-        read(other, str(head), {}, None)
+        make_plan(other, str(head), {}, None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no drafter"):
-        read(small, str(tmp_path / "empty"), {}, None)
+        make_plan(small, str(tmp_path / "empty"), {}, None)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- engines
 
-PLACES = Places(Path("target"), Path("drafter"), "m")
+PATHS = ExportPaths(Path("target"), Path("drafter"), "m")
 
 
 def test_vllms_configuration_is_what_our_own_reader_understands() -> None:
@@ -290,53 +292,52 @@ def test_vllms_configuration_is_what_our_own_reader_understands() -> None:
     from outrider.config import from_speculative_config
 
     table = [(1, 4, 5), (5, 64, 2)]
-    spec = vllm(Handover("head", 5, table=table), PLACES).configuration
+    spec = vllm(ExportPlan("head", 5, k_by_batch=table), PATHS).speculative_config
     assert spec["num_speculative_tokens_per_batch_size"] == [[1, 4, 5], [5, 64, 2]]
-    assert from_speculative_config(spec) == {"drafter": "head", "head": "drafter", "k": 5}
-    spec = vllm(Handover("layerskip", 3), PLACES).configuration
+    spec = vllm(ExportPlan("layerskip", 3), PATHS).speculative_config
     assert from_speculative_config(spec) == {"drafter": "model", "draft_model": "drafter", "k": 3}
-    spec = vllm(Handover("ngram", 4, options={"ngram_max": 3}), PLACES).configuration
+    spec = vllm(ExportPlan("ngram", 4, options={"ngram_max": 3}), PATHS).speculative_config
     assert from_speculative_config(spec) == {"drafter": "ngram", "k": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    told = vllm(Handover("suffix", 4), PLACES)
-    assert told.configuration["method"] == "suffix"
-    assert "arctic" in told.notes[0]
-    assert vllm(Handover("off", 0), PLACES).configuration == {}
-    assert "--speculative-config" not in vllm(Handover("off", 0), PLACES).words
+    made = vllm(ExportPlan("suffix", 4), PATHS)
+    assert made.speculative_config["method"] == "suffix"
+    assert "arctic" in made.notes[0]
+    assert vllm(ExportPlan("off", 0), PATHS).speculative_config == {}
+    assert "--speculative-config" not in vllm(ExportPlan("off", 0), PATHS).command
 
 
 def test_inside_vllm_our_own_drafters_are_proposer_classes() -> None:
     import importlib
 
     for kind in ("ngram", "suffix"):
-        spec = vllm_configuration(Handover(kind, 4, table=[(1, 64, 4)]), None, ours=True)
+        spec = vllm_speculative_config(ExportPlan(kind, 4, k_by_batch=[(1, 64, 4)]), None, own_lookups=True)
         assert spec["method"] == "custom_class"
-        assert "num_speculative_tokens_per_batch_size" not in spec  # a proposer class is not told
+        assert "num_speculative_tokens_per_batch_size" not in spec  # vLLM does not pass it to a proposer class
         module, _, name = spec["model"].rpartition(".")
         assert getattr(importlib.import_module(module), name).drafter_name == kind
 
 
 def test_sglang_counts_the_root_and_takes_a_table_for_heads() -> None:
-    told = sglang(Handover("head", 3, table=[(1, 4, 3), (5, 64, 1)]), PLACES)
-    words = " ".join(told.words)
-    assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path drafter --speculative-num-steps 3" in words
-    assert "--speculative-num-draft-tokens 4" in words
-    assert told.files == {"adaptive.json": {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [1]}}}
-    assert "STANDALONE" in sglang(Handover("model", 3), PLACES).words
-    assert "NGRAM" in sglang(Handover("ngram", 3), PLACES).words
+    made = sglang(ExportPlan("head", 3, k_by_batch=[(1, 4, 3), (5, 64, 1)]), PATHS)
+    command = " ".join(made.command)
+    assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path drafter --speculative-num-steps 3" in command
+    assert "--speculative-num-draft-tokens 4" in command
+    assert made.files == {"adaptive.json": {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [1]}}}
+    assert "STANDALONE" in sglang(ExportPlan("model", 3), PATHS).command
+    assert "NGRAM" in sglang(ExportPlan("ngram", 3), PATHS).command
 
 
 def test_llamacpp_takes_draft_models_and_lookups() -> None:
-    words = llamacpp(Handover("model", 3), PLACES).words
-    assert words[words.index("--model-draft") + 1] == "drafter"
-    assert words[words.index("--spec-draft-n-max") + 1] == "3"
-    assert "ngram-simple" in llamacpp(Handover("ngram", 3), PLACES).words
+    command = llamacpp(ExportPlan("model", 3), PATHS).command
+    assert command[command.index("--model-draft") + 1] == "drafter"
+    assert command[command.index("--spec-draft-n-max") + 1] == "3"
+    assert "ngram-simple" in llamacpp(ExportPlan("ngram", 3), PATHS).command
 
 
 # ---------------------------------------------------------------- the command
 
 
-def exported(*words: str) -> dict[str, Any]:
-    done = run(app, ["export", *words, "--json"])
+def exported(*arguments: str) -> dict[str, Any]:
+    done = run(app, ["export", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -373,10 +374,10 @@ def test_the_script_runs_the_command_in_its_own_folder(small: Checkpoint, tmp_pa
     done = subprocess.run(
         [out / "serve.sh", "--more"], capture_output=True, text=True, env={"PATH": f"{fake}:/usr/bin:/bin"}, check=True
     )
-    here, *words = done.stdout.splitlines()
-    assert here == str(out)
-    assert words == [*facts["command"][1:], "--more"]
-    spec = json.loads(words[words.index("--speculative-config") + 1])
+    folder, *arguments = done.stdout.splitlines()
+    assert folder == str(out)
+    assert arguments == [*facts["command"][1:], "--more"]
+    spec = json.loads(arguments[arguments.index("--speculative-config") + 1])
     assert spec == {"num_speculative_tokens": 3, "method": "draft_model", "model": "drafter"}
     assert "outrider verify --server" in (out / "README.md").read_text()
 
@@ -395,20 +396,20 @@ def test_a_draft_model_goes_to_llamacpp(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_in_sentences(small: Checkpoint, tmp_path: Path) -> None:
-    def said(*words: str) -> str:
-        done = run(app, ["export", "--target", str(small.path), *words])
+    def error(*arguments: str) -> str:
+        done = run(app, ["export", "--target", str(small.path), *arguments])
         assert done.exit_code == 1
         assert not (tmp_path / "x" / "export.json").exists()
         return done.output
 
     out = ["--out", str(tmp_path / "x")]
-    assert "no engine 'tgi'" in said("--to", "tgi", *out)
-    assert "GGUF" in said("--to", "llamacpp", "--drafter", "ngram", *out)
-    assert "no dtype 'int4'" in said("--to", "vllm", "--dtype", "int4", "--drafter", "ngram", *out)
+    assert "no engine 'tgi'" in error("--to", "tgi", *out)
+    assert "GGUF" in error("--to", "llamacpp", "--drafter", "ngram", *out)
+    assert "no dtype 'int4'" in error("--to", "vllm", "--dtype", "int4", "--drafter", "ngram", *out)
     (tmp_path / "x").mkdir(exist_ok=True)
-    (tmp_path / "x" / "mine.txt").write_text("mine")
-    assert "not empty" in said("--to", "vllm", "--drafter", "ngram", *out)
-    assert "numbers with commas" in said("--to", "vllm", "--skip-layers", "a", *out)
+    (tmp_path / "x" / "other.txt").write_text("x")
+    assert "not empty" in error("--to", "vllm", "--drafter", "ngram", *out)
+    assert "numbers with commas" in error("--to", "vllm", "--skip-layers", "a", *out)
 
 
 def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
@@ -424,13 +425,13 @@ def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Ray
 
 
-def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) -> None:
+def test_the_ray_file_names_what_was_exported(small: Checkpoint, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     where = str(tmp_path / "x")
     exported("--to", "vllm", "--out", where, "--target", str(small.path), "--skip-layers", "2", "--copy-target")
     file = tmp_path / "app.yaml"
-    words = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
-    done = run(app, [*words, "--engine", "enforce_eager=true"])
+    arguments = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
+    done = run(app, [*arguments, "--engine", "enforce_eager=true"])
     assert done.exit_code == 0, done.output
     (one,) = yaml.safe_load(file.read_text())["applications"]
     assert one["import_path"] == "ray.serve.llm:build_openai_app"
@@ -448,8 +449,8 @@ def test_the_ray_file_says_what_was_exported(small: Checkpoint, tmp_path: Path) 
 
 def test_the_ray_file_without_an_export_names_only_what_nodes_can_find(small: Checkpoint, tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
-    words = ["deploy", "ray", "--out", str(file), "--target", str(small.path)]
-    assert run(app, [*words, "--drafter", "ngram"]).exit_code == 0
+    arguments = ["deploy", "ray", "--out", str(file), "--target", str(small.path)]
+    assert run(app, [*arguments, "--drafter", "ngram"]).exit_code == 0
     assert '"ngram"' in file.read_text()
     write_gguf(tmp_path / "t.gguf", "llama")
     done = run(app, ["deploy", "ray", "--out", str(file), "--target", str(tmp_path / "t.gguf"), "--drafter", "ngram"])

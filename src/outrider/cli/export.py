@@ -37,11 +37,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a drafter and its tuning for another engine: files, configuration and the exact command line."""
-    from ..export.write import Order, export as write
+    from ..export.write import ExportOptions, export as write
 
     checkpoint, handover = _handover(target, drafter, profile, k, skip_layers)
     with progress_bar() as progress:
-        facts = write(checkpoint, handover, Order(to, out, dtype, name, copy_target, force), progress)
+        facts = write(checkpoint, handover, ExportOptions(to, out, dtype, name, copy_target, force), progress)
     if as_json:
         print_json(facts)
         return
@@ -59,7 +59,7 @@ def _handover(
     target: str | None, drafter: str | None, profile: Path | None, k: int | None, skip_layers: str | None = None
 ) -> tuple[Any, Any]:
     """The target's checkpoint, and the drafter with its K."""
-    from ..export.plan import read
+    from ..export.plan import make_plan
     from ..models.checkpoint import open_checkpoint
     from ..models.tuning_profile import read_profile
 
@@ -68,7 +68,7 @@ def _handover(
         tuned = {**tuned, "options": {**tuned.get("options", {}), "skip_layers": _numbers(skip_layers)}}
         drafter = drafter or "layerskip"
     checkpoint = open_checkpoint(target)
-    return checkpoint, read(checkpoint, drafter, tuned, k)
+    return checkpoint, make_plan(checkpoint, drafter, tuned, k)
 
 
 def _numbers(text: str) -> list[int]:
@@ -97,7 +97,7 @@ def deploy_ray(
     vllm_set: Annotated[list[str] | None, Option("--engine", help="Set an argument of vLLM. Repeatable.")] = None,
 ) -> None:
     """Write a Ray Serve LLM application: vLLM with this drafter, replicated and autoscaled."""
-    from ..export.ray.app import Scale, application, from_export, to_yaml
+    from ..export.ray import Scale, application, from_export, to_yaml
 
     scale = Scale(
         min_replicas, max_replicas, ongoing, tensor_parallel, pipeline_parallel, accelerator, cpu, max_length,
@@ -113,7 +113,7 @@ def deploy_ray(
 
 def _ray_facts(checkpoint: Any, handover: Any) -> dict[str, Any]:
     """The application without an exported folder: only files that Ray's nodes can find themselves."""
-    from ..export.engines import vllm_configuration
+    from ..export.engines import vllm_speculative_config
 
     if not checkpoint.path.is_dir() or handover.kind == "layerskip":
         raise OutriderError(
@@ -124,5 +124,5 @@ def _ray_facts(checkpoint: Any, handover: Any) -> dict[str, Any]:
         "model": checkpoint.name,
         "served_model_name": checkpoint.name,
         "target": str(checkpoint.path.resolve()),
-        "speculative_config": vllm_configuration(handover, handover.folder and handover.folder.resolve()),
+        "speculative_config": vllm_speculative_config(handover, handover.folder and handover.folder.resolve()),
     }

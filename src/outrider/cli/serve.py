@@ -95,15 +95,15 @@ def _serve_with_vllm(
         if _was_given(context, name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is Outrider's own server's; vLLM's options go with --engine-arg.")
-    from ..export.plan import read
-    from ..export.vllm.launch import Wish, insist, plan, start
+    from ..export.plan import make_plan
+    from ..export.vllm.launch import LaunchOptions, launch_command, require_vllm, start
     from ..models.checkpoint import open_checkpoint
     from ..models.tuning_profile import read_profile
     from ..server.settings import Settings
 
     keys = tuple(server.api_key or ())
     Settings(host=server.host, port=server.port, keys=keys, open=server.open_)  # checks the keys
-    insist(note)
+    require_vllm(note)
     k = None if options.k is None else parse_k(options.k)
     given = arguments(options.set_, drafter=options.drafter, k=k)
     k, drafter = given.pop("k", None), given.pop("drafter", None)
@@ -111,11 +111,11 @@ def _serve_with_vllm(
     profile = {**profile, "options": {**profile.get("options", {}), **given}}
     checkpoint = open_checkpoint(options.model)
     batch = server.max_batch if _was_given(context, "max_batch") else None
-    wish = Wish(server.host, server.port, keys, server.name, batch, options.dtype or "auto", engine_args)
-    handover = read(checkpoint, options.draft_model or drafter, profile, None if k == "auto" else k)
-    ready = plan(checkpoint, handover, wish, note)
+    launch = LaunchOptions(server.host, server.port, keys, server.name, batch, options.dtype or "auto", engine_args)
+    plan = make_plan(checkpoint, options.draft_model or drafter, profile, None if k == "auto" else k)
+    ready = launch_command(checkpoint, plan, launch, note)
     address = f"http://{server.host}:{server.port}/v1"
-    note(f"Serving {checkpoint.name} with vLLM (drafter {handover.kind}, K {handover.k}) at {address}")
+    note(f"Serving {checkpoint.name} with vLLM (drafter {plan.kind}, K {plan.k}) at {address}")
     start(ready)
 
 

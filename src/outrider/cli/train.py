@@ -76,7 +76,8 @@ def train(
         choices.pop(name)
     choices |= {"prompts": tuple(prompts), "exclude": tuple(exclude or ()), "taps": tuple(choices.pop("tap") or ())}
     choices |= {"device": device or "auto", "dtype": dtype or "auto", "soft": not choices.pop("hard")}
-    from ..train.recipe import Recipe, train as make
+    from ..train.recipe import Recipe
+    from ..train.run import train as make
 
     recipe = Recipe(**choices)
     require_folder(html)
@@ -101,7 +102,7 @@ def invent(
 ) -> None:
     """Let a chat model write training prompts, by continuing its chat template where the user would begin."""
     from ..backends.machine import choose_device
-    from ..train.invent import Invention, invent as make
+    from ..train.prompts import Invention, invent as make
 
     chosen = str(choose_device(device or "auto"))
     plan = Invention(out, count, target, chosen, dtype or "auto", max_tokens, batch, workers, seed)
@@ -113,7 +114,7 @@ def invent(
 @contextmanager
 def _resumable() -> Iterator[None]:
     """After a requested stop, print the command that continues, and exit with code 130."""
-    from ..train.loop import Stopped
+    from ..train.generation import Stopped
 
     try:
         yield

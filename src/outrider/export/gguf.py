@@ -1,8 +1,8 @@
-"""Draft models for llama.cpp: a GGUF file of some of a target's layers, or of a small model with the target's words.
+"""Draft models for llama.cpp: a GGUF file of some of a target's layers, or of a small model with its tokenizer.
 
-Promise: tensors of a GGUF target are copied bit for bit, quantised as they are; only what has to be silent is written
-anew, as zeros. A small model in Hugging Face layout becomes 16-bit floats under the target file's own header
-(tokenizer, template), with its own sizes. It knows files; `models.gguf_file` knows their conventions.
+Tensors of a GGUF target are copied bit for bit, with their quantisation; only blocks that must add nothing are written
+as zeros. A small model in Hugging Face layout becomes 16-bit floats under the target file's header (tokenizer, chat
+template) with its own sizes. Naming conventions are in `models.gguf_file`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,35 @@ from ..errors import ConfigError, ModelError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import ModelConfig
 from ..models.gguf_file import GGUF, gguf_name, reorder_rows
-from ..models.weights import LayerSubset, expected, kept_layers
+from ..models.weights import expected, kept_layers
 
-_WRITERS_OWN = ("GGUF.", "general.architecture")
+_WRITTEN_BY_LIBRARY = ("GGUF.", "general.architecture")
 
 
 def write_kept(source: Path, to: Path, skip_attention: Iterable[int], skip_mlp: Iterable[int]) -> None:
-    """The layers of a GGUF target that are left when these blocks do not run."""
+    """The layers of a GGUF target that remain when these blocks do not run."""
     whole = open_checkpoint(source)
     if whole.config.architecture == "smollm3":
         raise ConfigError(
-            "llama.cpp counts SmolLM3's layers without rope by itself, so no part of it can be a model there; "
-            "export to vllm or sglang, or distil a draft model."
+            "llama.cpp derives SmolLM3's layers without rope from their numbers, so a part of it cannot be a model "
+            "there; export to vllm or sglang, or distil a draft model."
         )
     config, kept = kept_layers(whole.config, whole.weights, skip_attention, skip_mlp)
     reader, writer = GGUFReader(source), GGUFWriter(to, whole.config.architecture)
     _header(reader, writer, {f"{whole.config.architecture}.block_count": config.layers})
     raw = {tensor.name: tensor for tensor in reader.tensors}
-    rest = set(raw) - {gguf_name(name) for name in expected(whole.config)}
-    for name in sorted(rest):  # what belongs to no layer, such as rope's factors
+    others = set(raw) - {gguf_name(name) for name in expected(whole.config)}
+    for name in sorted(others):  # tensors of no layer, such as rope factors
         if not name.startswith("blk."):
             writer.add_tensor(name, raw[name].data, raw_dtype=raw[name].tensor_type)
     for name, shape in expected(config).items():
-        _copy(writer, raw, kept, name, shape)
+        if kept.zeroed(name):
+            dtype = np.float16 if len(shape) > 1 else np.float32
+            writer.add_tensor(gguf_name(name), np.zeros(shape, dtype=dtype))
+        else:
+            original = raw[gguf_name(kept.origin(name))]
+            writer.add_tensor(gguf_name(name), original.data, raw_dtype=original.tensor_type)
     _close(writer)
-
-
-def _copy(writer: GGUFWriter, raw: dict[str, Any], kept: LayerSubset, name: str, shape: tuple[int, ...]) -> None:
-    if kept.zeroed(name):
-        writer.add_tensor(gguf_name(name), np.zeros(shape, dtype=np.float16 if len(shape) > 1 else np.float32))
-        return
-    original = raw[gguf_name(kept.origin(name))]
-    writer.add_tensor(gguf_name(name), original.data, raw_dtype=original.tensor_type)
 
 
 def write_model(small: Checkpoint, target: Path, to: Path) -> None:
@@ -75,7 +72,7 @@ def write_model(small: Checkpoint, target: Path, to: Path) -> None:
 
 
 def _sizes(c: ModelConfig) -> dict[str, Any]:
-    """What the header says of a model's shape, under llama.cpp's names."""
+    """A model's shape under llama.cpp's names."""
     if c.rope_scaling is not None or c.rotary_dim != c.head_dim:
         raise ModelError("The draft model's rope is stretched or partial; convert it with llama.cpp's own script.")
     named = {
@@ -94,15 +91,14 @@ def _sizes(c: ModelConfig) -> dict[str, Any]:
     return {f"{c.architecture}.{name}": value for name, value in named.items()}
 
 
-def _header(reader: GGUFReader, writer: GGUFWriter, own: dict[str, Any]) -> None:
-    """The other file's header with these values changed or added."""
+def _header(reader: GGUFReader, writer: GGUFWriter, changed: dict[str, Any]) -> None:
+    """The header of another file with these values changed or added."""
     for name, field in reader.fields.items():
-        if name.startswith(_WRITERS_OWN) or name in own or name == "general.file_type":
+        if name.startswith(_WRITTEN_BY_LIBRARY) or name in changed or name == "general.file_type":
             continue
-        kind = field.types[0]
-        sub = field.types[-1] if kind == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, sub_type=sub)
-    for name, value in own.items():
+        sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
+    for name, value in changed.items():
         known = reader.fields.get(name)
         kind = GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.UINT32
         writer.add_key_value(name, value, known.types[0] if known is not None else kind)

@@ -1,7 +1,8 @@
-"""Who drafts and how much, read off a folder, a name or a profile: what every engine is then told in its own words.
+"""The export plan: which drafter another engine runs, and how many tokens (K) it drafts at which batch size.
 
-Promise: what cannot be handed over is refused here in a sentence, before anything is written. It knows drafters and
-profiles; it knows no engine.
+It is made from a folder, a drafter's name or a tuning profile. What cannot be exported is refused here, before anything
+is written. This module knows drafters and profiles, no engine. Every sequence of a batch adds its drafts to one pass,
+so K falls with the batch size; pass costs are those of Outrider's own passes on the tuned machine.
 """
 
 from __future__ import annotations
@@ -9,89 +10,86 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from ..drafters.head.find import head_for
+from .. import drafters
+from ..control.costs import Costs
 from ..errors import ConfigError
+from ..measure.statistics import expected_tokens
 from ..models.checkpoint import Checkpoint
 from ..models.speculators import read_config, target_hash
-from .table import Range, best_k, costs_of, draft_seconds, from_profile
 
-K = 5  # where nobody has measured anything
-K_MOST = 16  # in a table
-BATCHES = 64  # the last range holds for larger ones too
+DEFAULT_K = 5
+MOST_K = 16  # in a table
+MOST_BATCH = 64  # the last range of a table holds for larger batches too
 LOOKUPS = ("ngram", "suffix")  # drafters without weights
-INLINE = {"ahead": "model"}  # drafts in parallel here, in line elsewhere
+EQUIVALENTS = {"ahead": "model"}  # drafts in parallel here, in line elsewhere
+MARGIN = 1.02  # least expected speedup over plain decoding
+
+Json = dict[str, Any]
+BatchRange = tuple[int, int, int]  # first batch size, last batch size, K
 
 
 @dataclass(frozen=True)
-class Handover:
-    """A drafter that goes elsewhere."""
-
+class ExportPlan:
     kind: str  # head, model, layerskip, ngram, suffix or off
     k: int
     folder: Path | None = None  # of a head or a model
-    table: list[Range] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-    why_k: str = ""
+    k_by_batch: list[BatchRange] = field(default_factory=list)
+    options: Json = field(default_factory=dict)
+    k_reason: str = ""
 
 
-def read(checkpoint: Checkpoint, drafter: str | None, profile: dict[str, Any], k: int | None) -> Handover:
-    """What is asked for by name or folder, else what the profile found best; options given by hand come from it too."""
+def make_plan(checkpoint: Checkpoint, drafter: str | None, profile: Json, k: int | None) -> ExportPlan:
+    """The drafter by name or folder, else the profile's; its options come from the profile in either case."""
     options = dict(profile.get("options", {}))
-    kind, folder = _who(checkpoint, drafter or str(profile.get("drafter", "auto")), options)
-    if kind == "head" and folder is not None:
-        _insist_on_head(folder, checkpoint)
-    if kind == "layerskip":
-        options = _skips(profile, options)
+    kind, folder = _find_drafter(checkpoint, drafter or str(profile.get("drafter", "auto")), options)
     if kind == "off":
-        return Handover("off", 0, why_k="nothing is drafted")
-    k, why = _how_much(profile, k, kind, folder)
-    table = from_profile(profile, min(max(k, 1), K_MOST), BATCHES) if _tuned_for(profile, kind) else []
-    return Handover(kind, k, folder, table, options, why)
+        return ExportPlan("off", 0, k_reason="nothing is drafted")
+    if kind == "head" and folder is not None:
+        _check_head(folder, checkpoint)
+    if kind == "layerskip":
+        options = _skip_sets(profile, options)
+    measured = measured_in(profile) if _tuned_for(profile, kind) else None
+    k, reason = (k, "as given") if k is not None else _choose_k(profile, kind, folder, measured)
+    table = k_by_batch(measured, min(max(k, 1), MOST_K), MOST_BATCH) if measured else []
+    return ExportPlan(kind, k, folder, table, options, reason)
 
 
-# ------------------------------------------------------------ who drafts
-
-
-def _who(checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> tuple[str, Path | None]:
+def _find_drafter(checkpoint: Checkpoint, name: str, options: Json) -> tuple[str, Path | None]:
+    """The kind of drafter, and its folder where it has weights."""
     path = Path(name).expanduser()
     if path.is_dir():
         return ("head" if _is_head(path) else "model"), path
-    name = INLINE.get(name, name)
+    name = EQUIVALENTS.get(name, name)
     if name == "auto":
-        found = head_for(_Identity(checkpoint))
-        return ("head", found) if found is not None and read_config(found).kind == "eagle3" else ("suffix", None)
-    if name in LOOKUPS or name in ("layerskip", "off"):
+        head = _head_for(checkpoint)
+        return ("head", head) if head is not None and read_config(head).kind == "eagle3" else ("suffix", None)
+    if name in (*LOOKUPS, "layerskip", "off"):
         return name, None
     if name in ("head", "model"):
-        return name, _named_folder(checkpoint, name, options)
+        keys = ("head",) if name == "head" else ("draft_model", "assistant_model")
+        folder = next((options[key] for key in keys if options.get(key)), None)
+        if folder is None and name == "head":
+            folder = _head_for(checkpoint)
+        if folder is None or not Path(str(folder)).expanduser().is_dir():
+            what = "head" if name == "head" else "draft model"
+            raise ConfigError(f"It is not clear which {what} is meant, or its folder is gone; give --drafter DIR.")
+        return name, Path(str(folder)).expanduser()
     raise ConfigError(
         f"The drafter '{name}' is neither a folder nor one that another engine can run; give a trained head's or a "
         f"draft model's folder, or one of: auto, head, model, layerskip, {', '.join(LOOKUPS)}, off."
     )
 
 
-def _named_folder(checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> Path:
-    """The folder that a profile's options name, or the head that goes with the target."""
-    keys = ("head",) if name == "head" else ("draft_model", "assistant_model")
-    given = next((options[key] for key in keys if options.get(key)), None)
-    if given is None and name == "head":
-        given = head_for(_Identity(checkpoint))
-    if given is None or not Path(str(given)).expanduser().is_dir():
-        what = "head" if name == "head" else "draft model"
-        raise ConfigError(f"It is not said which {what} is meant, or its folder is gone; give it with --drafter DIR.")
-    return Path(str(given)).expanduser()
+def _head_for(checkpoint: Checkpoint) -> Path | None:
+    """The folder of a trained head for this target, if there is one."""
+    if "head" not in drafters.names():
+        return None
+    from ..drafters.head.find import head_for
 
-
-class _Identity:
-    """An open checkpoint as the finder of heads asks for it."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def identity(self) -> str:
-        return target_hash(self._checkpoint.config, self._checkpoint.weights)
+    return head_for(SimpleNamespace(identity=lambda: target_hash(checkpoint.config, checkpoint.weights)))
 
 
 def _is_head(folder: Path) -> bool:
@@ -102,60 +100,94 @@ def _is_head(folder: Path) -> bool:
     return isinstance(data, dict) and "speculators_model_type" in data
 
 
-def _insist_on_head(folder: Path, checkpoint: Checkpoint) -> None:
+def _check_head(folder: Path, checkpoint: Checkpoint) -> None:
     config = read_config(folder)
     if config.kind != "eagle3":
         raise ConfigError(
             f"{folder} is a head of the kind '{config.kind}', which no other engine runs as it was trained; "
             "`outrider train --kind eagle3` or `--kind model` make drafters that others run."
         )
-    if config.target_hash and config.target_hash != _Identity(checkpoint).identity():
+    if config.target_hash and config.target_hash != target_hash(checkpoint.config, checkpoint.weights):
         raise ConfigError(f"The head {folder} was trained for another target than {checkpoint.name}; give --target.")
 
 
-def _skips(profile: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The set of blocks that is left out: the profile's choice, or what its search found."""
-    found = {**profile.get("skip_search", {}), **options}
-    both = [int(i) for i in found.get("skip_layers", ())]
-    sets = {name: sorted({*both, *(int(i) for i in found.get(name, ()))}) for name in ("skip_attention", "skip_mlp")}
+def _skip_sets(profile: Json, options: Json) -> Json:
+    """The blocks that are left out: from the options, else from the profile's search."""
+    source = {**profile.get("skip_search", {}), **options}
+    both = [int(i) for i in source.get("skip_layers", ())]
+    sets = {name: sorted({*both, *(int(i) for i in source.get(name, ()))}) for name in ("skip_attention", "skip_mlp")}
     if not any(sets.values()):
         raise ConfigError(
-            "A layer-skip set is wanted, but the profile has none: run `outrider tune --drafter layerskip --out FILE`, "
-            "or give --skip-layers."
+            "The drafter 'layerskip' needs a set of layers, but the profile has none: run `outrider tune --drafter "
+            "layerskip --out FILE`, or give --skip-layers."
         )
     return sets
 
 
-# ------------------------------------------------------------ how much
-
-
-def _tuned_for(profile: dict[str, Any], kind: str) -> bool:
-    """Whether what the profile measured is this drafter's; `auto` was several, this one among them."""
+def _tuned_for(profile: Json, kind: str) -> bool:
+    """Whether the profile's measurements are this drafter's; `auto` includes it."""
     name = str(profile.get("drafter", ""))
-    return name == "auto" or INLINE.get(name, name) == kind
+    return name == "auto" or EQUIVALENTS.get(name, name) == kind
 
 
-def _how_much(profile: dict[str, Any], k: int | None, kind: str, folder: Path | None) -> tuple[int, str]:
-    """K and where it comes from: asked for, tuned, reckoned from what was measured, trained for, or a habit."""
-    if k is not None:
-        return k, "as asked for"
-    searched = profile.get("skip_search", {}).get("k")
+def _choose_k(profile: Json, kind: str, folder: Path | None, measured: Measured | None) -> tuple[int, str]:
+    """K and its source: searched, tuned, computed from measurements, trained for, or the default."""
+    searched, tuned = profile.get("skip_search", {}).get("k"), profile.get("k")
     if kind == "layerskip" and isinstance(searched, int) and searched > 0:
         return searched, "what the search for this set found best"
-    found: tuple[int, str] | None = None
-    if _tuned_for(profile, kind):
-        tuned = profile.get("k")
-        found = (tuned, "tuned") if isinstance(tuned, int) and tuned > 0 else _reckoned(profile)
-    return found or _trained(kind, folder) or (K, "a habit: nothing was measured for this drafter")
+    if _tuned_for(profile, kind) and isinstance(tuned, int) and tuned > 0:
+        return tuned, "tuned"
+    if measured and (best := best_k(measured, 1, MOST_K)):
+        return best, "computed from the profile's acceptance and pass costs"
+    if kind == "head" and folder is not None:
+        return read_config(folder).block, "what the head was trained for"
+    return DEFAULT_K, "a default: nothing was measured for this drafter"
 
 
-def _reckoned(profile: dict[str, Any]) -> tuple[int, str] | None:
-    costs, alpha = costs_of(profile), profile.get("measured", {}).get("alpha")
-    if costs is None or not alpha:
+class Measured(NamedTuple):
+    """What K is computed from."""
+
+    alpha: float
+    costs: Costs  # seconds of a pass
+    draft: float = 0.0  # seconds per drafted token
+
+
+def best_k(measured: Measured, sequences: int, most: int) -> int:
+    """The K up to `most` with the most expected tokens per second; 0 is plain decoding."""
+    alpha, costs, draft = measured
+
+    def speed(k: int) -> float:
+        return expected_tokens(alpha, k) / (costs(sequences * (k + 1), sequences) + k * draft)
+
+    best = max(range(most + 1), key=speed)
+    return best if speed(best) > MARGIN * speed(0) else 0
+
+
+def k_by_batch(measured: Measured, most: int, batches: int) -> list[BatchRange]:
+    """Ranges of batch sizes from 1 to `batches`; K never rises with the batch."""
+    ranges: list[BatchRange] = []
+    k = most
+    for sequences in range(1, batches + 1):
+        k = best_k(measured, sequences, k)
+        if ranges and ranges[-1][2] == k:
+            ranges[-1] = (ranges[-1][0], sequences, k)
+        else:
+            ranges.append((sequences, sequences, k))
+    return ranges
+
+
+def measured_in(profile: Json) -> Measured | None:
+    """What `outrider tune` measured, if it did; its pass costs are named "sequences,rows"."""
+    figures, k = profile.get("measured", {}), profile.get("k")
+    if not profile.get("costs") or not figures.get("alpha"):
         return None
-    best = best_k(float(alpha), costs, 1, K_MOST, draft_seconds(profile, costs))
-    return (best, "reckoned from the profile's acceptance and costs") if best else None
-
-
-def _trained(kind: str, folder: Path | None) -> tuple[int, str] | None:
-    return (read_config(folder).block, "what the head was trained for") if kind == "head" and folder else None
+    try:
+        pairs = {name: name.split(",") for name in profile["costs"]}
+        costs = Costs({(int(s), int(rows)): float(profile["costs"][name]) for name, (s, rows) in pairs.items()})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"The profile's costs are damaged ({error}); tune again.") from error
+    draft = 0.0
+    if isinstance(k, int) and k and all(figures.get(name) for name in ("tau", "tok_s", "plain_tok_s")):
+        scale = costs(1) * figures["plain_tok_s"]  # to the clock of the costs: a plain step is one pass and overhead
+        draft = max(figures["tau"] / figures["tok_s"] * scale - costs(k + 1), 0.0) / k
+    return Measured(float(figures["alpha"]), costs, draft)

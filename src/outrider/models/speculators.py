@@ -1,8 +1,8 @@
-"""A trained head as a folder: `config.json` in the speculators format, `model.safetensors` with EAGLE-3's names.
+"""A trained head or exit adapter as a folder: `config.json` in the speculators format, EAGLE-3's tensor names.
 
-Promise: what `read_head` returns is complete and fits together, or it is refused in a sentence; what `write_head` wrote
-is read back as the same numbers. `target_hash` tells whose head it is, in whatever format the target's files are.
-This file knows names, shapes and files; it does not know what a head computes.
+`read_head` returns complete and consistent tensors or raises; what `write_head` wrote is read back as the same numbers.
+`target_hash` identifies the target of a head, whatever the format of the target's files. This module knows names,
+shapes and files, not what a head computes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor
 from ..errors import ModelError
 from .config import ModelConfig, to_hf
 
-KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # ours -> speculators'; an exit is only ours
+KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
 _MOST_LAYERS = 16
+Shapes = dict[str, tuple[int, ...]]
 
 
-class Named(Protocol):
-    """The target's tensors by name."""
-
+class TensorSource(Protocol):
     def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head, and whose it is."""
+    """The shape of a head or exit adapter, and its target."""
 
     kind: str  # eagle3, block or exit
-    hidden_size: int  # the target's, or less: a narrow head has an embedding of its own
+    hidden_size: int  # the target's, or less: a narrow head has its own embedding
     intermediate_size: int
     heads: int
     kv_heads: int
@@ -48,11 +48,11 @@ class HeadConfig:
     draft_vocab_size: int
     taps: tuple[int, ...]  # layers of the target after which its residual stream is read
     layers: int = 1
-    block: int = 6  # tokens that it was trained to draft
+    block: int = 6  # tokens of a draft in training
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     context_length: int = 2048
-    target_hash: str = ""  # empty: of no target in particular
+    target_hash: str = ""  # empty: any target
     target_name: str = ""
     target_hidden_size: int = 0  # 0: the same as the head's
 
@@ -80,80 +80,65 @@ class HeadConfig:
         return self.hidden_size != self.target_hidden_size
 
 
-def shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a head of this shape has, with its shape."""
+def shapes(c: HeadConfig) -> Shapes:
+    """The names and shapes of all tensors."""
     if c.kind == "exit":
         return _exit_shapes(c)
     h = c.hidden_size
-    seen = len(c.taps) * c.target_hidden_size
-    named: dict[str, tuple[int, ...]] = {"fc.weight": (h, seen), "midlayer.hidden_norm.weight": (h,)}
+    named: Shapes = {"fc.weight": (h, len(c.taps) * c.target_hidden_size), "midlayer.hidden_norm.weight": (h,)}
     if c.narrow:
         named["embed_tokens.weight"] = (c.vocab_size, h)
     for i in range(c.layers):
         named |= {f"{layer_name(i)}.{name}": shape for name, shape in _layer(c, 2 * h if i == 0 else h).items()}
-    named |= {"norm.weight": (h,), "lm_head.weight": (c.draft_vocab_size, h)}
-    named |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
+    named |= _output_shapes(c)
     if c.kind == "block":
         named |= {"mask_embedding": (h,), "mask_hidden": (h,)}
     return named
 
 
-def _exit_shapes(c: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """An adapter's: with the whole vocabulary, the target's own head speaks."""
+def _exit_shapes(c: HeadConfig) -> Shapes:
+    """An adapter with the whole vocabulary uses the target's output layer."""
     h, wide = c.hidden_size, c.intermediate_size
-    named: dict[str, tuple[int, ...]] = {}
+    named: Shapes = {}
     for i in range(c.layers):
-        at = block_name(i)
-        named |= {f"{at}.norm.weight": (h,), f"{at}.mlp.down_proj.weight": (h, wide)}
-        named |= {f"{at}.mlp.{name}_proj.weight": (wide, h) for name in ("gate", "up")}
-    if c.draft_vocab_size < c.vocab_size:
-        named |= {"norm.weight": (h,), "lm_head.weight": (c.draft_vocab_size, h)}
-        named |= {"d2t": (c.draft_vocab_size,), "t2d": (c.vocab_size,)}
-    return named
+        block = block_name(i)
+        named |= {f"{block}.norm.weight": (h,), f"{block}.mlp.down_proj.weight": (h, wide)}
+        named |= {f"{block}.mlp.{name}_proj.weight": (wide, h) for name in ("gate", "up")}
+    return named | _output_shapes(c) if c.draft_vocab_size < c.vocab_size else named
+
+
+def _output_shapes(c: HeadConfig) -> Shapes:
+    draft, h = c.draft_vocab_size, c.hidden_size
+    return {"norm.weight": (h,), "lm_head.weight": (draft, h), "d2t": (draft,), "t2d": (c.vocab_size,)}
 
 
 def block_name(i: int) -> str:
-    """A block of an adapter."""
+    """The i-th block of an adapter."""
     return f"blocks.{i}"
 
 
-FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # EAGLE's own name for the first layer, and speculators'
-
-
-def _as_eagle(name: str) -> str:
-    return FIRST + name.removeprefix(SPECULATORS_FIRST) if name.startswith(SPECULATORS_FIRST) else name
-
-
 def layer_name(i: int) -> str:
-    """The first layer is EAGLE-3's, with two inputs; the others are ordinary ones."""
+    """The first layer is EAGLE-3's, with two inputs; the others are ordinary decoder layers."""
     return "midlayer" if i == 0 else f"layers.{i}"
 
 
-def _layer(c: HeadConfig, inputs: int) -> dict[str, tuple[int, ...]]:
-    h, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return {
-        "input_layernorm.weight": (h,),
-        "post_attention_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, inputs),
-        "self_attn.k_proj.weight": (kv, inputs),
-        "self_attn.v_proj.weight": (kv, inputs),
-        "self_attn.o_proj.weight": (h, q),
-        "mlp.gate_proj.weight": (c.intermediate_size, h),
-        "mlp.up_proj.weight": (c.intermediate_size, h),
-        "mlp.down_proj.weight": (h, c.intermediate_size),
-    }
+def _layer(c: HeadConfig, inputs: int) -> Shapes:
+    h, wide, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    attention = {"q": (q, inputs), "k": (kv, inputs), "v": (kv, inputs), "o": (h, q)}
+    mlp = {"gate": (wide, h), "up": (wide, h), "down": (h, wide)}
+    named: Shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    named |= {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    return named | {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
 def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> None:
-    """A missing tensor, one of another shape, or a vocabulary that leads nowhere is found here."""
+    """Raise for a missing tensor, a wrong shape, or a draft vocabulary outside the target's."""
     for name, shape in shapes(config).items():
         if name not in tensors:
-            raise ModelError(f"{where} has no tensor '{name}', which its configuration asks for; make the head again.")
+            raise ModelError(f"{where} has no tensor '{name}', which its configuration needs; make the head again.")
         if tuple(tensors[name].shape) != shape:
-            raise ModelError(
-                f"In {where} the tensor '{name}' has the shape {list(tensors[name].shape)} where its configuration "
-                f"asks for {list(shape)}; make the head again."
-            )
+            actual = list(tensors[name].shape)
+            raise ModelError(f"In {where} the tensor '{name}' has the shape {actual} instead of {list(shape)}.")
     if "d2t" not in shapes(config):
         return
     ids = target_ids(tensors["d2t"])
@@ -166,11 +151,8 @@ def target_ids(d2t: Tensor) -> Tensor:
     return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
 
 
-# ------------------------------------------------------------ the folder
-
-
 def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor], card: str = "") -> None:
-    """Weights first, then the configuration: a folder that has one is complete."""
+    """Weights first, then the configuration: a folder with a configuration is complete."""
     folder = Path(folder)
     check_head(config, tensors, "The head")
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +160,7 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor
     if "d2t" in kept:
         kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
     save_file(kept, str(folder / f"{WEIGHTS}.new"), metadata={"format": "pt"})
-    (folder / f"{WEIGHTS}.new").chmod(0o644)  # safetensors writes for the owner alone, and heads are passed on
+    (folder / f"{WEIGHTS}.new").chmod(0o644)  # safetensors writes for the owner alone
     os.replace(folder / f"{WEIGHTS}.new", folder / WEIGHTS)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
@@ -187,7 +169,7 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor
 
 
 def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head's shape and its tensors, as they are in the file."""
+    """A head's configuration and its tensors, with EAGLE's names."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder that `outrider train` has written.")
@@ -196,40 +178,37 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
         tensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} is missing or damaged ({error}); make the head again.") from error
-    tensors = {_as_eagle(name): tensor for name, tensor in tensors.items()}
+    for name in [name for name in tensors if name.startswith(SPECULATORS_FIRST)]:
+        tensors[FIRST + name.removeprefix(SPECULATORS_FIRST)] = tensors.pop(name)
     check_head(config, tensors, str(folder))
     return config, {name: tensors[name] for name in shapes(config)}
 
 
 def read_config(folder: Path) -> HeadConfig:
-    """A head's shape, and whose it is, without its weights."""
+    """A head's configuration, without its weights."""
     path = folder / CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} is not a trained head: its {CONFIG} cannot be read ({error}).") from error
-    ours = data.get("outrider") if isinstance(data, dict) else None
-    if not isinstance(ours, dict) or "kind" not in ours:
-        raise ModelError(
-            f"{folder} is not a trained head: its {CONFIG} does not say so (a whole model goes with --draft-model)."
-        )
-    if ours.get("format") != FORMAT:
-        raise ModelError(
-            f"The head {folder} has the format {ours.get('format')!r}, and this version of Outrider reads format "
-            f"{FORMAT}; update Outrider, or make the head again."
-        )
+    own = data.get("outrider") if isinstance(data, dict) else None
+    if not isinstance(own, dict) or "kind" not in own:
+        raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
+    if own.get("format") != FORMAT:
+        problem = f"The head {folder} has the format {own.get('format')!r}, and this Outrider reads format {FORMAT}"
+        raise ModelError(f"{problem}; update Outrider, or make the head again.")
     try:
-        return _from_json(data, ours)
+        return _from_json(data, own)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ModelError(f"{path} is not as it should be ({type(error).__name__}: {error}).") from error
+        raise ModelError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 
 
-def _from_json(data: dict[str, Any], ours: dict[str, Any]) -> HeadConfig:
+def _from_json(data: dict[str, Any], own: dict[str, Any]) -> HeadConfig:
     layer, verifier = data["transformer_layer_config"], data["speculators_config"]["verifier"]
     if data.get("norm_before_residual"):
         raise ModelError("The head's residual is taken after its norm (norm_before_residual), which is not supported.")
     return HeadConfig(
-        kind=str(ours["kind"]),
+        kind=str(own["kind"]),
         hidden_size=int(layer["hidden_size"]),
         intermediate_size=int(layer["intermediate_size"]),
         heads=int(layer["num_attention_heads"]),
@@ -239,24 +218,19 @@ def _from_json(data: dict[str, Any], ours: dict[str, Any]) -> HeadConfig:
         draft_vocab_size=int(data["draft_vocab_size"]),
         taps=tuple(int(i) - 1 for i in data["eagle_aux_hidden_state_layer_ids"]),
         layers=int(layer["num_hidden_layers"]),
-        block=int(ours["block"]),
+        block=int(own["block"]),
         norm_eps=float(layer["rms_norm_eps"]),
         rope_theta=float(layer["rope_theta"]),
         context_length=int(layer["max_position_embeddings"]),
-        target_hash=str(ours.get("target_hash") or ""),
+        target_hash=str(own.get("target_hash") or ""),
         target_name=str(verifier.get("name_or_path") or ""),
         target_hidden_size=int(data.get("target_hidden_size") or 0),
     )
 
 
 def _to_json(c: HeadConfig) -> dict[str, Any]:
-    layer = {"model_type": "llama"} | to_hf(c)
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": c.block,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": c.block}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": KINDS[c.kind],
@@ -265,7 +239,7 @@ def _to_json(c: HeadConfig) -> dict[str, Any]:
         "norm_before_residual": False,
         "target_hidden_size": c.target_hidden_size if c.narrow else None,
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in c.taps],  # a layer's input is the one before's output
-        "transformer_layer_config": layer,
+        "transformer_layer_config": {"model_type": "llama"} | to_hf(c),
         "speculators_config": {
             "algorithm": KINDS[c.kind],
             "default_proposal_method": "greedy",
@@ -276,23 +250,19 @@ def _to_json(c: HeadConfig) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------ whose head it is
+def target_hash(config: ModelConfig, weights: TensorSource) -> str:
+    """16 hex digits from the target's shape and norms, which are the same in every file format and quantisation.
 
-
-def target_hash(config: ModelConfig, weights: Named) -> str:
-    """16 hex digits of a target: its shape and its norms, which every file format and quantisation leaves as they are.
-
-    So a head for a model goes with its GGUF files too. Norms that say nothing (all ones, as in an untrained model) are
-    helped out by a layer's first projections, to three digits.
+    Where all norms are equal, as in an untrained model, some weights of a projection are added, to three digits.
     """
-    c, middle = config, config.layers // 2
+    c = config
     facts = (c.hidden_size, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate_size, c.vocab_size)
     digest = hashlib.sha256(repr(facts).encode())
     names = ["norm.weight", *(f"layers.{i}.input_layernorm.weight" for i in range(c.layers))]
     norms = torch.cat([weights.get(name, torch.float32).flatten() for name in names])  # [(layers + 1) H]
     digest.update(norms.bfloat16().view(torch.int16).cpu().numpy().tobytes())
     if bool((norms == norms[0]).all()):
-        rows = weights.get(f"layers.{middle}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
+        rows = weights.get(f"layers.{c.layers // 2}.self_attn.q_proj.weight", torch.float32)[:4].flatten()  # [4 H]
         digest.update(",".join(f"{value:.2e}" for value in rows.tolist()).encode())
     return digest.hexdigest()[:16]
 

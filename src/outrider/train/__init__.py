@@ -1,8 +1,11 @@
-"""Make a drafter for a target: the target's own answers, features, losses, the loop, and the folder it ends in.
+"""Make a drafter for a target from the target's own answers.
 
-questions   prompt files -> conversations' ids            answers    what the target says to them, on disk
-features    the target as a plain torch module            net        the head as a trainable module
-objectives  what is minimised, and what counts as a hit   loop       steps, checkpoints, curves
-evaluate    acceptance by position on held-out answers    distil     a small model cut from the target
-recipe      all of it in order                            card, report   what is said about the result
+run         a whole run in order; start here          recipe      its options
+prompts     prompt files, or prompts by the target    answers     what is generated, and its file
+generation  answers from the engine, one process or a pool
+batches     answers as tensors, draft vocabulary      decoder     the target as a differentiable module
+networks    heads and exit adapters                   objectives  losses and hits
+loop        steps, evaluation, checkpoints            report      the model card and the HTML report
+
+It knows the format of drafter files (`models.speculators`), not the drafters that read them.
 """

@@ -1,8 +1,7 @@
-"""The target's own answers: what a drafter has to predict, kept on disk as they come.
+"""The target's own answers, which a drafter learns to predict: which are wanted, and the file they are kept in.
 
-Promise: every answer depends only on the target, the prompt, the temperature and the seed of its number, so a run that
-was killed goes on where it was and ends with the same answers; a line that was cut off is written again. It runs
-Outrider's own batched engine and knows ids, not what is trained with them.
+An answer depends only on the target, the prompt, the temperature and the seed of its number. A killed run can therefore
+be resumed and ends with the same answers. This module knows token ids and files; it runs no model.
 """
 
 from __future__ import annotations
@@ -12,30 +11,33 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import OutriderError
-from ..types import SamplingParams, Sequence
-from .questions import Question
 
 if TYPE_CHECKING:
-    from ..llm import LLM
     from ..models.tokenizer import Tokenizer
 
-Progress = Callable[[str, float], None]
-Counted = Callable[[int, int], None]  # is told how many answers, and how many tokens, a run has made so far
 FORMAT = 1
-_NUMBER = '{"number":'  # how every line begins
-_SAFE = 1.0  # seconds between two moments at which everything is surely on the disk
-_AHEAD = 2  # batches of sequences that wait in the engine, so that no line of it stays empty
+_LINE_START = '{"number":'
+_FSYNC_SECONDS = 1.0  # at most one fsync in this time: a disk may take longer than a pass
+
+
+@dataclass(frozen=True)
+class TrainingPrompt:
+    """The first user turn of a conversation."""
+
+    text: str
+    kind: str
+    held: bool  # only for evaluation
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt and what the target said to it."""
+    """A prompt and the target's answer to it, as token ids. The fields are the keys of a line in the file."""
 
     number: int
     kind: str
@@ -51,65 +53,82 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """How many tokens that are."""
+        """Tokens of prompt and answer."""
         return len(self.prompt) + len(self.answer)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Which answers are wanted."""
+class AnswerRequest(NamedTuple):
+    """One answer to generate."""
 
-    count: int  # 0: one for each question
+    number: int
+    prompt: TrainingPrompt
+    temperature: float
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How many answers are generated, and how."""
+
+    count: int  # 0: one for each prompt
     max_tokens: int
     seed: int = 0
     batch: int = 8
-    sampled: float = 0.5  # share of training answers that are drawn, at temperatures from 0.7 to 1
+    sampled: float = 0.5  # share of training answers that are sampled, at temperatures from 0.7 to 1
     top_p: float = 1.0
 
-    def prompt(self, tokenizer: Tokenizer, question: Question) -> list[int]:
-        """What the target goes on from: the question under its chat template, if it has one."""
+    def prompt_ids(self, tokenizer: Tokenizer, prompt: TrainingPrompt) -> list[int]:
+        """The prompt under the target's chat template, or as plain text where there is none."""
         if tokenizer.chat_template is None:
-            return tokenizer.encode_prompt(question.text)
-        return tokenizer.encode_chat([{"role": "user", "content": question.text}])
+            return tokenizer.encode_prompt(prompt.text)
+        return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
-    def temperature(self, number: int, question: Question, again: bool) -> float:
-        """Held-out answers are greedy; a prompt that comes again is always drawn, a greedy one would be a copy."""
-        spin = int.from_bytes(hashlib.sha256(f"{self.seed}:{number}".encode()).digest()[:6]) / 2**48  # in [0, 1)
-        if question.held or (not again and spin >= self.sampled):
+    def temperature(self, number: int, held: bool, repeated: bool) -> float:
+        """0 for held-out answers. A repeated prompt is always sampled: a greedy answer would be a copy."""
+        uniform = int.from_bytes(hashlib.sha256(f"{self.seed}:{number}".encode()).digest()[:6]) / 2**48  # in [0, 1)
+        if held or (not repeated and uniform >= self.sampled):
             return 0.0
-        return round(0.7 + 0.3 * (spin / self.sampled if not again and self.sampled else spin), 3)
+        return round(0.7 + 0.3 * (uniform / self.sampled if not repeated and self.sampled else uniform), 3)
 
 
-Asked = tuple[int, Question, float]  # number, what, temperature
+def answer_requests(prompts: list[TrainingPrompt], options: GenerationOptions) -> list[AnswerRequest]:
+    """All prompts once, then those for training repeatedly, up to `count`."""
+    trained = [p for p in prompts if not p.held]
+    rounds: Iterator[tuple[TrainingPrompt, bool]] = itertools.chain(
+        ((p, False) for p in prompts), ((p, True) for p in itertools.cycle(trained))
+    )
+    count = max(options.count or len(prompts), len(prompts) - len(trained) + 1)
+    numbered = enumerate(itertools.islice(rounds, count))
+    return [AnswerRequest(n, p, options.temperature(n, p.held, repeated)) for n, (p, repeated) in numbered]
 
 
-class Store:
-    """answers.jsonl: a header, then one line for each answer, appended as it is finished."""
+def prompts_digest(prompts: list[TrainingPrompt]) -> str:
+    """16 hex digits that identify the prompts in a store's header."""
+    text = json.dumps([(p.text, p.kind, p.held) for p in prompts], ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+class AnswerStore:
+    """answers.jsonl: a header, then one line for each answer, appended as it is finished.
+
+    A line that was cut off by a kill is removed when the file is opened. The header must match the one on disk.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path, self.header = path, {"format": FORMAT} | header
-        self._safe = time.monotonic()
+        self._last_fsync = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            self._mend()
+        if path.exists():
+            with open(path, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         if not path.exists() or not path.stat().st_size:
             path.write_text(json.dumps(self.header) + "\n", encoding="utf-8")
-        self._insist()
-
-    def _mend(self) -> None:
-        """A killed run may have left half a line: cut it off."""
-        with open(self.path, "rb+") as file:
-            data = file.read()
-            file.truncate(data.rfind(b"\n") + 1)
-
-    def _insist(self) -> None:
-        with open(self.path, encoding="utf-8") as file:
-            found = json.loads(file.readline())
-        other = [name for name, value in self.header.items() if found.get(name) != value]
-        if other:
+        with open(path, encoding="utf-8") as text:
+            stored = json.loads(text.readline())
+        differing = [name for name, value in self.header.items() if stored.get(name) != value]
+        if differing:
             raise OutriderError(
-                f"{self.path} holds answers of another run: its {' and '.join(other)} differ. Give the options it was "
-                "made with, or another file."
+                f"{path} holds the answers of another run: {' and '.join(differing)} differ. Use the options that it "
+                "was made with, or another file."
             )
 
     def read(self) -> list[Answer]:
@@ -119,7 +138,7 @@ class Store:
             return sorted((Answer(**json.loads(line)) for line in file), key=lambda a: a.number)
 
     def numbers(self) -> set[int]:
-        """Which answers are finished, without reading what they say: there may be millions of tokens."""
+        """The numbers of finished answers, without parsing their tokens: there may be millions."""
         with open(self.path, encoding="utf-8") as file:
             next(file)
             return {_number(line) for line in file}
@@ -128,125 +147,26 @@ class Store:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(asdict(a), separators=(",", ":")) + "\n" for a in answers))
             file.flush()
-            if time.monotonic() - self._safe > _SAFE:  # a disk may take longer than a pass
+            if time.monotonic() - self._last_fsync > _FSYNC_SECONDS:
                 os.fsync(file.fileno())
-                self._safe = time.monotonic()
+                self._last_fsync = time.monotonic()
 
-    def absorb(self, other: Store) -> None:
-        """Take over what another store of the same run has, and remove it."""
-        known = self.numbers()
-        with open(other.path, encoding="utf-8") as theirs, open(self.path, "a", encoding="utf-8") as mine:
-            next(theirs)
-            mine.writelines(line for line in theirs if _number(line) not in known)
-            mine.flush()
-            os.fsync(mine.fileno())
-        other.path.unlink()
+    def part(self, worker: int) -> AnswerStore:
+        """The file of one process of a generation pool."""
+        return AnswerStore(self.path.with_name(f"{self.path.name}.part{worker}"), self.header)
+
+    def absorb_parts(self) -> None:
+        """Take over what the processes of a generation pool have written, and remove their files."""
+        for path in sorted(self.path.parent.glob(f"{self.path.name}.part*")):
+            AnswerStore(path, self.header)  # same run, no partial line
+            known = self.numbers()
+            with open(path, encoding="utf-8") as part, open(self.path, "a", encoding="utf-8") as whole:
+                next(part)
+                whole.writelines(line for line in part if _number(line) not in known)
+                whole.flush()
+                os.fsync(whole.fileno())
+            path.unlink()
 
 
 def _number(line: str) -> int:
-    return int(line[len(_NUMBER) : line.index(",")])
-
-
-def digest(questions: list[Question]) -> str:
-    """What a store's header says about the prompts."""
-    text = json.dumps([(q.text, q.kind, q.held) for q in questions], ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def generate(
-    llm: LLM,
-    wanted: Iterable[Asked],
-    order: Order,
-    store: Store,
-    counted: Counted = lambda answers, tokens: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Add these answers to the store. `stop` ends it between two steps; nothing is lost."""
-    _Run(llm, order, store, counted).go(wanted, stop)
-
-
-def spoken(progress: Progress | None, known: int, total: int) -> Counted:
-    """Counts as a line for people: how far, how fast, how long still."""
-    begin = time.perf_counter()
-
-    def say(answers: int, tokens: int) -> None:
-        seconds, done = max(time.perf_counter() - begin, 1e-9), known + answers
-        left = seconds / max(answers, 1) * (total - done)
-        speed = f"{tokens / seconds:,.0f} tok/s, {left:,.0f} s left"
-        if progress is not None:
-            progress(f"answers {done:,}/{total:,}, {speed}", done / max(total, 1))
-
-    return say
-
-
-def missing(questions: list[Question], order: Order, known: set[int]) -> list[Asked]:
-    """What is still to be asked, when the answers with these numbers are known."""
-    return [each for each in _numbered(questions, order) if each[0] not in known]
-
-
-def _numbered(questions: list[Question], order: Order) -> list[Asked]:
-    """Numbers, questions and temperatures: all questions once, then those for training again until there are enough."""
-    trained = [q for q in questions if not q.held]
-    first, count = list(questions), order.count or len(questions)
-    rounds: Iterator[tuple[Question, bool]] = itertools.chain(
-        ((q, False) for q in first), ((q, True) for q in itertools.cycle(trained))
-    )
-    asked = list(itertools.islice(rounds, max(count, len(questions) - len(trained) + 1)))
-    return [(n, q, order.temperature(n, q, again)) for n, (q, again) in enumerate(asked)]
-
-
-class _Run:
-    """Keeps the engine full, writes what is finished, says how far it is."""
-
-    def __init__(self, llm: LLM, order: Order, store: Store, counted: Counted) -> None:
-        self.llm, self.order, self.store, self.counted = llm, order, store, counted
-        self.answers, self.tokens = 0, 0
-        self.running: dict[int, tuple[Sequence, Asked]] = {}
-        self.ends = llm.tokenizer.eos_ids | llm.target.config.eos_ids
-
-    def go(self, wanted: Iterable[Asked], stop: Callable[[], bool]) -> None:
-        engine, queue = self.llm.engine, iter(wanted)
-        try:
-            while not stop():
-                for each in itertools.islice(queue, _AHEAD * self.order.batch - len(self.running)):
-                    self._ask(each)
-                if not self.running:
-                    return
-                engine.step()
-                self._collect()
-        finally:
-            for seq, _ in self.running.values():
-                engine.cancel(seq)
-
-    def _ask(self, each: Asked) -> None:
-        number, question, temperature = each
-        ids = self.order.prompt(self.llm.tokenizer, question)
-        room = self.llm.engine.cache.length - len(ids)
-        if room < 2:  # no place for an answer: an empty one keeps its number
-            self._write([Answer(number, question.kind, question.held, ids[:1], [], temperature, 0)])
-            return
-        seed = self.order.seed * 1_000_003 + number
-        longest = min(self.order.max_tokens, room)
-        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=longest, top_p=self.order.top_p)
-        seq = Sequence(number, ids, params, seed, self.ends, rule=self.llm.config.rule)
-        self.running[number] = (seq, each)
-        self.llm.engine.add(seq)
-
-    def _collect(self) -> None:
-        ready = [(seq, each) for seq, each in self.running.values() if seq.done]
-        if not ready:
-            return
-        for seq, _ in ready:
-            del self.running[seq.id]
-            self.tokens += len(seq.generated)
-        self._write(
-            [
-                Answer(n, q.kind, q.held, seq.tokens[: seq.prompt_len], seq.generated, t, seq.seed)
-                for seq, (n, q, t) in ready
-            ]
-        )
-
-    def _write(self, answers: list[Answer]) -> None:
-        self.store.append(answers)
-        self.answers += len(answers)
-        self.counted(self.answers, self.tokens)
+    return int(line[len(_LINE_START) : line.index(",")])

@@ -26,8 +26,8 @@ from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head, shapes, write_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
-from outrider.train.exits import ExitNet
-from outrider.train.features import TargetNet
+from outrider.train.decoder import TargetNet
+from outrider.train.networks import ExitNet
 from outrider.types import Output, Sequence
 
 from support.training import home, invoke, speaks  # noqa: F401  (`home` is a fixture)

@@ -1,33 +1,36 @@
-"""What Outrider adds to vLLM's HTTP server: `prediction`, and GET /v1/outrider/doctor.
+"""An endpoint plug-in for vLLM's HTTP server: the field `prediction`, and GET /v1/outrider/doctor.
 
-An endpoint plug-in. A request's `prediction` is tokenised by the server's own /tokenize, handed to the workers under
-the name of its prompt, and left out of the request; vLLM never sees it. It lies behind vLLM's authentication. A
-prediction that cannot be used changes nothing: the answer says so in the header `x-outrider-prediction`.
+A `prediction` is tokenised by the server's own /tokenize, sent to the workers under the key of its prompt, and removed
+from the request before vLLM sees it. All of it is behind vLLM's authentication. A prediction that cannot be used
+changes nothing; the response header `x-outrider-prediction` states the reason. The doctor reads counters only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from .doctor import Counts, report
-from .rows import key_of
+from . import version_warning
+from .worker import prompt_key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 PATHS = ("/v1/chat/completions", "/v1/completions")
-LONGEST = 1 << 22  # bytes of a body that is looked into; longer ones pass as they are
-RENDERED = (
+MOST_BYTES = 1 << 22  # of a request body that is parsed; longer ones pass unchanged
+CHAT_FIELDS = (
     "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "model",
     "continue_final_message", "add_special_tokens",
-)  # fmt: skip  # what decides a chat's prompt
+)  # fmt: skip  # that determine the prompt of a chat
+_FEWEST_DRAFTS = 50  # below which nothing is concluded
+_RARELY = 0.1  # share of drafts; a position that fewer reach costs rows and gains little
 
 
 class OutriderRoutes:
@@ -41,8 +44,11 @@ class OutriderRoutes:
 
         @app.get("/v1/outrider/doctor")
         async def doctor(request: Request) -> JSONResponse:
-            """What speculation does here: figures and findings."""
-            return JSONResponse(report(_counts(), **request.app.state.outrider))
+            """Figures and findings about speculation on this server."""
+            from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+            samples = [sample for family in get_prometheus_registry().collect() for sample in family.samples]
+            return JSONResponse(report(DraftCounts.read(samples), **request.app.state.outrider))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         from importlib.metadata import version
@@ -59,22 +65,8 @@ class OutriderRoutes:
         state.outrider_engine = engine_client
 
 
-def _counts() -> Counts:
-    """Read from the registry that /metrics shows; engines are added up."""
-    from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-    samples: dict[tuple[str, str], float] = {}
-    for family in get_prometheus_registry().collect():
-        if not family.name.startswith("outrider:"):
-            continue
-        for sample in family.samples:
-            key = (sample.name, sample.labels.get("position", ""))
-            samples[key] = samples.get(key, 0.0) + sample.value
-    return Counts.read(samples)
-
-
 class Predictions:
-    """ASGI middleware: takes `prediction` out of requests and passes it on."""
+    """ASGI middleware: takes `prediction` out of requests and passes it to the workers."""
 
     def __init__(self, app: Asgi) -> None:
         self.app = app
@@ -83,51 +75,51 @@ class Predictions:
         if scope["type"] != "http" or scope.get("method") != "POST" or scope["path"] not in PATHS:
             await self.app(scope, receive, send)
             return
-        body = await _body(receive)
-        asked = _object(body)
-        prediction = text_of(asked.pop("prediction", None))
+        body = await _read_body(receive)
+        request = _json_object(body)
+        prediction = prediction_text(request.pop("prediction", None))
         if prediction is None:
-            await self.app(scope, _given(body, receive), send)
+            await self.app(scope, _replay(body, receive), send)
             return
-        trouble = await self._pass_on(scope, asked, prediction)
-        body = json.dumps(asked).encode()
+        reason = await self._pass_on(scope, request, prediction)
+        body = json.dumps(request).encode()
         headers = [(n, v) for n, v in scope["headers"] if n != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        words = trouble or "used"
-        await self.app({**scope, "headers": headers}, _given(body, receive), _saying(words, send))
+        await self.app({**scope, "headers": headers}, _replay(body, receive), _with_header(reason or "used", send))
 
-    async def _pass_on(self, scope: Message, asked: dict[str, Any], text: str) -> str:
-        """Why it cannot be used; empty where it is."""
+    async def _pass_on(self, scope: Message, request: dict[str, Any], text: str) -> str:
+        """Why the prediction cannot be used; empty where it is."""
         state = scope["app"].state
         if not getattr(state, "outrider_predicts", False):
             return "not available with this drafter"
-        if (asked.get("n") or 1) != 1 or isinstance(asked.get("prompt"), list):
+        if (request.get("n") or 1) != 1 or isinstance(request.get("prompt"), list):
             return "not available for several answers"
-        if "messages" in asked:
-            prompt = await self._ids(scope, {name: asked[name] for name in RENDERED if name in asked})
+        if "messages" in request:
+            prompt = await self._tokenize(scope, {name: request[name] for name in CHAT_FIELDS if name in request})
         else:
-            prompt = await self._ids(scope, {"prompt": asked.get("prompt", "")})
-        tokens = await self._ids(scope, {"prompt": text, "add_special_tokens": False})
+            prompt = await self._tokenize(scope, {"prompt": request.get("prompt", "")})
+        tokens = await self._tokenize(scope, {"prompt": text, "add_special_tokens": False})
         if not prompt or not tokens:
             return "not understood"
-        heard = await state.outrider_engine.collective_rpc("outrider_expect", args=(key_of(prompt), tokens))
-        return "" if any(heard) else "not available with this drafter"
+        engine = state.outrider_engine
+        taken = await engine.collective_rpc("outrider_add_prediction", args=(prompt_key(prompt), tokens))
+        return "" if any(taken) else "not available with this drafter"
 
-    async def _ids(self, scope: Message, wish: dict[str, Any]) -> list[int]:
-        """What the server's own /tokenize makes of it; empty where it refuses."""
-        body, said = json.dumps(wish).encode(), bytearray()
+    async def _tokenize(self, scope: Message, request: dict[str, Any]) -> list[int]:
+        """Token ids by the server's own /tokenize; empty where it refuses."""
+        body, response = json.dumps(request).encode(), bytearray()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         inner = {**scope, "path": "/tokenize", "raw_path": b"/tokenize", "headers": headers, "query_string": b""}
 
-        async def hear(message: Message) -> None:
-            said.extend(message.get("body", b"") if message["type"] == "http.response.body" else b"")
+        async def collect(message: Message) -> None:
+            response.extend(message.get("body", b"") if message["type"] == "http.response.body" else b"")
 
-        await self.app(inner, _given(body, _never), hear)
-        tokens = _object(bytes(said)).get("tokens")
+        await self.app(inner, _replay(body, _never), collect)
+        tokens = _json_object(bytes(response)).get("tokens")
         return list(tokens) if isinstance(tokens, list) else []
 
 
-def text_of(prediction: Any) -> str | None:
+def prediction_text(prediction: Any) -> str | None:
     """OpenAI's {"type": "content", "content": text or parts}; None for anything else."""
     content = prediction.get("content") if isinstance(prediction, dict) else None
     if isinstance(content, list):
@@ -136,47 +128,101 @@ def text_of(prediction: Any) -> str | None:
     return content or None if isinstance(content, str) else None
 
 
-async def _body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            break  # the client has gone
+            break  # the client has disconnected
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body) if len(body) <= LONGEST else None
+        value = json.loads(body) if len(body) <= MOST_BYTES else None
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {}
 
 
 async def _never() -> Message:
-    """A client that stays."""
+    """The `receive` of a client that stays connected."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def _given(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever else comes from the client (its going away)."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body once, then whatever else the client sends (a disconnect)."""
     parts = [body]
 
-    async def given() -> Message:
+    async def replay() -> Message:
         if parts:
             return {"type": "http.request", "body": parts.pop(), "more_body": False}
         return await receive()
 
-    return given
+    return replay
 
 
-def _saying(words: str, send: Send) -> Send:
-    async def saying(message: Message) -> None:
+def _with_header(text: str, send: Send) -> Send:
+    async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"x-outrider-prediction", words.encode())]}
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-outrider-prediction", text.encode())]}
         await send(message)
 
-    return saying
+    return send_with_header
+
+
+# ------------------------------------------------------------ doctor
+
+
+class DraftCounts(NamedTuple):
+    """Counters since the server started, summed over engines."""
+
+    drafts: float = 0.0
+    draft_tokens: float = 0.0
+    accepted: float = 0.0
+    accepted_at: tuple[float, ...] = ()
+
+    @staticmethod
+    def read(samples: Iterable[Any]) -> DraftCounts:
+        """From the samples of a Prometheus registry."""
+        sums: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for sample in samples:
+            if sample.name.startswith("outrider:spec_decode_num_"):
+                name = sample.name.removeprefix("outrider:spec_decode_num_").removesuffix("_total")
+                sums[name, sample.labels.get("position", "")] += sample.value
+        positions = sorted(int(position) for name, position in sums if name == "accepted_tokens_per_pos" and position)
+        drafts, tokens, accepted = (sums[name, ""] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+        return DraftCounts(drafts, tokens, accepted, tuple(sums["accepted_tokens_per_pos", str(p)] for p in positions))
+
+
+def report(counts: DraftCounts, method: str, k: int, version: str) -> dict[str, Any]:
+    """Figures, and findings in sentences."""
+    figures: dict[str, Any] = {"engine": "vllm", "version": version, "method": method, "k": k}
+    figures |= {"drafts": counts.drafts, "draft_tokens": counts.draft_tokens, "accepted_tokens": counts.accepted}
+    if counts.drafts and counts.draft_tokens:
+        figures["acceptance_rate"] = round(counts.accepted / counts.draft_tokens, 4)
+        figures["mean_acceptance_length"] = round(1 + counts.accepted / counts.drafts, 4)
+        figures["reached_by_position"] = [round(c / counts.drafts, 4) for c in counts.accepted_at]
+    return figures | {"findings": findings(counts, method, k, version)}
+
+
+def findings(counts: DraftCounts, method: str, k: int, version: str) -> list[str]:
+    sentences = [warning] if (warning := version_warning(version)) else []
+    if method == "none":
+        return [*sentences, "No drafter is configured: every token costs a pass."]
+    if counts.drafts < _FEWEST_DRAFTS:
+        return [*sentences, f"Only {counts.drafts:.0f} drafts so far: look again after more requests."]
+    useful = sum(c / counts.drafts >= _RARELY for c in counts.accepted_at)
+    if useful < len(counts.accepted_at):
+        sentences.append(
+            f"Fewer than one draft in ten gets beyond {useful} tokens, but {k} are drafted: "
+            + (f"try --k {useful}." if useful else "another drafter, or none, would be faster.")
+        )
+    elif counts.accepted_at and counts.accepted_at[-1] / counts.drafts > 0.6:
+        sentences.append(f"Most drafts are accepted to their end: try a larger --k than {k}.")
+    return sentences or [
+        "Nothing looks wrong. `outrider bench serve` on servers with and without drafts shows whether it pays."
+    ]

@@ -1,7 +1,7 @@
-"""A Ray Serve application file: vLLM with an exported drafter, in replicas that grow with the load.
+"""A Ray Serve application file: vLLM with an exported drafter, in autoscaled replicas.
 
-Promise: what is written is read by Ray's own schema (`ServeDeploySchema`), and its arguments by Ray Serve LLM's
-(`LLMConfig`); the tests ask both. It knows Ray's names, and needs neither Ray nor a YAML package to write them.
+The file is valid under Ray's own schema (`ServeDeploySchema`), its arguments under Ray Serve LLM's (`LLMConfig`).
+Writing it needs neither Ray nor a YAML package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 
 IMPORT_PATH = "ray.serve.llm:build_openai_app"
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "4"}  # GiB; vLLM's CPU build takes most of the memory otherwise
@@ -20,17 +20,17 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "4"}  # GiB; vLLM's CPU build takes
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, and what each is made of."""
+    """The number of replicas, and the resources of each."""
 
     least: int = 1
     most: int = 4
-    ongoing: int = 16  # requests under way per replica that autoscaling aims at
+    ongoing: int = 16  # requests in progress per replica that autoscaling aims at
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     accelerator: str | None = None
     cpu: bool = False
     max_length: int | None = None
-    engine: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments, as they are
+    engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM
 
     def __post_init__(self) -> None:
         if self.least > self.most:
@@ -40,13 +40,13 @@ class Scale:
 
 
 def from_export(folder: Path) -> dict[str, Any]:
-    """What `outrider export --to vllm` wrote, with paths that hold wherever the folder is mounted."""
+    """The export.json of `outrider export --to vllm`, with absolute paths."""
     folder = folder.expanduser().resolve()
     try:
         facts: dict[str, Any] = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is not an exported folder: `outrider export --out DIR` writes one ({error})."
+            f"{folder} is no exported folder ({error}); `outrider export --out DIR` writes one."
         ) from error
     if facts.get("engine") != "vllm":
         raise ConfigError(f"{folder} was exported for {facts.get('engine')}, and Ray Serve LLM runs vLLM.")
@@ -59,11 +59,10 @@ def from_export(folder: Path) -> dict[str, Any]:
 def application(facts: dict[str, Any], scale: Scale, name: str | None = None) -> dict[str, Any]:
     """The whole file as plain values."""
     engine: dict[str, Any] = {"speculative_config": facts["speculative_config"]} if facts["speculative_config"] else {}
-    for key, value in (
-        ("tensor_parallel_size", scale.tensor_parallel),
-        ("pipeline_parallel_size", scale.pipeline_parallel),
-    ):
-        engine |= {key: value} if value > 1 else {}
+    if scale.tensor_parallel > 1:
+        engine["tensor_parallel_size"] = scale.tensor_parallel
+    if scale.pipeline_parallel > 1:
+        engine["pipeline_parallel_size"] = scale.pipeline_parallel
     if scale.max_length is not None:
         engine["max_model_len"] = scale.max_length
     model: dict[str, Any] = {
@@ -92,31 +91,25 @@ def application(facts: dict[str, Any], scale: Scale, name: str | None = None) ->
 
 
 def to_yaml(value: Any) -> str:
-    """Plain values as block-style YAML; strings are written as JSON, which YAML reads as it is."""
-    return "# Ray Serve LLM application, written by `outrider deploy ray`.\n" + "".join(
-        f"{line}\n" for line in _lines(value)
-    )
+    """Plain values as block-style YAML; strings are written as JSON, which YAML reads."""
+    header = "# Ray Serve LLM application, written by `outrider deploy ray`."
+    return "".join(f"{line}\n" for line in (header, *_lines(value)))
 
 
 def _lines(value: Any) -> list[str]:
     if isinstance(value, dict) and value:
-        return [line for key, item in value.items() for line in _entry(_key(str(key)), item)]
+        return [line for key, item in value.items() for line in _entry(key, item)]
     if isinstance(value, list) and value:
-        return [line for item in value for line in _item(_lines(item))]
+        items = (_lines(item) for item in value)
+        return [line for first, *rest in items for line in (f"- {first}", *(f"  {each}" for each in rest))]
     return [json.dumps(value)]
 
 
 def _entry(key: str, item: Any) -> list[str]:
-    """A key and what belongs to it: on the same line where that is a single value or an empty one."""
+    """A key with its value, on one line where the value is a scalar or empty. Keys that YAML might not read as strings
+    are quoted."""
+    if not re.fullmatch(r"[a-z]+_[a-z_]+|applications|args|name|method|model|dtype", key):
+        key = json.dumps(key)
     if isinstance(item, dict | list) and item:
         return [f"{key}:", *(f"  {line}" for line in _lines(item))]
     return [f"{key}: {json.dumps(item)}"]
-
-
-def _item(lines: list[str]) -> list[str]:
-    return [f"- {lines[0]}", *(f"  {line}" for line in lines[1:])]
-
-
-def _key(key: str) -> str:
-    """Bare where nobody could take it for anything but a word."""
-    return key if re.fullmatch(r"[a-z]+_[a-z_]+|applications|args|name|method|model|dtype", key) else json.dumps(key)

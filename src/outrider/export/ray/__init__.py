@@ -1,1 +1,0 @@
-"""Ray Serve: an application file for vLLM replicas with an exported drafter."""

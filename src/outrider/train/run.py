@@ -1,0 +1,230 @@
+"""A whole training run: prompts, answers, vocabulary, steps, drafter folder, card, report.
+
+The same recipe on the same machine gives the same drafter, however often it was interrupted. A folder with a
+`config.json` is a finished drafter; its `training` folder holds what is needed to resume. This module prints nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backends.machine import choose_device, device_name, prepare
+from ..errors import ConfigError, OutriderError
+from ..measure.environment import environment
+from ..models.checkpoint import open_checkpoint
+from ..models.speculators import HeadConfig, read_head, target_hash, target_ids, write_head
+from ..models.weights import write_folder
+from .answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests, prompts_digest
+from .batches import Batches, choose_vocabulary, held_out_batches
+from .decoder import TargetNet, cut_target
+from .generation import GenerationJob, Progress, Stop, generate_missing
+from .loop import Schedule, TrainingLoop
+from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet
+from .objectives import BlockObjective, EagleObjective, ExitObjective, ModelObjective, Objective
+from .prompts import read_file, read_prompts
+from .recipe import DTYPES, MODEL, ON_DISK, Json, Recipe
+from .report import html_report, model_card
+
+_EPOCHS = 3  # when neither steps nor tokens are given
+_MODEL_LAYERS = 4
+_MOST_SPECIALS = 64  # some vocabularies reserve hundreds that no text has
+
+
+def train(recipe: Recipe, progress: Progress | None = None, stop: Stop = lambda: False) -> Json:
+    """Make the drafter; returns what the report shows. Raises `Stopped` soon after `stop` returns True."""
+    return _TrainingRun(recipe).train(progress, stop)
+
+
+@dataclass(frozen=True)
+class _DrafterBuild:
+    """A drafter in training: its objective, facts for the report, and how it is written to its folder."""
+
+    objective: Objective[Any]
+    facts: Json
+    write: Callable[[str], None]  # takes the model card
+
+
+class _TrainingRun:
+    def __init__(self, recipe: Recipe) -> None:
+        prepare()
+        self.recipe, self.device = recipe, choose_device(recipe.device)
+        self.checkpoint = open_checkpoint(recipe.target)
+        self.config, self.weights = self.checkpoint.config, self.checkpoint.weights
+        self.identity = target_hash(self.config, self.weights)
+
+    def train(self, progress: Progress | None, stop: Stop) -> Json:
+        recipe = self.recipe
+        prompts = read_prompts(recipe.prompts, recipe.exclude, recipe.seed)
+        self._check_folder()
+        answers = self._answers(prompts, progress, stop)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        target = TargetNet.load(self.config, self.weights, dtype, self.device)
+        build = self._build_model(target) if recipe.kind == MODEL else self._build_head(target, answers)
+        loop = self._loop(build.objective, answers)
+        if recipe.resume:
+            loop.resume()
+        loop.run(progress, stop)
+        result = self._result(loop, answers) | build.facts
+        build.write(model_card(result))
+        (recipe.folder / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+        if recipe.html is not None:
+            recipe.html.write_text(html_report(result), encoding="utf-8")
+        return result
+
+    def _check_folder(self) -> None:
+        """A folder belongs to one run: refuse to mix another into it, or to restart one without --resume."""
+        recipe, path = self.recipe, self.recipe.folder / "recipe.json"
+        facts = recipe.facts() | {"target_hash": self.identity}
+        for name in ("command", "target"):  # paths and names may differ
+            facts.pop(name)
+        if (recipe.folder / "checkpoint.pt").exists() and not recipe.resume:
+            raise OutriderError(
+                f"{recipe.out} already holds a training run. Resume it with --resume, choose another --out, or delete "
+                f"{recipe.folder}."
+            )
+        if recipe.resume and path.exists():
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            differing = sorted(name for name in facts if stored.get(name) != facts[name])
+            if differing:
+                raise OutriderError(
+                    f"The training run in {recipe.out} was started with another {' and '.join(differing)}; give the "
+                    "same options to resume it, or another --out."
+                )
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    def _answers(self, prompts: list[TrainingPrompt], progress: Progress | None, stop: Stop) -> list[Answer]:
+        """The target's answers: those on disk, and the missing ones, which are generated."""
+        recipe = self.recipe
+        batch = recipe.batch or (256 if self.device.type == "cuda" else 8)
+        options = GenerationOptions(recipe.answers, recipe.max_tokens, recipe.seed, batch)
+        header: Json = {"target": self.identity, "prompts": prompts_digest(prompts)}
+        header |= {"max_tokens": recipe.max_tokens, "seed": recipe.seed, "sampled": options.sampled}
+        store = AnswerStore(recipe.answers_file or recipe.folder / "answers.jsonl", header)
+        if recipe.answers == ON_DISK:
+            store.absorb_parts()
+            return store.read()
+        requests = answer_requests(prompts, options)
+        job = GenerationJob(recipe.target, recipe.dtype, str(self.device), options, requests, recipe.workers)
+        return generate_missing(job, store, progress, stop)
+
+    def _build_head(self, target: TargetNet, answers: list[Answer]) -> _DrafterBuild:
+        """EAGLE-3, a block drafter, or an early exit's adapter."""
+        recipe = self.recipe
+        start = None if recipe.start_from is None else read_head(recipe.start_from)
+        vocabulary = choose_vocabulary(answers, self.config.vocab_size, recipe.draft_vocab, self._special_ids())
+        config = recipe.head_config(self.config, len(vocabulary.ids), self.identity, self.checkpoint.name)
+        objective: Objective[Any]
+        if config.kind == EXIT:
+            adapter = ExitNet(config, vocabulary.ids, target).to(self.device)
+            objective = ExitObjective(adapter, target, recipe.k, recipe.soft)
+        else:
+            head = HeadNet.from_target(target, config, vocabulary.ids, recipe.seed).to(self.device)
+            kind = EagleObjective if config.kind == EAGLE3 else BlockObjective
+            objective = kind(head, target, recipe.k, recipe.soft)
+        if start is not None:
+            load_start(objective.net, config, *start)
+        coverage = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
+        facts = {"vocabulary": {"size": len(vocabulary.ids)} | coverage}
+
+        def write(card: str) -> None:
+            dtype, tensors = DTYPES[recipe.store], objective.net.state_dict()
+            stored = {n: t.to(dtype) if t.is_floating_point() and t.dim() > 1 else t for n, t in tensors.items()}
+            write_head(recipe.out, config, stored, card)
+
+        return _DrafterBuild(objective, facts | {"taps": list(config.taps), "layers": config.layers}, write)
+
+    def _special_ids(self) -> list[int]:
+        """Ids that end or structure a text: a drafter that cannot propose them never finishes one."""
+        tokenizer = self.checkpoint.tokenizer
+        special = [i for i in tokenizer.vocabulary.values() if tokenizer.is_special(i)]
+        return (special if len(special) <= _MOST_SPECIALS else []) + list(self.config.eos_ids)
+
+    def _build_model(self, target: TargetNet) -> _DrafterBuild:
+        """A small standalone model with the target's tokenizer, written as a Hugging Face folder."""
+        recipe = self.recipe
+        layers = recipe.layers or min(_MODEL_LAYERS, self.config.layers)
+        net = cut_target(self.config, self.weights, layers, recipe.train_embedding, self.device)
+
+        def write(card: str) -> None:
+            weights = _StateDict(net.state_dict())
+            write_folder(recipe.out, net.config, weights, self.checkpoint.tokenizer, DTYPES[recipe.store], card)
+
+        return _DrafterBuild(ModelObjective(net, target, recipe.k, recipe.soft), {"layers": layers}, write)
+
+    def _loop(self, objective: Objective[Any], answers: list[Answer]) -> TrainingLoop:
+        recipe, longest = self.recipe, self.config.context_length
+        trained = [a for a in answers if not a.held]
+        anchors = recipe.anchors if recipe.kind == BLOCK else 0
+        batches = Batches(trained, recipe.batch_tokens, longest, recipe.seed, anchors)
+        if not batches.items:
+            raise OutriderError("No answer has two tokens, so there is nothing to learn; raise --max-tokens.")
+        tokens = recipe.tokens or _EPOCHS * sum(a.length for a in batches.items)
+        steps = recipe.steps or max(1, -(-tokens // recipe.batch_tokens))
+        every = {"save_every": recipe.save_every, "evaluate_every": recipe.evaluate_every}
+        schedule = Schedule(steps, recipe.lr, compile=recipe.compile, **every)
+        held = held_out_batches(answers, recipe.batch_tokens, longest)
+        return TrainingLoop(objective, schedule, batches, held, recipe.folder / "checkpoint.pt")
+
+    def _result(self, loop: TrainingLoop, answers: list[Answer]) -> Json:
+        return {
+            "kind": self.recipe.kind,
+            "target": {"name": self.checkpoint.name, "hash": self.identity},
+            "recipe": self.recipe.facts(),
+            "data": [_file_facts(path) for path in self.recipe.prompts],
+            "answers": len(answers),
+            "answer_tokens": sum(len(a.answer) for a in answers),
+            "held_answers": sum(a.held for a in answers),
+            "steps": loop.step,
+            "tokens": loop.tokens,
+            "seconds": loop.seconds,
+            "tok_s": loop.tokens / max(loop.seconds, 1e-9),
+            "parameters": sum(p.numel() for p in loop.parameters),
+            "device": device_name(loop.device) if loop.device.type == "cuda" else "cpu",
+            "losses": loop.losses,
+            "evaluations": loop.evaluations,
+            "environment": environment(),
+        }
+
+
+def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    """Load the weights of another head of the same shape. Output rows of ids that it lacks stay the target's."""
+    if start != config:
+        names = [name for name, value in vars(start).items() if getattr(config, name) != value]
+        raise ConfigError(f"--start-from is a head of another shape: {' and '.join(names)} differ.")
+    loaded = dict(tensors)
+    if "d2t" in loaded:
+        state = net.state_dict()
+        start_ids, ids = target_ids(loaded["d2t"].cpu()), target_ids(state["d2t"].cpu())  # [D] each, ascending
+        index = torch.searchsorted(start_ids, ids).clamp(max=len(start_ids) - 1)
+        shared = start_ids[index] == ids
+        rows = state["lm_head.weight"].cpu().float()
+        rows[shared] = loaded["lm_head.weight"].float()[index[shared]]
+        loaded |= {"lm_head.weight": rows, "d2t": state["d2t"], "t2d": state["t2d"]}
+    net.load_state_dict(loaded)
+
+
+def _file_facts(path: Path) -> Json:
+    sha = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return {"file": path.name, "prompts": len(read_file(path)), "sha256": sha}
+
+
+class _StateDict:
+    """A network's tensors as a source of weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.tensors[name].detach().to("cpu", dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
