@@ -1,5 +1,5 @@
 #!/bin/sh
-# What the server says, seen with curl. Start it first: outrider serve
+# Requests to a running server with curl. Start it first: outrider serve
 set -eu
 url=${1:-http://127.0.0.1:8000}
 

@@ -10,7 +10,7 @@ from .errors import ConfigError, ModelError, OutriderError
 
 # Threads that wait for each other spin, and on a busy machine they spin away the very core that the other one needs: a
 # pass of 17 ms took 190 ms beside one busy process, and 45 ms with this short spin, which costs an idle machine
-# nothing (docs/LOG.md). OpenMP reads it when torch is imported; whoever has set a policy keeps it.
+# nothing (docs/log/). OpenMP reads it when torch is imported; whoever has set a policy keeps it.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

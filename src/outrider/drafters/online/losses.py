@@ -30,7 +30,7 @@ class Mix:
 @dataclass(frozen=True)
 class Schedule:
     """Distillation alone, then a ramp to the mix. Distillation keeps most of its weight: texts change, and it alone
-    tells what would have been right (measured: docs/LOG.md)."""
+    tells what would have been right (measured: docs/log/)."""
 
     warm: int = 200  # updates
     ramp: int = 400
