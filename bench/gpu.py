@@ -12,7 +12,8 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
                   --hf-tokens 64 --hf-prompts 2 --hf-rounds 1 --out batch.json
     7b-verify     --sections batch,verify --tokens 128 --batch-rounds 2 --section-seconds 80 --verify-tokens 6000
                   --out b.json
-    7b-head       --head src/outrider/heads/smollm2-135m-instruct --sections spec --tokens 128 --rounds 2 --k 8
+    7b-head       --head src/outrider/drafters/head/shipped/smollm2-135m-instruct --sections spec --tokens 128
+                  --rounds 2 --k 8
                   --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
 
@@ -81,6 +82,7 @@ def arguments() -> argparse.Namespace:
     add("--per-category", type=int, default=1, help="prompts per category in plain and spec")
     add("--rounds", type=int, default=3)
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
+    add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
     add("--only", default="", help="spec: contenders beside plain, by prefixes of their names, such as head,auto")
     add(
         "--ignore-eos",

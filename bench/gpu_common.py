@@ -109,10 +109,10 @@ class Lab:
             found.append(EncodedPrompt(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
         return found
 
-    def using(self, drafter: str, k: int | str = "auto", batch: int = 1, tokens: int = 0, **more: Any) -> LLM:
+    def using(self, drafter: Any, k: int | str = "auto", batch: int = 1, tokens: int = 0, **more: Any) -> LLM:
         """The same target with another drafter; `tokens` is the number of K/V slots that the batch needs."""
         more |= {"suffix_shared_tokens": 0} if drafter in REMEMBERING else {}
-        if drafter == "model":
+        if drafter == "model" or "spoil" in more:
             more["draft_model"] = self.draft
         if drafter == "head":
             more.setdefault("head", self.head)
@@ -120,7 +120,7 @@ class Lab:
             more["cache_tokens"] = tokens
         llm = self.llm.using(drafter=drafter, k=0 if drafter == "off" else k, max_batch=batch, **more)
         loaded = getattr(llm.engine.drafter, "model", None)
-        if drafter == "model" and hasattr(loaded, "forward"):
+        if (drafter == "model" or "spoil" in more) and hasattr(loaded, "forward"):
             self.draft = loaded  # the next engine does not read it again
         return llm
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_common import Lab, pass_costs, shown, sweep_up
 from gpu_race import Contender, Run, contender, crowded, device_seconds, figures, race, run
+from gpu_spoiled import Spoiled
 from outrider import SamplingParams
 from outrider.measure.bench import EncodedPrompt
 
@@ -29,7 +30,7 @@ def spec_section(lab: Lab) -> dict[str, Any]:
     return found
 
 
-Entry = tuple[str, str, int | str, dict[str, Any]]  # name, drafter, K, options
+Entry = tuple[str, Any, int | str, dict[str, Any]]  # name, drafter, K, options
 
 
 def all_contenders(lab: Lab) -> list[Contender]:
@@ -38,6 +39,8 @@ def all_contenders(lab: Lab) -> list[Contender]:
     if lab.draft is not None:
         ks = [int(k) for k in lab.options.k.split(",") if k]
         entries += [(f"model K={k}", "model", k, {}) for k in ks] + [("model auto", "model", "auto", {})]
+        for alpha in [float(a) for a in lab.options.alphas.split(",") if a]:
+            entries.append((f"spoiled α={alpha:g}", Spoiled, "auto", {"spoil": 1 - alpha}))
     if lab.options.head:
         entries += with_head(lab)
     wanted = tuple(name for name in lab.options.only.split(",") if name) or ("",)

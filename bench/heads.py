@@ -4,7 +4,7 @@
                           [--rounds 2] [--temperature 0] [--k auto] [--only NAME,NAME]
 
 Published results (bench/results/2026-11-15-heads-NAME.json; NAME and options after `python bench/heads.py --head
-src/outrider/heads/smollm2-135m-instruct --prompts spec_bench_question.jsonl`):
+src/outrider/drafters/head/shipped/smollm2-135m-instruct --prompts spec_bench_question.jsonl`):
 
     int8           --per-category 2 --tokens 128 --rounds 2 --only auto,head,auto+head
     int8-k8-long   --per-category 2 --tokens 384 --rounds 1 --k 8 --only head

@@ -139,10 +139,11 @@ def _step(line: Line, pieces: dict[int, str]) -> Text:
 
 def verification(console: Console, report: VerifyReport) -> None:
     """A table by drafter and temperature, each divergence, and one sentence."""
-    table = Table("drafter", "temperature", "tokens compared", "accepted", "divergences")
+    table = Table("drafter", "temperature", "tokens compared", "accepted", "failed steps", "divergences")
     for t in report.tallies:
         mark = "[green]0[/green]" if not t.divergences else f"[red]{len(t.divergences)}[/red]"
-        table.add_row(t.drafter, f"{t.temperature:g}", str(t.compared_tokens), _share(t.alpha), mark)
+        failed = f"[red]{t.failures}[/red]" if t.first_failure else "0"
+        table.add_row(t.drafter, f"{t.temperature:g}", str(t.compared_tokens), _share(t.alpha), failed, mark)
     console.print(table)
     for t in report.tallies:
         for d in t.divergences:
@@ -150,6 +151,10 @@ def verification(console: Console, report: VerifyReport) -> None:
                 f"{t.drafter}, temperature {t.temperature:g}, prompt {d.prompt}: differs at token {d.position}, "
                 f"where the target's margin is {d.margin:.4f}"
             )
+    for t in report.tallies:
+        if t.first_failure:
+            reason = escape(t.first_failure)
+            console.print(f"[red]The drafter {t.drafter} failed[/red] ({reason}). The text was not affected.")
     verdict = "identical text" if not report.divergences else f"{report.divergences} divergences"
     setting = f"{report.model}, {report.dtype}, {report.device}, rule {report.rule}"
     console.print(f"{setting}: {report.compared_tokens} tokens, {verdict}.")

@@ -52,7 +52,7 @@ def verify(
         print_json(report.as_json())
     else:
         show.verification(Console(), report)
-    if report.divergences and llm.config.rule == "match":
+    if report.failures or (report.divergences and llm.config.rule == "match"):
         raise typer.Exit(1)
 
 

@@ -39,7 +39,8 @@ class Tally:
     steps: int = 0
     accepted: int = 0
     reached: int = 0
-    failures: int = 0  # times the drafter raised
+    failures: int = 0  # steps in which the drafter, or a member of it, raised
+    first_failure: str = ""
     divergences: list[TokenDivergence] = field(default_factory=list)
 
     @property
@@ -67,6 +68,10 @@ class VerifyReport:
     @property
     def divergences(self) -> int:
         return sum(len(t.divergences) for t in self.tallies)
+
+    @property
+    def failures(self) -> int:
+        return sum(bool(t.first_failure) for t in self.tallies)
 
     def as_json(self) -> dict[str, Any]:
         counts: dict[str, Any] = {"compared_tokens": self.compared_tokens, "divergences": self.divergences}
@@ -96,7 +101,7 @@ def measure(
             setup = make_setup(llm, name, 5 if llm.config.k == "auto" else llm.config.k)
             candidate = llm.using(drafter=name, k=setup.k, **setup.options)
             actual = [out.outputs[0] for out in candidate.generate(prompts, params)]
-            report.tallies.append(tally := Tally(name, t))
+            report.tallies.append(tally := Tally(name, t, first_failure=next(iter(candidate.engine.failures), "")))
             for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
                 tally.count(a, b)
                 if a.token_ids != b.token_ids:
