@@ -11,7 +11,7 @@ Published results (bench/results/2026-11-15-ahead-NAME.json; NAME and command):
                      --timeline stream0.svg --model 7b --draft-model smollm2.gguf --draft-device cuda --prompts 6
                      --temperatures 0
     gpu-cores7       the same with --draft-device cpu --draft-dtype int8 --ahead-threads 6
-    gpu-head7        the same with --head src/outrider/drafters/head/shipped/smollm2-135m-instruct instead of a draft model
+    gpu-head7        the same with --head FOLDER (the shipped head) instead of a draft model
 
 With --device cuda --draft-device cuda the drafter runs in a second stream of the target's GPU (--place process: in
 another process).

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 import outrider.train.objectives as objectives_module
 from outrider import LLM, OutriderError
-from outrider.backends.toy import RandomWeights, random_head, toy_config
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.cli import train as cli_train
 from outrider.cli.app import app
 from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import RopeScaling, from_hf
-from outrider.models.speculators import read_head, target_ids
+from outrider.models.speculators import random_head, read_head, target_ids
 from outrider.models.weights import cut_config, hf_config
 from outrider.train.answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests
 from outrider.train.batches import Batches, choose_vocabulary, collate
