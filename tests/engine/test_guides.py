@@ -14,8 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, drafters
 from outrider.drafters import DraftRequest, lookup
-from outrider.engine.guides.formats import format_of
-from outrider.engine.guides.matcher import State, guide_for
+from outrider.engine.guides import GrammarState, format_of, guide_for
 from outrider.engine.sampling import ranked
 from outrider.engine.trace import Recorder, Trace, recorded, replay
 from outrider.types import Sequence, Tree
@@ -272,9 +271,9 @@ def test_a_matcher_has_no_memory(llm: LLM, form: str) -> None:
         if dice.random() < 0.1:
             said = [*said[: dice.randrange(len(said) + 1)], dice.randrange(250)]
         allowed = walked.mask(said, guess=dice.random() < 0.3)
-        fresh = State(guide, guide.fresh()).mask(said)
+        fresh = GrammarState(guide, guide.new_grammar()).mask(said)
         assert torch.equal(allowed, fresh)
-        assert walked.complete(said) == State(guide, guide.fresh()).complete(said)
+        assert walked.complete(said) == GrammarState(guide, guide.new_grammar()).complete(said)
         token = dice.randrange(allowed.numel())
         assert walked.allows(said, token) == bool(allowed[token])
         walked.forced(said, 5)

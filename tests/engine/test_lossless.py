@@ -274,7 +274,7 @@ def test_meddling_is_real() -> None:
     engine = build_engine(TARGET, Config(drafter=meddled(Counted, 3), k=2))
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=40))
     assert len(calls) != engine.index
-    assert "may crash" in engine.failures
+    assert any("may crash" in failure for failure in engine.failures)
 
 
 def test_nan_logits_are_a_sentence() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, chain, drafters
 from outrider.drafters import DraftRequest, lookup
-from outrider.engine.prediction import Prediction
+from outrider.engine.request_drafts import Prediction
 
 from support import tiny
 
@@ -147,7 +147,7 @@ def test_a_guide_and_a_prediction(llm: LLM) -> None:
 
 
 def heard(predicted: str, answer: str) -> Prediction:
-    return Prediction([*predicted.encode()]).hear([*answer.encode()])
+    return Prediction([*predicted.encode()]).advance([*answer.encode()])
 
 
 def ahead(prediction: Prediction) -> str:
@@ -172,11 +172,11 @@ def test_it_finds_its_place_again(answer: str, next_: str) -> None:
 
 
 def test_what_came_true_is_counted_once() -> None:
-    assert heard("abcdef", "abcdef").came_true == 6
-    assert heard("abcdef", "abcdefabcdef").came_true == 6
-    assert heard("abcdef", "abXdef").came_true == 5
-    assert heard("abcdef", "").came_true == 0
-    assert heard("", "abc").came_true == 0
+    assert heard("abcdef", "abcdef").matched == 6
+    assert heard("abcdef", "abcdefabcdef").matched == 6
+    assert heard("abcdef", "abXdef").matched == 5
+    assert heard("abcdef", "").matched == 0
+    assert heard("", "abc").matched == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,16 +184,16 @@ def test_what_came_true_is_counted_once() -> None:
 def test_its_place_is_always_one_that_the_answer_leads_to(predicted: list[int], answer: list[int]) -> None:
     prediction = Prediction(predicted)
     for i, token in enumerate(answer, start=1):
-        prediction.hear([token])
-        place, run = prediction.place, prediction.run
+        prediction.advance([token])
+        place, run = prediction.position, prediction.run
         if place is not None:
             assert 1 <= run <= min(place, i)
             assert predicted[place - run : place] == answer[i - run : i]
             assert len(prediction.ahead(5)) <= 5
-        assert 0 <= prediction.came_true <= min(len(predicted), i + 6 * i)
+        assert 0 <= prediction.matched <= min(len(predicted), i + 6 * i)
 
 
 def test_a_long_and_repetitive_prediction_is_quick() -> None:
     prediction = Prediction([1, 1, 1, 2] * 25_000)
-    prediction.hear([1, 1, 3] * 2_000)
-    assert prediction.came_true < 10_000
+    prediction.advance([1, 1, 3] * 2_000)
+    assert prediction.matched < 10_000

@@ -8,7 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outrider.engine.sampling import CHOICE, COIN, Dice, candidates, choose, draw, gumbel, key, law, ranked, uniform
+from outrider.engine.sampling import (
+    CHOICE,
+    COIN,
+    KeyedRandom,
+    adjust,
+    candidates,
+    choose,
+    draw,
+    gumbel,
+    key,
+    law,
+    ranked,
+    uniform,
+)
 from outrider.errors import ConfigError
 from outrider.types import SamplingParams, Sequence
 
@@ -119,14 +132,10 @@ def test_repetition_penalty_is_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     z = logits(5)
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[1, 2, 3, 9]]), z[None].clone())[0]
-    from outrider.engine.sampling import adjust
-
     assert torch.allclose(adjust(z, sequence(repetition_penalty=1.4), [9]), expected)
 
 
 def test_presence_and_frequency_count_output_only() -> None:
-    from outrider.engine.sampling import adjust
-
     z = torch.zeros(V)
     seq = sequence((1, 2, 5, 5), prompt=2, presence_penalty=0.5, frequency_penalty=0.25)
     changed = adjust(z, seq, [5, 6])
@@ -137,8 +146,6 @@ def test_presence_and_frequency_count_output_only() -> None:
 
 
 def test_min_tokens_and_bad_words_ban() -> None:
-    from outrider.engine.sampling import adjust
-
     seq = sequence(min_tokens=2)
     assert adjust(logits(), seq, [4])[0] == -math.inf
     assert adjust(logits(), seq, [4, 4])[0] > -math.inf
@@ -160,7 +167,7 @@ def uniform_of(seq: Sequence, place: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if Dice(seq).flip(place, middle) else (middle, high)
+        low, high = (low, middle) if KeyedRandom(seq).flip(place, middle) else (middle, high)
     return round(low, 9)
 
 
@@ -194,8 +201,6 @@ def test_wrong_types_are_a_sentence(wrong: dict) -> None:
 
 
 def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
-    from outrider.engine.sampling import adjust
-
     seq = sequence(min_tokens=2)
     seq.ends = frozenset({0, V + 5})
     assert adjust(logits(), seq, [])[0] == -math.inf

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
@@ -22,7 +21,7 @@ from outrider.engine.trace import Recorder, Trace, read, recorded, replay
 from outrider.errors import OutriderError
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
-from outrider.types import SamplingParams, Step
+from outrider.types import Listener, SamplingParams, Step
 
 TARGET = toy()
 
@@ -126,7 +125,12 @@ def test_only_full_lines_look_at_logits() -> None:
             return self.logits
 
     steps: list[Step] = []
-    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(SimpleNamespace(observe=steps.append),))
+
+    class Collector(Listener):
+        def observe(self, step: Step) -> None:
+            steps.append(step)
+
+    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(Collector(),))
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=10))
     for level, expected in (("summary", 0), ("full", len(steps))):
         recorder = Recorder(level)

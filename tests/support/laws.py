@@ -81,7 +81,7 @@ class Enumerator:
         return self._decide([float(x) / total for x in p])
 
 
-class Voice:
+class ToyRows:
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
 
@@ -107,7 +107,7 @@ def emitted_law(rule: Rule, drafting: Drafting, toy: Toy, k: int) -> Law:
     law: Law = defaultdict(float)
     for tree, chance in drafting(toy, k):
         coins = Enumerator()
-        for verdict, weight in coins.runs(lambda tree=tree, coins=coins: rule(tree, Voice(toy), coins)):
+        for verdict, weight in coins.runs(lambda tree=tree, coins=coins: rule(tree, ToyRows(toy), coins)):
             for rest in itertools.product(range(V), repeat=k + 1 - len(verdict.tokens)):
                 text, tail = list(verdict.tokens), 1.0
                 for token in rest:

@@ -27,7 +27,7 @@ from .cache import Cache, Plane
 from .drafter import Drafter, DraftRequest
 from .judge import RULES
 from .request_drafts import propose
-from .sampling import Dice, Target, logprob
+from .sampling import KeyedRandom, Target, logprob
 from .scheduler import Scheduler
 from .watchdog import Watchdog
 
@@ -109,7 +109,7 @@ class Engine:
         clock.adjust(output.seconds)
         draft = _read(draft, batch, first, output)
         with clock.time("judge"):
-            coins = [Dice(turn.seq) for turn in turns]
+            coins = [KeyedRandom(turn.seq) for turn in turns]
             targets = self._targets(turns, draft, output, first)
             verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
         step = Step(
@@ -163,7 +163,7 @@ class Engine:
             for turn, span in zip(turns, spans, strict=True)
         ]
 
-    def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: Dice) -> Verdict | None:
+    def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: KeyedRandom) -> Verdict | None:
         """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
         seq, plane = turn.seq, self.target.plane
         fed = plane.holds(seq.id) + turn.feed
