@@ -75,7 +75,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     model = config.pop("model", None)
     method = config.pop("method", "draft_model" if model else "ngram")
     if not isinstance(method, str) or method not in _VLLM_METHODS:
-        raise ConfigError(f"The speculative method '{method}' is not known here; use: {', '.join(_VLLM_METHODS)}.")
+        raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
     arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
     if model is not None:
         arguments["head" if method == "eagle3" else "draft_model"] = model

@@ -283,7 +283,7 @@ class LLM(Listener):
         ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         room = self.engine.cache.length
         if not ids:
-            raise ConfigError("The prompt is empty; give at least one word.")
+            raise ConfigError("The prompt is empty; give at least one token.")
         if len(self.target.opening(ids).tokens) >= room:
             raise ConfigError(
                 f"The prompt has {len(ids)} tokens, but only {room} fit, the answer included. Shorten the prompt"

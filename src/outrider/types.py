@@ -240,7 +240,7 @@ class Matcher(Protocol):
 
     def follow(self, generated: list[int], tokens: list[int]) -> int: ...  # how many of these may follow in turn
 
-    def forced(self, generated: list[int], most: int) -> list[int]: ...  # what follows where there is one way to go on
+    def forced(self, generated: list[int], most: int) -> list[int]: ...  # the only continuation, if any
 
 
 @dataclass

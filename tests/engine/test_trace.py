@@ -59,9 +59,14 @@ def test_a_doctored_trace_does_not_replay() -> None:
     assert replay(trace) != recorded(trace)
 
 
+def written(path: Path) -> Trace:
+    lines = run("suffix").lines
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return Trace.of(lines)
+
+
 def test_round_trip(tmp_path: Path) -> None:
-    trace = Trace.of(run("suffix").lines)
-    trace.save(tmp_path / "run.jsonl")
+    trace = written(tmp_path / "run.jsonl")
     again = read(tmp_path / "run.jsonl")
     assert again.header == json.loads(json.dumps(trace.header))
     assert again.lines == json.loads(json.dumps(trace.lines))
@@ -79,8 +84,7 @@ def test_lines_reach_the_file_as_they_happen() -> None:
 
 
 def test_a_trace_cut_off_in_mid_line_is_read_up_to_there(tmp_path: Path) -> None:
-    trace = Trace.of(run("suffix").lines)
-    trace.save(tmp_path / "run.jsonl")
+    trace = written(tmp_path / "run.jsonl")
     text = (tmp_path / "run.jsonl").read_text()
     (tmp_path / "cut.jsonl").write_text(text[: len(text) // 2])
     cut = read(tmp_path / "cut.jsonl")
@@ -107,12 +111,12 @@ def test_full_lines_say_what_the_target_thought() -> None:
 
 
 def test_only_full_lines_look_at_logits() -> None:
-    """On a GPU they would have to be brought over: once for each line, and only where they are told of."""
+    """On a GPU they would have to be copied: once for each line, and only at the level that shows them."""
 
     class Elsewhere:
         """Logits on another device."""
 
-        brought = 0
+        copied = 0
 
         def __init__(self, logits: Tensor) -> None:
             self.logits = logits
@@ -121,7 +125,7 @@ def test_only_full_lines_look_at_logits() -> None:
             return Elsewhere(self.logits[rows])
 
         def cpu(self) -> Tensor:
-            Elsewhere.brought += 1
+            Elsewhere.copied += 1
             return self.logits
 
     steps: list[Step] = []
@@ -134,11 +138,11 @@ def test_only_full_lines_look_at_logits() -> None:
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=10))
     for level, expected in (("summary", 0), ("full", len(steps))):
         recorder = Recorder(level)
-        Elsewhere.brought = 0
+        Elsewhere.copied = 0
         for step in steps:
             away = replace(step.output, logits=Elsewhere(step.output.logits))  # type: ignore[arg-type]
             recorder.observe(replace(step, output=away))
-        assert (len(recorder.lines), Elsewhere.brought) == (len(steps), expected)
+        assert (len(recorder.lines), Elsewhere.copied) == (len(steps), expected)
 
 
 def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Plane:
 
 
 class Cache:
-    """All slots, the table, the planes. Sequences are known by id."""
+    """All slots, the table, the planes. Rows are found by sequence id."""
 
     def __init__(self, slots: int, lines: int, length: int, device: torch.device | str = "cpu") -> None:
         self.slots, self.length, self.device = slots, length, torch.device(device)
@@ -126,8 +126,6 @@ class Cache:
         """Slots that can be taken without preemption."""
         return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
 
-    # ------------------------------------------------------------ the verbs
-
     def open(self, seq: Sequence) -> int:
         """Create a sequence's row with the longest prefix that any row holds already; returns that length."""
         if not self._lines:
@@ -135,7 +133,13 @@ class Cache:
         row = self.rows[seq.id] = Row(self._lines.pop())
         source, length = self._longest_prefix(seq)
         if source is not None:
-            self._share(source, seq.id, row, length)
+            shared = self.rows.get(source) or self.retired[source]
+            row.slots, row.tokens = shared.slots[:length], shared.tokens[:length]
+            for slot in row.slots:
+                self._readers[slot] += 1
+            self._write_table(row, 0)
+            for plane in self.planes:
+                plane.advance(seq.id, min(plane.holds(source), length))
         return length
 
     def sync(self, seq: Sequence, plane: Plane) -> int:
@@ -187,17 +191,14 @@ class Cache:
     def free(self, seq: Sequence, keep: bool = False) -> None:
         """Free a sequence's slots. With `keep`, they stay readable for later prompts until slots run short."""
         row = self.rows.pop(seq.id)
-        self._drop(row.spare)
-        row.spare = []
-        held = max((plane.holds(seq.id) for plane in self.planes), default=0)
-        if keep and held:
+        kept = self._held(seq.id) if keep else 0
+        self._drop(row.spare + row.slots[kept:])
+        row.slots, row.tokens, row.spare = row.slots[:kept], row.tokens[:kept], []
+        if kept:
             self._retired_id -= 1  # negative: never the id of a live sequence
-            self._drop(row.slots[held:])
-            row.slots, row.tokens = row.slots[:held], row.tokens[:held]
             self.retired[self._retired_id] = row
             self._forget(seq.id, rename=self._retired_id)
         else:
-            self._drop(row.slots)
             self._lines.append(row.line)
             self._forget(seq.id)
 
@@ -208,25 +209,20 @@ class Cache:
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is accounted for exactly once per reader."""
-        readers = [0] * self.slots
-        for row in (*self.rows.values(), *self.retired.values()):
+        readers, rows = [0] * self.slots, {**self.rows, **self.retired}
+        for row in rows.values():
             assert len(row.slots) == len(row.tokens), "a row's slots and tokens differ in number"
             assert self.table[row.line, : len(row.slots)].tolist() == row.slots, "the table disagrees with its row"
             assert len({*row.slots, *row.spare}) == len(row.slots) + len(row.spare), "a row holds a slot twice"
             for slot in (*row.slots, *row.spare):
                 readers[slot] += 1
+            assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
         assert readers == self._readers, "readers are miscounted"
         assert sorted(self._free) == [s for s in range(self.slots) if not readers[s]], "a slot is lost or free twice"
-        lines = [row.line for row in (*self.rows.values(), *self.retired.values())]
-        assert sorted(lines + self._lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
-        for plane in self.planes:
-            for owner, held in plane._held.items():
-                row_of = self.rows.get(owner) or self.retired.get(owner)
-                assert held <= (len(row_of.slots) if row_of else 0), "a plane claims tokens without slots"
-        for row in self.rows.values():
-            assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
-
-    # ------------------------------------------------------------ inside
+        lines = [row.line for row in rows.values()] + self._lines
+        assert sorted(lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
+        for id_, held in ((id_, held) for plane in self.planes for id_, held in plane._held.items()):
+            assert held <= (len(rows[id_].slots) if id_ in rows else 0), "a plane claims tokens without slots"
 
     def _take(self, n: int) -> list[int]:
         while len(self._free) < n:
@@ -253,26 +249,20 @@ class Cache:
         for plane in self.planes:
             plane.forget(id_, rename)
 
+    def _held(self, id_: int) -> int:
+        """Leading tokens that some plane holds."""
+        return max((plane.holds(id_) for plane in self.planes), default=0)
+
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
         """The row that shares most with a new sequence. The last token is always fed: its logits are needed."""
         best, length = None, 0
         for id_, row in (*self.rows.items(), *self.retired.items()):
-            held = max((plane.holds(id_) for plane in self.planes), default=0)
-            common = min(common_prefix(row.tokens, seq.tokens), held, len(seq.tokens) - 1)
+            common = min(common_prefix(row.tokens, seq.tokens), self._held(id_), len(seq.tokens) - 1)
             if common > length:
                 best, length = id_, common
-        if best in self.retired:
+        if best is not None and best in self.retired:
             self.retired.move_to_end(best)
         return best, length
-
-    def _share(self, source: int, id_: int, row: Row, length: int) -> None:
-        origin = self.rows.get(source) or self.retired[source]
-        row.slots, row.tokens = origin.slots[:length], origin.tokens[:length]
-        for slot in row.slots:
-            self._readers[slot] += 1
-        self._write_table(row, 0)
-        for plane in self.planes:
-            plane.advance(id_, min(plane.holds(source), length))
 
     def _write_table(self, row: Row, start: int) -> None:
         self._table[row.line, start : len(row.slots)] = row.slots[start:]

@@ -64,10 +64,8 @@ def format_of(spec: Mapping[str, Any] | None) -> Format | None:
         raise ConfigError('A guide must be an object, such as {"type": "json_object"} or {"regex": "[a-z]+"}.')
     named = {name: spec[key] for name in _SPELLINGS for key in (name, f"guided_{name}") if spec.get(key) is not None}
     if len(named) + ("type" in spec) != 1:
-        raise ConfigError(
-            f"A guide must say one thing: either a 'type' (text, json_object, json_schema) or one of "
-            f"{', '.join(_SPELLINGS)}."
-        )
+        names = ", ".join(_SPELLINGS)
+        raise ConfigError(f"A guide needs one thing: a 'type' (text, json_object, json_schema), or one of {names}.")
     if "type" in spec:
         return _response_format(spec)
     ((name, value),) = named.items()
@@ -91,7 +89,7 @@ def _response_format(spec: Mapping[str, Any]) -> Format | None:
 
 
 def _schema(schema: Any, lenient: bool = False) -> Format:
-    """A JSON schema, given as an object or as its text."""
+    """A JSON schema, as an object or as text."""
     try:
         if isinstance(schema, str):
             _require(len(schema) <= MAX_CHARACTERS, f"The JSON schema is longer than {MAX_CHARACTERS} characters")
@@ -281,13 +279,8 @@ class Guide:
         if self.form.kind == REGEX:
             return LLMatcher.grammar_from_regex(self.form.text)
         # One spelling, on one line, as most models write it: more tokens are forced, and no model loops on whitespace.
-        overrides = {
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "coerce_one_of": True,
-            "lenient": self.form.lenient,
-        }
+        overrides: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        overrides |= {"coerce_one_of": True, "lenient": self.form.lenient}
         return LLMatcher.grammar_from_json_schema(self.form.text, overrides=overrides)
 
     def matcher(self) -> GuideMatcher:

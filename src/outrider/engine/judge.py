@@ -46,24 +46,21 @@ def match(tree: Tree, target: TargetRows, coins: RandomSource | None = None) -> 
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(node)
-
-    node = -1
+    accepted: int | None = -1
     path: list[int] = []
     emitted: list[int] = []
-    while True:
-        choice = target.choose(node + 1, emitted)
+    while accepted is not None:
+        choice = target.choose(accepted + 1, emitted)
         if choice < 0:
-            return Verdict(path, emitted, "".join(fates))
+            break
         emitted.append(choice)
-        hit = None
+        node, accepted = accepted, None
         for child in children.get(node, ()):
-            if hit is None and tree.tokens[child] == choice:
-                hit = child
-            fates[child] = ACCEPTED if child == hit else REJECTED
-        if hit is None:
-            return Verdict(path, emitted, "".join(fates))
-        path.append(hit)
-        node = hit
+            if accepted is None and tree.tokens[child] == choice:
+                accepted = child
+                path.append(child)
+            fates[child] = ACCEPTED if child == accepted else REJECTED
+    return Verdict(path, emitted, "".join(fates))
 
 
 def reject(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:

@@ -29,7 +29,7 @@ FAR = 6  # equal tokens that are needed to go back
 
 
 def propose(drafter: Drafter, turns: list[Turn], request: DraftRequest) -> Draft:
-    """At most request.budgets[i] nodes for each turn, from the request itself where it can tell."""
+    """At most request.budgets[i] nodes for each turn, from the request itself where it has some."""
     seqs, budgets = request.seqs, request.budgets
     if not any(seq.has_request_drafts for seq in seqs):
         return drafter.draft(request)
@@ -126,7 +126,7 @@ class Prediction:
             self._set_position(-end, run)
 
     def _candidates(self) -> list[int]:
-        """Positions before which the last few tokens stand."""
+        """Positions that follow an occurrence of the answer's last tokens."""
         if self._index is None:
             self._index = defaultdict(list)
             for end in range(INDEXED, len(self.tokens) + 1):

@@ -216,12 +216,6 @@ class Trace:
                 trace.lines.append(line)
         return trace
 
-    def save(self, path: Path | str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            for line in (self.header, *self.lines, self.footer):
-                if line:
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
 
 def read(path: Path | str) -> Trace:
     """Load a JSONL trace; a truncated last line is ignored."""
