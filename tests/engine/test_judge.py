@@ -155,10 +155,10 @@ def test_rules_for_chains_prune_branches() -> None:
             return torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
 
     class Coins:
-        def flip(self, place: int, chance: float) -> bool:
+        def flip(self, depth: int, chance: float) -> bool:
             return chance > 0.5
 
-        def draw(self, place: int, p: torch.Tensor) -> int:
+        def draw(self, depth: int, p: torch.Tensor) -> int:
             return int(p.argmax())
 
     tree = Tree([0, 0, 1], [-1, 0, 0])

@@ -94,7 +94,7 @@ class Adversary(Drafter):
 
 
 class Liar(Adversary):
-    """Always proposes something the target is not saying."""
+    """Always proposes something the target is not choosing."""
 
     name = "liar"
 
@@ -182,7 +182,7 @@ class Slow(Adversary):
 
 
 class Oracle(Adversary):
-    """Knows what the target will say, and says it in a forest of nonsense."""
+    """An oracle whose right tokens are hidden in a forest of wrong ones."""
 
     name = "oracle"
 
@@ -191,8 +191,8 @@ class Oracle(Adversary):
         return Draft.pack(self._tree(seq, k) for seq, k in zip(seqs, budget, strict=True))
 
     def _tree(self, seq: Sequence, k: int) -> Tree:
-        known = self.space.options["texts"].get(tuple(seq.tokens[: seq.prompt_len]), [])
-        ahead = known[len(seq.generated) :][: k // 2]
+        text = self.space.options["texts"].get(tuple(seq.tokens[: seq.prompt_len]), [])
+        ahead = text[len(seq.generated) :][: k // 2]
         tokens, parents, last = [], [], -1
         for token in ahead:
             tokens += [(token + 1) % VOCABULARY, token]
@@ -202,7 +202,7 @@ class Oracle(Adversary):
 
 
 class Corrupts(Adversary):
-    """Scribbles into places that are not its own business: the spare slots of the target's plane."""
+    """Overwrites what is not its own: the spare slots of the target's plane."""
 
     name = "corrupts"
 

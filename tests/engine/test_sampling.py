@@ -1,4 +1,4 @@
-"""Choices are draws from the right law, and the same draws for everybody who knows the seed."""
+"""Choices are draws from the right law, and the same draws for every holder of the seed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def logits(seed: int = 0) -> torch.Tensor:
 
 
 def test_noise_is_a_pure_function_of_its_key() -> None:
-    place = key(7, 100, CHOICE)
-    every = gumbel(place, torch.arange(V))
-    assert torch.equal(gumbel(place, torch.tensor([5])), every[5:6])
-    assert torch.equal(gumbel(place, torch.tensor([9, 2])), every[[9, 2]])
+    noise_key = key(7, 100, CHOICE)
+    every = gumbel(noise_key, torch.arange(V))
+    assert torch.equal(gumbel(noise_key, torch.tensor([5])), every[5:6])
+    assert torch.equal(gumbel(noise_key, torch.tensor([9, 2])), every[[9, 2]])
     assert not torch.equal(gumbel(key(7, 101, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(8, 100, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(7, 100, COIN), torch.arange(V)), every)
@@ -156,18 +156,18 @@ def test_min_tokens_and_bad_words_ban() -> None:
 
 def test_dice_never_repeat_a_number_between_steps() -> None:
     seq = sequence()
-    first = [uniform_of(seq, place) for place in range(5)]
+    first = [uniform_of(seq, depth) for depth in range(5)]
     seq.tokens.append(4)
-    second = [uniform_of(seq, place) for place in range(5)]
+    second = [uniform_of(seq, depth) for depth in range(5)]
     assert not set(first) & set(second)
 
 
-def uniform_of(seq: Sequence, place: int) -> float:
+def uniform_of(seq: Sequence, depth: int) -> float:
     """The coin's number, found by bisection through the public verb."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if KeyedRandom(seq).flip(place, middle) else (middle, high)
+        low, high = (low, middle) if KeyedRandom(seq).flip(depth, middle) else (middle, high)
     return round(low, 9)
 
 

@@ -51,11 +51,11 @@ def test_a_long_prompt_does_not_stall_a_running_text() -> None:
     engine.add(short)
     engine.step()
     engine.add(long)
-    said = len(short.generated)
+    before = len(short.generated)
     for _ in range(5):
         engine.step()
-        assert len(short.generated) > said  # every step moves it on
-        said = len(short.generated)
+        assert len(short.generated) > before  # every step moves it on
+        before = len(short.generated)
     assert long.generated == []
 
 

@@ -154,7 +154,7 @@ def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_full_lines_carry_the_noise_that_decided() -> None:
-    """The choice is the highest ln p / T + g of all that are told of, whatever was drafted."""
+    """The choice is the highest ln p / T + g among the recorded tokens, whatever was drafted."""
     trace = Trace.of(run("model", temperature=0.8).lines)
     compared = 0
     for line in trace.lines:
@@ -172,9 +172,9 @@ def test_full_lines_carry_the_noise_that_decided() -> None:
 @pytest.mark.parametrize(("name", "tree"), [("model", False), ("model", True), ("head", False), ("layerskip", False)])
 def test_full_lines_carry_what_else_the_drafter_thought_likely(name: str, tree: bool) -> None:
     lines = [line for line in run(name, tree=tree).lines if line.get("nodes")]
-    told = [line for line in lines if "guesses" in line]
-    assert len(told) > 10
-    for line in told:
+    guessed = [line for line in lines if "guesses" in line]
+    assert len(guessed) > 10
+    for line in guessed:
         assert set(line["guesses"]) == {str(node[1]) for node in line["nodes"]}
         for token, parent, q, *_ in line["nodes"]:
             guesses = dict(line["guesses"][str(parent)])

@@ -64,8 +64,8 @@ class Enumerator:
         self.weight *= chances[branch]
         return branch
 
-    def flip(self, place: object, chance: float) -> bool:
-        low, high = self.coins[place]
+    def flip(self, depth: object, chance: float) -> bool:
+        low, high = self.coins[depth]
         chance = min(max(chance, 0.0), 1.0)
         if chance >= high:
             return True
@@ -73,10 +73,10 @@ class Enumerator:
             return False
         below = (chance - low) / (high - low)
         fell = self._decide([below, 1 - below]) == 0
-        self.coins[place] = (low, chance) if fell else (chance, high)
+        self.coins[depth] = (low, chance) if fell else (chance, high)
         return fell
 
-    def draw(self, place: object, p: torch.Tensor) -> int:
+    def draw(self, depth: object, p: torch.Tensor) -> int:
         total = float(p.sum())
         return self._decide([float(x) / total for x in p])
 
