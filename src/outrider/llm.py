@@ -127,21 +127,18 @@ class LLM(Listener):
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
         sibling.costs, sibling.drift = self.costs, Monitor()  # trials do not count as drift of what is served
-        old = {name: getattr(self.config, name) for name in Config.__dataclass_fields__ if name != "options"}
-        new = from_hugging_face(changes)
+        old, new = {**vars(self.config)}, from_hugging_face(changes)
+        options = old.pop("options")
         if "drafter" not in new:  # another drafter starts without this one's options
-            old |= self.config.options
-        config = config_from(old | new)
-        sibling._assemble(self.name, self.target, self.tokenizer, config, recorder)
+            old |= options
+        sibling._assemble(self.name, self.target, self.tokenizer, config_from(old | new), recorder)
         return sibling
 
     def forget(self) -> None:
         """Drop cached prefixes and the controller's statistics, for fair comparisons. The drafter's memory stays."""
-        engine = self.engine
-        engine.cache.drop_retired()
-        engine.controller = make_controller(
-            self.target, engine.target, engine.cache, engine.drafter, self.config, self.costs
-        )
+        e = self.engine
+        e.cache.drop_retired()
+        e.controller = make_controller(self.target, e.target, e.cache, e.drafter, self.config, self.costs)
 
     @property
     def dtype(self) -> str:

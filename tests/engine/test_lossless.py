@@ -227,6 +227,23 @@ def test_adversaries_cannot_change_the_text(adversary: type[Drafter], temperatur
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
 
 
+@pytest.mark.parametrize("survival", [[], [0.9], [None] * 3, "abc", [-1.0] * 3], ids=str)
+def test_a_malformed_survival_cannot_change_the_text(survival: object) -> None:
+    """The controller reads survival where K is chosen at every step."""
+
+    class Claims(Drafter):
+        name = "claims"
+
+        def draft(self, request: DraftRequest) -> Draft:
+            return Draft.pack(chain([3, 4, 5], survival) for _ in request.seqs)  # type: ignore[arg-type]
+
+    params, scenario = SamplingParams(max_tokens=10), Scenario("together")
+    engine = build_engine(TARGET, Config(drafter=Claims))
+    assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
+    assert all(failure.startswith("claims: ") for failure in engine.failures)
+    assert engine.failures
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_oracle_is_fast_and_right(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40)

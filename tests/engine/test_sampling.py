@@ -16,6 +16,7 @@ from outrider.engine.sampling import (
     candidates,
     choose,
     draw,
+    filters,
     gumbel,
     key,
     law,
@@ -204,3 +205,18 @@ def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
     seq = sequence(min_tokens=2)
     seq.ends = frozenset({0, V + 5})
     assert adjust(logits(), seq, [])[0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"temperature": 0.8}, False),
+        ({"temperature": 0.8, "top_k": 5}, True),
+        ({"temperature": 0.8, "top_p": 0.9}, True),
+        ({"temperature": 0.8, "min_p": 0.1}, True),
+        ({"temperature": 0.8, "repetition_penalty": 1.2}, False),
+        ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, False),  # at temperature 0 the best token is always left
+    ],
+)
+def test_filters_look_at_more_than_noise_and_temperature(params: dict[str, float], expected: bool) -> None:
+    assert filters(Sequence(1, [1], SamplingParams(**params))) is expected

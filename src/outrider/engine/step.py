@@ -257,6 +257,9 @@ def _describe(error: Exception) -> str:
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
     """The longest prefix of a tree that is well-formed and within its budget."""
+    survival = tree.survival
+    if survival is not None and (len(survival) != len(tree.tokens) or any(chance < 0 for chance in survival)):
+        raise ValueError("a tree's survival must be one probability for each node")
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if not (-unread <= token < vocabulary and -1 <= parent < node):
             return tree.cut(min(node, budget))
