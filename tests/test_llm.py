@@ -25,7 +25,7 @@ WARM = SamplingParams(temperature=0.8, seed=7, max_tokens=32)
 
 
 class Prophet(Drafter):
-    """Knows what the target will say (`future`), so that whole blocks are accepted."""
+    """An oracle (`future`), so that whole blocks are accepted."""
 
     name = "prophet"
 
@@ -223,7 +223,7 @@ def test_the_context_bounds_an_answer(folder: Path) -> None:
     assert (len(result.token_ids), result.finish_reason) == (room, "length")
 
 
-# ---------------------------------------------------------------- what is said about it
+# ---------------------------------------------------------------- reported statistics
 
 
 def test_logprobs_are_the_targets(llm: LLM) -> None:
@@ -254,11 +254,11 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 def test_bad_words_never_appear(llm: LLM) -> None:
-    said = plain_ids(llm, PROMPTS[0], SamplingParams(max_tokens=24))
-    one, two = llm.tokenizer.decode(said[3:4]), llm.tokenizer.decode(said[5:7])  # a word of one token, one of two
+    ids = plain_ids(llm, PROMPTS[0], SamplingParams(max_tokens=24))
+    one, two = llm.tokenizer.decode(ids[3:4]), llm.tokenizer.decode(ids[5:7])  # a word of one token, one of two
     params = SamplingParams(max_tokens=24, bad_words=(one, two))
     (result,) = llm.generate(PROMPTS[0], params)
-    assert result.token_ids != said
+    assert result.token_ids != ids
     assert result.token_ids == plain_ids(llm, PROMPTS[0], params)
     for ids in llm._bad_words(params):
         assert not any(tuple(result.token_ids[i : i + len(ids)]) == ids for i in range(len(result.token_ids)))
@@ -345,7 +345,7 @@ def test_half_characters_are_never_shown(llm: LLM) -> None:
 
 
 class Counting:
-    """A decoder that counts how often it is asked."""
+    """A decoder that counts how often it is called."""
 
     def __init__(self, stream: object) -> None:
         self.stream, self.pushed = stream, 0
@@ -367,16 +367,16 @@ def test_text_is_decoded_when_somebody_asks_unless_it_may_end_the_text(llm: LLM,
         decoder = Counting(llm.tokenizer.stream(continuing=True))
         return Detokenizer(decoder, SamplingParams(**params), frozenset({end})), decoder
 
-    lazy, asked = reader()
+    lazy, decoder = reader()
     eager, watched = reader()
-    careful, watching = reader(stop="\x00\x00")  # never said, but looked for
+    careful, watching = reader(stop="\x00\x00")  # never generated, but searched
     for i, token in enumerate(ids):
         assert lazy(token) is eager(token) is careful(token) is False
-        assert asked.pushed == 0  # nobody has asked
+        assert decoder.pushed == 0  # nothing was read yet
         assert len(eager.texts) == i + 1
         assert watched.pushed == watching.pushed == i + 1 - (i >= 3)  # an end token has no text
     assert lazy.texts == eager.texts == careful.texts
-    assert asked.pushed == len(ids) - 1
+    assert decoder.pushed == len(ids) - 1
     for each in (lazy, eager, careful):
         each.finish()
     assert lazy.texts == eager.texts == careful.texts
@@ -415,7 +415,7 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
     stream.close()
     assert not quiet.engine.busy
     assert not quiet._rejected
-    quiet.stream(PROMPTS[0], WARM)  # never begun: nothing is under way
+    quiet.stream(PROMPTS[0], WARM)  # never started: nothing runs
     assert not quiet.engine.busy
     assert quiet.generate(PROMPTS[0], WARM)[0].token_ids == plain_ids(llm, PROMPTS[0], WARM)
 
@@ -427,9 +427,9 @@ def test_interleaved_streams_do_not_meet(llm: LLM, lengths: tuple[int, int]) -> 
     streams = [llm.stream(PROMPTS[i], each[i]) for i in (0, 1)]
     pieces = list(itertools.zip_longest(*streams))
     for i in (0, 1):
-        mine = [pair[i] for pair in pieces if pair[i] is not None]
-        assert "".join(p.text for p in mine) == expected[i].text
-        assert [t for p in mine for t in p.token_ids] == expected[i].token_ids
+        own = [pair[i] for pair in pieces if pair[i] is not None]
+        assert "".join(p.text for p in own) == expected[i].text
+        assert [t for p in own for t in p.token_ids] == expected[i].token_ids
     assert not llm.engine.busy
     llm.engine.cache.check()
 
@@ -442,7 +442,7 @@ def test_generate_in_the_middle_of_a_stream(llm: LLM) -> None:
     assert text + "".join(p.text for p in stream) == expected.text
 
 
-# ---------------------------------------------------------------- many ways to say it
+# ---------------------------------------------------------------- argument names
 
 
 def test_names_of_hugging_face(llm: LLM, folder: Path) -> None:
@@ -489,8 +489,8 @@ def test_plug_in_drafters(llm: LLM) -> None:
             return Draft.pack(chain((s.tokens[-2:] * k)[:k]) for s, k in zip(seqs, budget, strict=True))
 
     try:
-        for way in ("parrot", Parrot):
-            (result,) = llm.using(drafter=way, k=3).generate(PROMPTS[0], WARM)
+        for method in ("parrot", Parrot):
+            (result,) = llm.using(drafter=method, k=3).generate(PROMPTS[0], WARM)
             assert result.token_ids == plain_ids(llm, PROMPTS[0], WARM)
             assert result.stats.drafted > 0
     finally:
@@ -555,9 +555,9 @@ BAD_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "words"), BAD_CONFIGS, ids=str)
-def test_bad_configurations(folder: Path, bad: dict[str, object], words: str) -> None:
-    with pytest.raises(OutriderError, match=words):
+@pytest.mark.parametrize(("bad", "sentence"), BAD_CONFIGS, ids=str)
+def test_bad_configurations(folder: Path, bad: dict[str, object], sentence: str) -> None:
+    with pytest.raises(OutriderError, match=sentence):
         LLM(folder, **({"dtype": "float32"} | bad))
 
 
@@ -602,8 +602,8 @@ def test_nan_weights_are_a_sentence_and_the_llm_says_it_again(tmp_path: Path) ->
     assert not sick.engine.busy
 
 
-@pytest.mark.parametrize("way", ["generate", "stream"])
-def test_ctrl_c_leaves_a_usable_llm(llm: LLM, way: str) -> None:
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_ctrl_c_leaves_a_usable_llm(llm: LLM, method: str) -> None:
     class Impatient(Drafter):
         """The user loses patience in the third step, once."""
 
@@ -617,14 +617,14 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, way: str) -> None:
                 raise KeyboardInterrupt
             return Draft.empty(len(seqs))
 
-    mine = llm.using(drafter=Impatient, k=2)
-    other = mine.stream(PROMPTS[1], WARM)
-    begun = next(other)
+    interrupted = llm.using(drafter=Impatient, k=2)
+    other = interrupted.stream(PROMPTS[1], WARM)
+    first = next(other)
     with pytest.raises(KeyboardInterrupt):
-        mine.generate(PROMPTS, WARM) if way == "generate" else list(mine.stream(PROMPTS[0], WARM))
-    assert not mine.engine.busy
-    assert mine.generate(PROMPTS[0], WARM)[0].token_ids == plain_ids(llm, PROMPTS[0], WARM)
-    rest = begun.token_ids + [t for p in other for t in p.token_ids]  # what was under way ends, it does not hang
+        interrupted.generate(PROMPTS, WARM) if method == "generate" else list(interrupted.stream(PROMPTS[0], WARM))
+    assert not interrupted.engine.busy
+    assert interrupted.generate(PROMPTS[0], WARM)[0].token_ids == plain_ids(llm, PROMPTS[0], WARM)
+    rest = first.token_ids + [t for p in other for t in p.token_ids]  # what was running ends, it does not hang
     assert rest == plain_ids(llm, PROMPTS[1], WARM)[: len(rest)]
 
 
@@ -688,7 +688,7 @@ def exact(request: pytest.FixtureRequest, real: LLM) -> LLM:
 
 @pytest.fixture(scope="module")
 def spoken(exact: LLM) -> dict[float, list[list[int]]]:
-    """What the target says by itself, one prompt at a time."""
+    """The target alone, one prompt at a time."""
     alone = exact.using(drafter="off", max_batch=1)
     return {t: [r.token_ids for r in alone.generate(REAL_PROMPTS, params_at(t))] for t in (0.0, 0.8)}
 

@@ -1,4 +1,4 @@
-"""Outrider: lossless speculative decoding. A drafter rides ahead; the target keeps only what it would have said."""
+"""Outrider: lossless speculative decoding. A drafter proposes tokens; the target emits what it would emit alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, ModelError, OutriderError
 
-# Threads that wait for each other spin, and on a busy machine they spin away the very core that the other one needs: a
-# pass of 17 ms took 190 ms beside one busy process, and 45 ms with this short spin, which costs an idle machine
-# nothing (docs/log/). OpenMP reads it when torch is imported; whoever has set a policy keeps it.
+# OpenMP threads spin while they wait, and on a busy machine they take the core that another thread needs: a pass of
+# 17 ms took 190 ms beside one busy process, and 45 ms with this short spin, which costs an idle machine nothing
+# (docs/log/). OpenMP reads the variable when torch is imported; a policy that the user has set is kept.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

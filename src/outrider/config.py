@@ -1,4 +1,4 @@
-"""Every choice of a run in one frozen record; what follows from them is computed once, here."""
+"""The configuration of an engine, checked, and its translation from vLLM's and Hugging Face's argument names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .drafters import Drafter, check_options, lookup
 from .engine.judge import RULES
 from .errors import ConfigError
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # other names for
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # aliases
 DTYPES |= {name: name for name in ("auto", "int8", "bfloat16", "float32", "float64")}
 
 
@@ -25,9 +25,9 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     max_length: int | None = None  # prompt and answer together; None: the model's context, at most 8192
     max_batch: int = 8
-    max_rows: int = 512  # rows of one pass: longer prompts are fed in chunks of this many
-    cache_tokens: int | None = None  # K/V places in all; None: room for several full sequences
-    options: dict[str, Any] = field(default_factory=dict)  # the drafter's own
+    max_rows: int = 512  # of one pass: longer prompts are fed in chunks of this many
+    cache_tokens: int | None = None  # K/V slots; None: four sequences of full length
+    options: dict[str, Any] = field(default_factory=dict)  # of the drafter
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -47,79 +47,75 @@ class Config:
         return lookup(self.drafter).name
 
     def length_for(self, context: int) -> int:
-        """The longest sequence that will be served."""
+        """The maximum length of a sequence, in tokens."""
         if self.max_length is not None and self.max_length > context:
             raise ConfigError(f"max_length is {self.max_length}, but the model's context has {context} positions.")
         return self.max_length or min(context, 8192)
 
     def slots_for(self, length: int) -> int:
-        """K/V places: never fewer than one full sequence with its draft needs."""
-        wanted = self.cache_tokens if self.cache_tokens is not None else 4 * length
-        return max(wanted, length + 64)
+        """K/V slots: at least those of one sequence of full length with its draft."""
+        return max(4 * length if self.cache_tokens is None else self.cache_tokens, length + 64)
 
 
-# Where others' names lead: vLLM's speculative configuration and Hugging Face's generate arguments.
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram", "eagle3": "head"}
-
 _HUGGING_FACE = (
     "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "num_assistant_tokens", "device_map",
 )  # fmt: skip
 
 
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
-    """vLLM's `speculative_config`, as JSON or a dictionary, in our words: arguments for `LLM`."""
+    """vLLM's `speculative_config`, as JSON or a dictionary, translated to arguments of `LLM`.
+
+    Keys that do not concern drafting (parallelism, quantisation, …) are ignored.
+    """
     try:
-        given = dict(json.loads(text)) if isinstance(text, str) else dict(text)
+        config = dict(json.loads(text)) if isinstance(text, str) else dict(text)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The speculative configuration is not a JSON object: {error}.") from error
-    model = given.pop("model", None)
-    method = given.pop("method", "draft_model" if model else "ngram")
+    model = config.pop("model", None)
+    method = config.pop("method", "draft_model" if model else "ngram")
     if not isinstance(method, str) or method not in _VLLM_METHODS:
-        raise ConfigError(f"The speculative method '{method}' is not known here; use: {', '.join(_VLLM_METHODS)}.")
+        raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
     arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
     if model is not None:
         arguments["head" if method == "eagle3" else "draft_model"] = model
-    if "num_speculative_tokens" in given:
-        arguments["k"] = given.pop("num_speculative_tokens")
-    if "rejection_sample_method" in given:
-        arguments["rule"] = {"standard": "reject", "block": "block"}.get(given.pop("rejection_sample_method"), "match")
-    # The rest of vLLM's keys (parallelism, quantisation, …) say nothing about what is drafted here.
-    takes = lookup(arguments["drafter"]).traits.options or ()
-    return arguments | {name: value for name, value in given.items() if name in takes}
+    if "num_speculative_tokens" in config:
+        arguments["k"] = config.pop("num_speculative_tokens")
+    if "rejection_sample_method" in config:
+        arguments["rule"] = {"standard": "reject", "block": "block"}.get(config.pop("rejection_sample_method"), "match")
+    options = lookup(arguments["drafter"]).traits.options or ()
+    return arguments | {name: value for name, value in config.items() if name in options}
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`assistant_model`, `assistant_early_exit`, `prompt_lookup_num_tokens` and so on in our words; the rest stays."""
-    given = dict(arguments)
-    if given.get("assistant_model") is not None:
-        given |= {"drafter": "model", "draft_model": given["assistant_model"]}
-    if given.get("prompt_lookup_num_tokens") is not None:
-        given |= {"drafter": "ngram", "k": given["prompt_lookup_num_tokens"]}
-    if given.get("assistant_early_exit") is not None:
-        given |= {"drafter": "exit", "exit_layer": given["assistant_early_exit"]}
-    if given.get("num_assistant_tokens") is not None:
-        given["k"] = given["num_assistant_tokens"]
-    places = given.get("device_map")
-    if isinstance(places, str):
-        given["device"] = places
-    elif places is not None:
-        unknown = sorted(set(places) - {"target", "drafter", ""})
+    """Translate `assistant_model`, `prompt_lookup_num_tokens`, `device_map` and so on; other arguments stay."""
+    hf = {name: arguments.get(name) for name in _HUGGING_FACE}
+    translated = {name: value for name, value in arguments.items() if name not in _HUGGING_FACE}
+    if hf["assistant_model"] is not None:
+        translated |= {"drafter": "model", "draft_model": hf["assistant_model"]}
+    if hf["prompt_lookup_num_tokens"] is not None:
+        translated |= {"drafter": "ngram", "k": hf["prompt_lookup_num_tokens"]}
+    if hf["assistant_early_exit"] is not None:
+        translated |= {"drafter": "exit", "exit_layer": hf["assistant_early_exit"]}
+    if hf["num_assistant_tokens"] is not None:
+        translated["k"] = hf["num_assistant_tokens"]
+    devices = hf["device_map"]
+    if isinstance(devices, str):
+        translated["device"] = devices
+    elif devices is not None:
+        unknown = sorted(set(devices) - {"target", "drafter", ""})
         if unknown:
-            raise ConfigError(
-                f"device_map names '{unknown[0]}', but only 'target' and 'drafter' have a place of their own."
-            )
-        given |= {"device": str(places.get("target", places.get("", "auto")))}
-        if "drafter" in places:
-            given["draft_device"] = str(places["drafter"])
-    for name in _HUGGING_FACE:
-        given.pop(name, None)
-    return given
+            raise ConfigError(f"device_map names '{unknown[0]}', but only 'target' and 'drafter' can be placed.")
+        translated["device"] = str(devices.get("target", devices.get("", "auto")))
+        if "drafter" in devices:
+            translated["draft_device"] = str(devices["drafter"])
+    return translated
 
 
 def config_from(arguments: dict[str, Any]) -> Config:
-    """A Config from loose arguments; what it does not know goes to the drafter as options."""
-    known = {f.name for f in fields(Config)} - {"options"}
-    own = {name: value for name, value in arguments.items() if name in known}
-    config = Config(**own, options={n: v for n, v in arguments.items() if n not in known})
+    """A Config from keyword arguments; those it does not have are the drafter's options."""
+    names = {f.name for f in fields(Config)} - {"options"}
+    own = {name: value for name, value in arguments.items() if name in names}
+    config = Config(**own, options={name: value for name, value in arguments.items() if name not in names})
     check_options(config.drafter, config.options)
     return config

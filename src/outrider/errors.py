@@ -1,14 +1,14 @@
-"""One kind of error for everything a user can cause or repair.
+"""Errors that a user can cause or repair.
 
-The message is a sentence that says what happened and what to do about it. The command line prints it and
-exits with status 1; a traceback is for bugs, never for these.
+The message is a sentence: what happened and what to do about it. The command line prints it and exits with status 1;
+a traceback is for bugs only.
 """
 
 from __future__ import annotations
 
 
 class OutriderError(Exception):
-    """Something a user can understand and repair; `str(error)` is the whole story."""
+    """Something a user can repair; `str(error)` is a whole sentence."""
 
 
 class ConfigError(OutriderError, ValueError):

@@ -1,6 +1,6 @@
-"""How a request wants its text: what shapes the target's choice, where the text ends, and what is brought along.
+"""The parameters of a request, checked: sampling, where the text ends, its guide and its prediction.
 
-It knows numbers and names; what they mean to logits is `sampling`'s business, what a guide allows `guides`'.
+This module knows numbers and names; `engine.sampling` applies them to logits, `engine.guides` compiles guides.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    seed: int | None = None  # None draws a fresh one; the seed used is always reported
+    seed: int | None = None  # None draws one; the seed used is always reported
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    logprobs: int | None = None  # how many alternatives to report beside each token
-    learn: bool = True  # False: this request teaches the drafter nothing and leaves no trace in its statistics
-    kind: str = ""  # the caller's word for this kind of text: acceptance is watched by it
-    guide: Mapping[str, Any] | None = None  # a form that the text must have: response_format, {"regex": …}, …
-    prediction: str | tuple[int, ...] | None = None  # what the answer is expected to be, as text or token ids
+    logprobs: int | None = None  # alternatives to report beside each token
+    learn: bool = True  # False: drafters learn nothing from this request, and their statistics do not count it
+    kind: str = ""  # the caller's label for this kind of text: acceptance is monitored by kind
+    guide: Mapping[str, Any] | None = None  # the form of the text: response_format, {"regex": …}, …
+    prediction: str | tuple[int, ...] | None = None  # the expected answer, as text or token ids
 
     def __post_init__(self) -> None:
         try:
@@ -49,9 +49,9 @@ class SamplingParams:
             if value is None and name in ("seed", "logprobs"):
                 continue
             fits = isinstance(value, kind) and not isinstance(value, bool)
-            if not fits or not low <= value <= high:  # NaN is never within
-                wanted = "a whole number" if kind is int else "a number"
-                raise ConfigError(f"{name} is {value!r}, but it must be {wanted} between {low:g} and {high:g}.")
+            if not fits or not low <= value <= high:  # False for NaN
+                number = "a whole number" if kind is int else "a number"
+                raise ConfigError(f"{name} is {value!r}, but it must be {number} between {low:g} and {high:g}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
         if isinstance(self.prediction, tuple) and min(self.prediction, default=0) < 0:
@@ -60,7 +60,7 @@ class SamplingParams:
             raise ConfigError("A logit bias is not a number; every value must be one, from -100 to 100 usually.")
 
     def _normalise(self) -> None:
-        """One form for every field that may be spelled in several."""
+        """Convert each field that has several spellings to one."""
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
@@ -68,24 +68,22 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", tuple(int(i) for i in self.prediction))
-        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)  # -1 is how vLLM spells "off"
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)  # -1 is "off" in vLLM
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     @property
+    def adjusts_logits(self) -> bool:
+        """Whether bias, penalties or min_tokens change the logits."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(self.logit_bias or self.min_tokens or penalties)
+
+    @property
     def plain(self) -> bool:
-        """True when the choice is the bare argmax of the logits: nothing has to be processed."""
-        return self.greedy and not (
-            self.logit_bias
-            or self.guide
-            or self.bad_words
-            or self.min_tokens
-            or self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-        )
+        """True when the choice is the argmax of the unchanged logits."""
+        return self.greedy and not (self.adjusts_logits or self.guide or self.bad_words)
 
 
 _NUMBER = (int, float)

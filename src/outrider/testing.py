@@ -1,10 +1,10 @@
-"""The conformance kit: whatever a drafter does, the text stays what the target alone would have said.
+"""The conformance kit for drafters: whatever a drafter does, the text stays that of the target alone.
 
     from outrider.testing import check_drafter
-    check_drafter(MyDrafter)          # raises AssertionError with a sentence when the text changes
+    check_drafter(MyDrafter)          # AssertionError with a sentence if the text changes or every draft fails
 
-It runs tiny real models in float64, so that it takes seconds and equality is exact. It cannot say whether a drafter is
-any good; `outrider bench` and the statistics say that.
+It runs tiny real models in float64, so that it takes seconds and equality is exact. It does not measure how good a
+drafter is; `outrider bench` does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .config import Config
 from .drafters import Drafter, DraftRequest, Workspace, lookup
 from .engine.step import Engine
 from .llm import build_engine
-from .types import Draft, SamplingParams, Sequence, Step
+from .types import Draft, Listener, SamplingParams, Sequence, Step
 
 TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A way of running a few requests that must not change what they say."""
+    """How a few requests are run; their texts must not depend on it."""
 
     name: str
     batch: int = 4
     stagger: int = 0  # steps between arrivals
     config: dict[str, Any] = field(default_factory=dict)
-    repeat: bool = False  # ask everything twice: the second time finds its prefix
+    repeat: bool = False  # run every request twice: the second finds its prefix in the cache
 
 
 SCENARIOS = (
@@ -46,21 +46,19 @@ SCENARIOS = (
 
 
 def prompts(batch: int) -> list[list[int]]:
-    """Short prompts that share a beginning and repeat themselves, so that every drafter has something to find."""
+    """Short prompts with a common prefix and repetitions, so that every drafter has something to find."""
     return [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 9 + i, 3, 4, 5, 6, 9 + i] for i in range(batch)]
 
 
 def decode(engine: Engine, scenario: Scenario, params: SamplingParams, rule: str = "match") -> list[list[int]]:
-    """Run a scenario to its end, with the cache checked after every step; the generated ids of each request."""
+    """Run a scenario, with the cache checked after every step; returns the generated ids of each request."""
     seqs = [
         Sequence(i, prompt, params, seed=1000 + i % scenario.batch, ends=frozenset({0}), rule=rule)
         for i, prompt in enumerate(prompts(scenario.batch) * (2 if scenario.repeat else 1))
     ]
-    later = list(seqs)
-    wait = 0
+    later, wait, arriving = list(seqs), 0, 1 if scenario.stagger else scenario.batch
     while later or engine.busy:
         if later and (wait == 0 or not engine.busy):
-            arriving = 1 if scenario.stagger else scenario.batch
             for seq in later[:arriving]:
                 engine.add(seq)
             later, wait = later[arriving:], scenario.stagger or 10**9
@@ -71,7 +69,7 @@ def decode(engine: Engine, scenario: Scenario, params: SamplingParams, rule: str
 
 
 def reference(target: Transformer, scenario: Scenario, params: SamplingParams) -> list[list[int]]:
-    """What the target says by itself: no drafter, no batch, nothing shared."""
+    """The target's own texts: no drafter, no batch, no shared prefixes."""
     engine = build_engine(target, Config(drafter="off"))
     texts = []
     for i, prompt in enumerate(prompts(scenario.batch)):
@@ -84,7 +82,7 @@ def reference(target: Transformer, scenario: Scenario, params: SamplingParams) -
 
 
 def meddled(drafter: str | type[Drafter], seed: int) -> type[Drafter]:
-    """The same drafter with its optional calls skipped, repeated or broken at random, and some drafts refused."""
+    """The same drafter with its optional calls skipped, repeated or failing at random, and some drafts failing."""
     base = lookup(drafter)
 
     class Meddled(base):  # type: ignore[misc, valid-type]
@@ -114,11 +112,26 @@ def meddled(drafter: str | type[Drafter], seed: int) -> type[Drafter]:
 
         def draft(self, request: DraftRequest) -> Draft:
             if self.dice.random() < 0.1:
-                base.draft(self, request)  # the work was done, and then everything is lost
+                base.draft(self, request)  # its work is done, but the draft is lost
                 raise RuntimeError("a drafter may crash")
             return base.draft(self, request)
 
     return Meddled
+
+
+class DraftRequests(Listener):
+    """Counts an engine's draft requests, and those that failed without any draft."""
+
+    reads_logits = False
+
+    def __init__(self) -> None:
+        self.total = self.failed = 0
+        self.first_failure = ""
+
+    def observe(self, step: Step) -> None:
+        self.total += any(turn.budget for turn in step.turns)
+        self.failed += bool(step.failure) and not any(tree.tokens for tree in step.draft.trees)
+        self.first_failure = self.first_failure or step.failure
 
 
 def check_drafter(
@@ -130,31 +143,35 @@ def check_drafter(
 ) -> int:
     """Assert that a drafter cannot change the text; returns how many tokens were compared.
 
-    `tokenizer` is the target's, for drafters that read text.
+    A drafter that fails in every draft request does not pass: nothing of it would have been checked. One that never
+    has anything to propose does. `tokenizer` is the target's, for drafters that read text.
     """
-    target = target or toy()
-    base = lookup(drafter)
+    target, base, requests, compared = target or toy(), lookup(drafter), DraftRequests(), 0
     options = base.traits.trial(target) if options is None else options
-    compared = 0
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, max_tokens=tokens)
         for scenario in SCENARIOS:
             expected = reference(target, scenario, params)
-            for candidate in (base, meddled(base, seed=compared)):
+            for candidate, listeners in ((base, (requests,)), (meddled(base, seed=compared), ())):
                 config = Config(drafter=candidate, k=5, options=options, **scenario.config)
-                said = decode(build_engine(target, config, tokenizer), scenario, params)
-                _insist(expected, said, f"'{candidate.name}' at temperature {temperature:g}, {scenario.name}")
-                compared += sum(map(len, said))
+                generated = decode(build_engine(target, config, tokenizer, listeners), scenario, params)
+                _compare(expected, generated, f"'{candidate.name}' at temperature {temperature:g}, {scenario.name}")
+                compared += sum(map(len, generated))
+    if requests.total and requests.failed == requests.total:
+        raise AssertionError(
+            f"The drafter '{base.name}' failed in every one of {requests.total} draft requests, so none of its drafts "
+            f"was checked. The first failure: {requests.first_failure}"
+        )
     return compared
 
 
-def _insist(expected: list[list[int]], said: list[list[int]], where: str) -> None:
-    for number, (a, b) in enumerate(zip(expected, said, strict=True)):
+def _compare(expected: list[list[int]], generated: list[list[int]], run: str) -> None:
+    for number, (a, b) in enumerate(zip(expected, generated, strict=True)):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             raise AssertionError(
-                f"The drafter {where} changed request {number} at token {at}: the target says {a[at : at + 5]}, with "
-                f"the drafter it said {b[at : at + 5]}."
+                f"The drafter {run} changed request {number} at token {at}: the target alone generates "
+                f"{a[at : at + 5]}, with the drafter it generates {b[at : at + 5]}."
             )
 
 

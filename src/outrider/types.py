@@ -1,6 +1,6 @@
-"""Everything that flows through a step, with a shape on every tensor.
+"""The data of a step, with a shape on every tensor.
 
-This file knows ids, shapes and fates. It knows neither text nor models nor where a draft came from.
+This module knows ids, shapes and fates. It knows neither text nor models nor where a draft came from.
 
     B sequences in the step   N drafted nodes   T rows of the target pass   R rows that need logits   V vocabulary
     p is the target's distribution, q the drafter's, as in the paper.
@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from .params import SamplingParams as SamplingParams
 
 ACCEPTED, REJECTED, UNREACHED, PRUNED = "a", "r", "u", "p"  # a node's fate
-FORCED = "forced"  # the source of a draft that a request's grammar forces
-REQUEST_DRAFTS = ("prediction", FORCED)  # sources of drafts that come with the request: no drafter is asked for them
-BONUS = "b"  # a token the target added itself; `ACCEPTED` and `BONUS` are also the origins of emitted tokens
+BONUS = "b"  # a token that the target added itself; emitted tokens have the origin ACCEPTED or BONUS
+REQUEST_DRAFTS = PREDICTION, FORCED = "prediction", "forced"  # sources of drafts that come with the request
 
 
 class Tree(NamedTuple):
@@ -30,18 +26,17 @@ class Tree(NamedTuple):
 
     tokens: list[int]  # [n]
     parents: list[int]  # [n]
-    survival: list[float] | None = None  # [n] the drafter's chance that the whole path to the node is accepted
-    q: Tensor | None = None  # [n, V] the law each node was really drawn from; only `reject` and `block` read it
-    source: str = ""  # who drafted it
-    # By parent: what the drafter thought likeliest there, best first. Only where somebody records, who asks afterwards.
-    guesses: dict[int, Callable[[], list[tuple[int, float]]]] | None = None
+    survival: list[float] | None = None  # [n] estimated chance that the whole path to the node is accepted
+    q: Tensor | None = None  # [n, V] the distribution each node was drawn from; only `reject` and `block` read it
+    source: str = ""  # the drafter's name
+    guesses: dict[int, Callable[[], list[tuple[int, float]]]] | None = None  # by parent: likeliest first; for traces
 
     @property
     def is_chain(self) -> bool:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def cut(self, n: int) -> Tree:
-        """The first n nodes. Drafters list nodes best first, and parents precede children, so this is a tree too."""
+        """The first n nodes: a tree too, because parents precede children. Drafters list nodes best first."""
         if n >= len(self.tokens):
             return self
         survival = None if self.survival is None else self.survival[:n]
@@ -59,16 +54,16 @@ def chain(
 
 @dataclass(frozen=True)
 class Draft:
-    """A packed forest: one tree for each sequence of the step.
+    """One tree for each sequence of the step.
 
-    A draft may be *unread*: its shape is known, but its tokens are still on the device that chose them, and reading
-    them would keep it waiting. A negative token stands for such a one: -1 - i is unread[i]. The pass that verifies
-    them reads them where they are and tells them afterwards.
+    A draft may be *unread*: its shape is known, but its tokens are still on the device, and copying them to the host
+    would stall it. The negative token -1 - i stands for unread[i]. The pass that verifies such tokens reads them on the
+    device and returns their ids (`Output.tokens`).
     """
 
     trees: tuple[Tree, ...]  # [B]
     unread: Tensor | None = None  # [M] on the device
-    failures: tuple[str, ...] = ()  # of drafters that raised while others drafted: "name: error"
+    failures: tuple[str, ...] = ()  # "name: error" for each member drafter that raised
 
     @staticmethod
     def pack(trees: Iterable[Tree], unread: Tensor | None = None, failures: Iterable[str] = ()) -> Draft:
@@ -78,36 +73,19 @@ class Draft:
     def empty(batch: int) -> Draft:
         return Draft.pack(chain([]) for _ in range(batch))
 
-    def tree(self, i: int) -> Tree:
-        return self.trees[i]
-
-    # The same forest packed, for whoever computes with it; made only when asked for.
-
-    @cached_property
-    def tokens(self) -> Tensor:  # [N]
-        return torch.tensor([token for tree in self.trees for token in tree.tokens], dtype=torch.long)
-
-    @cached_property
-    def parents(self) -> Tensor:  # [N] index within the tree, always smaller than the node's own; -1 is the root
-        return torch.tensor([parent for tree in self.trees for parent in tree.parents], dtype=torch.long)
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:  # [B+1]
-        return tuple(accumulate((len(tree.tokens) for tree in self.trees), initial=0))
-
 
 @dataclass(frozen=True)
 class Turn:
-    """One sequence's place in a step: how many of its pending tokens are fed, and how many nodes may be drafted."""
+    """One sequence's part in a step: how many of its pending tokens are fed, and how many nodes may be drafted."""
 
     seq: Sequence
     feed: int  # pending tokens of this step; the rest of a long prompt waits for the next one
     whole: bool  # True when nothing stays pending: the sequence gets logits, a draft and a verdict
     budget: int = 0
-    request_only: bool = False  # only request drafts are verified: the drafter is not worth asking
+    request_only: bool = False  # only request drafts are verified; the drafter is not called
 
     def allow(self, budget: int, request_only: bool = False) -> Turn:
-        if budget == self.budget and request_only == self.request_only:  # nearly always where nothing is drafted
+        if budget == self.budget and request_only == self.request_only:
             return self
         return Turn(self.seq, self.feed, self.whole, budget, request_only)
 
@@ -121,7 +99,7 @@ class Batch:
     """The rows of one pass: pending tokens and drafted nodes of all sequences, packed (`engine.batch`)."""
 
     table: Tensor  # [lines, length] int32, slot of each committed position
-    tokens: list[int] = field(default_factory=list)  # [T] a negative one is unread: see `Draft`
+    tokens: list[int] = field(default_factory=list)  # [T] negative: unread, see `Draft`
     positions: list[int] = field(default_factory=list)  # [T] root position + depth for nodes
     slots: list[int] = field(default_factory=list)  # [T] where each row's K/V goes
     lines: list[int] = field(default_factory=list)  # [T] the sequence's line in the table
@@ -137,28 +115,28 @@ class Batch:
 
     @property
     def choosers(self) -> list[Sequence]:
-        """[R] the sequence whose sampling law chooses at each wanted row."""
+        """[R] the sequence that each wanted row belongs to."""
         return [self.owners[i] for i in self.want]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the target says about those rows."""
+    """The result of a pass."""
 
     logits: Tensor  # [R, V] float32
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the taps that were asked for
-    highest: list[float] = field(default_factory=list)  # [R] each row's largest logit; NaN if there is a NaN in it
-    choices: list[int] = field(default_factory=list)  # [R] what its sequence chooses there; -1 where that is open
-    tokens: list[int] | None = None  # [T] the ids that ran, where the host did not know all of them
-    seconds: dict[str, float] = field(default_factory=dict)  # what phases took on a device that has its own clock
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the requested taps
+    highest: list[float] = field(default_factory=list)  # [R] each row's largest logit; NaN if a row contains one
+    choices: list[int] = field(default_factory=list)  # [R] the token chosen there; -1 where that is open
+    tokens: list[int] | None = None  # [T] the ids that ran, if some were unread
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, if a device measured them itself
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one sequence's tree."""
+    """The result of judging one sequence's tree."""
 
     path: list[int]  # accepted nodes, root to leaf
-    tokens: list[int]  # what is emitted: the path, then one token that the target chose itself, if it has one to say
+    tokens: list[int]  # emitted: the path, then one token that the target chose itself, if its guide allows any
     fates: str  # one letter per node
 
     @property
@@ -167,19 +145,19 @@ class Verdict:
         return ACCEPTED * len(self.path) + BONUS * (len(self.tokens) - len(self.path))
 
     def cut(self, n: int, tree: Tree) -> Verdict:
-        """The verdict as if the text had ended after n emitted tokens: what lies beyond was never reached."""
+        """The verdict as if the text had ended after n emitted tokens: nodes beyond are unreached."""
         if n >= len(self.tokens):
             return self
-        spoke = {-1, *self.path[: n - 1]}  # nodes at which the target's choice is still emitted
+        chosen_at = {-1, *self.path[: n - 1]}  # nodes at which the target's choice is still emitted
         fates = [
-            fate if fate == PRUNED or parent in spoke else UNREACHED
+            fate if fate == PRUNED or parent in chosen_at else UNREACHED
             for fate, parent in zip(self.fates, tree.parents, strict=True)
         ]
         return Verdict(self.path[:n], self.tokens[:n], "".join(fates))
 
     @property
     def rows(self) -> list[int]:
-        """For each emitted token, the tree's row (0 is the root, node i is row i+1) whose logits chose it."""
+        """For each emitted token, the row (0 is the root, node i is row i+1) whose logits chose it."""
         return [0, *(node + 1 for node in self.path)][: len(self.tokens)]
 
 
@@ -188,7 +166,7 @@ class Stats:
     """Counters of one sequence, after the cut at the end of the text."""
 
     steps: int = 0  # target passes that gave a verdict
-    drafts: int = 0  # those among them that judged a draft
+    drafts: int = 0  # those that verified a draft
     passes: int = 0  # target passes in all, prefill chunks included
     drafted: int = 0
     reached: int = 0
@@ -198,15 +176,15 @@ class Stats:
     accepted_at: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, overlap, judge: shared by the batch
     preempted: int = 0
-    reused: int = 0  # prompt tokens whose K/V another request had already computed
-    failures: int = 0  # times the drafter raised; the text went on without it
-    accepted_prediction_tokens: int = 0  # of the request's prediction: those that the answer has where they stood,
-    rejected_prediction_tokens: int = 0  # and all others, as OpenAI counts them
-    why: str = ""  # the controller's last reason, in words
+    reused: int = 0  # prompt tokens whose K/V was in the cache already
+    failures: int = 0  # steps in which the drafter raised
+    accepted_prediction_tokens: int = 0  # of the request's prediction, as OpenAI counts them
+    rejected_prediction_tokens: int = 0
+    why: str = ""  # the controller's last reason
 
     @property
     def alpha(self) -> float | None:
-        """Accepted ÷ reached: how often the target agrees with a node it looks at."""
+        """Accepted ÷ reached: how often the target agrees with a node that its walk reaches."""
         return self.accepted / self.reached if self.reached else None
 
     @property
@@ -224,7 +202,7 @@ class Stats:
         self.emitted += len(verdict.tokens)
         self.drafted += len(tree.tokens)
         self.accepted += len(verdict.path)
-        # One node per depth is "reached" by the walk: the accepted one, or the step's first miss.
+        # One node per depth is "reached" by the walk: the accepted one, or the step's first rejected one.
         walked = len(verdict.path) + (REJECTED in verdict.fates)
         self.reached += walked
         while len(self.reached_at) < walked:
@@ -234,54 +212,40 @@ class Stats:
             self.reached_at[depth] += 1
             self.accepted_at[depth] += depth < len(verdict.path)
 
-    def count_prediction(self, prediction: Prediction) -> None:
-        self.accepted_prediction_tokens = prediction.came_true
-        self.rejected_prediction_tokens = len(prediction.tokens) - prediction.came_true
-
 
 class Prediction(Protocol):
-    """The text that a request expects as its answer, and where the answer stands in it (`engine.prediction`)."""
+    """The tokens that a request expects as its answer, and the answer's position in them (`engine.request_drafts`)."""
 
     tokens: list[int]
-    place: int | None  # of the next predicted token; None: the answer has left the prediction
-    run: int  # how many tokens before it were equal
-    came_true: int  # predicted tokens that the answer has where they stand
+    position: int | None  # of the next predicted token; None: the answer has left the prediction
+    run: int  # how many tokens before the position equal the answer's last ones
+    matched: int  # predicted tokens that the answer has at their position
 
-    def hear(self, tokens: list[int]) -> Prediction: ...
+    def advance(self, tokens: list[int]) -> Prediction: ...
 
-    def ahead(self, most: int) -> list[int]: ...
+    def ahead(self, most: int) -> list[int]: ...  # the next predicted tokens
 
 
 class Matcher(Protocol):
-    """What a guide allows one sequence to say. An answer depends on the generated tokens `said` and on nothing else.
+    """What a guide allows after the generated tokens (`engine.guides`): a function of these tokens alone.
 
-    The judge and those who guess ask different copies, so that no guess can ever touch a choice.
+    `follow`, `forced` and `mask(guess=True)` are for drafting; they use a state of their own.
     """
 
-    def allows(self, said: list[int], token: int) -> bool:
-        """May this token follow?"""
-        ...
+    def allows(self, generated: list[int], token: int) -> bool: ...
 
-    def mask(self, said: list[int], guess: bool = False) -> Tensor:
-        """Which tokens may follow: [V] bool. None of them: nothing can be said any more."""
-        ...
+    def mask(self, generated: list[int], guess: bool = False) -> Tensor: ...  # [V] bool: tokens that may follow
 
-    def complete(self, said: list[int]) -> bool:
-        """May the text end here?"""
-        ...
+    def complete(self, generated: list[int]) -> bool: ...  # may the text end here?
 
-    def follow(self, said: list[int], tokens: list[int]) -> int:
-        """A guess: how many of these tokens may follow, one after the other."""
-        ...
+    def follow(self, generated: list[int], tokens: list[int]) -> int: ...  # how many of these may follow in turn
 
-    def forced(self, said: list[int], most: int) -> list[int]:
-        """A guess: what will follow where there is but one way to go on."""
-        ...
+    def forced(self, generated: list[int], most: int) -> list[int]: ...  # the only continuation, if any
 
 
 @dataclass
 class Sequence:
-    """One request: the only record that grows. Its tokens are the truth; every cache reconciles to them."""
+    """One request and its answer so far. Its tokens are the truth; every cache reconciles to them."""
 
     id: int
     tokens: list[int]
@@ -290,14 +254,14 @@ class Sequence:
     ends: frozenset[int] = frozenset()  # ids that end the text
     bad_words: tuple[tuple[int, ...], ...] = ()
     rule: str = "match"
-    speculate: bool = True  # False: plain decoding for this one, in the same batch
-    most_drafted: int | None = None  # nodes of one step, whatever the controller would allow
-    only: str = ""  # where several drafters work together, the one that drafts for it; empty: any of them
-    shows_logits: bool = False  # somebody looks at its rows' logits after each step, so they must still be there
-    watch: Callable[[int], bool] | None = None  # hears every emitted token; True ends the text with it
+    speculate: bool = True  # False: plain decoding for this sequence, in the same batch
+    most_drafted: int | None = None  # upper limit of its budget per step
+    only: str = ""  # the one of several member drafters that drafts for it; empty: any of them
+    shows_logits: bool = False  # a listener reads its rows' logits after each step, so they must still be there
+    on_token: Callable[[int], bool] | None = None  # called once with each emitted token; True ends the text with it
     matcher: Matcher | None = None  # what its guide allows; None: anything
-    prediction: Prediction | None = None  # what the answer is expected to be, and where it stands in that
-    source: list[int] = field(default_factory=list)  # another text that the answer is made from: what is translated
+    prediction: Prediction | None = None  # the expected answer
+    source: list[int] = field(default_factory=list)  # the encoder's input, where the target has an encoder
     prompt_len: int = -1
     finish: str | None = None  # stop, length, guide, cancelled
     origins: str = ""  # one letter per generated token
@@ -305,7 +269,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.tokens)  # it grows: never the caller's own list
+        self.tokens = list(self.tokens)  # a copy: it grows
         if self.prompt_len < 0:
             self.prompt_len = len(self.tokens)
 
@@ -316,7 +280,7 @@ class Sequence:
     @property
     def has_request_drafts(self) -> bool:
         """Whether the request itself may have something to draft."""
-        return self.matcher is not None or (self.prediction is not None and self.prediction.place is not None)
+        return self.matcher is not None or (self.prediction is not None and self.prediction.position is not None)
 
     @property
     def done(self) -> bool:
@@ -328,30 +292,31 @@ class Sequence:
         return self.params.max_tokens - (len(self.tokens) - self.prompt_len)
 
     def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
-        """Append what is emitted, cut after the first end token and at max_tokens; returns what was really kept."""
+        """Append what is emitted, cut after the first end token and at max_tokens; returns what was kept."""
         room, end = self.room, None
         for i, token in enumerate(verdict.tokens[:room]):
-            # The listener hears an end token too, and hears each token once, in order.
-            heard = self.watch is not None and self.watch(token)
-            if heard or token in self.ends:
+            stops = self.on_token is not None and self.on_token(token)  # also called with an end token
+            if stops or token in self.ends:
                 end = i
                 break
         kept = verdict.cut(room if end is None else end + 1, tree)
         self.tokens.extend(kept.tokens)
         self.origins += kept.origins
         if self.prediction is not None:
-            self.stats.count_prediction(self.prediction.hear(kept.tokens))
+            matched = self.prediction.advance(kept.tokens).matched
+            self.stats.accepted_prediction_tokens = matched
+            self.stats.rejected_prediction_tokens = len(self.prediction.tokens) - matched
         if end is not None:
             self.finish = "stop"
         elif self.room <= 0:
             self.finish = "length"
-        elif len(verdict.tokens) == len(verdict.path):  # the target had nothing to say: its guide allows nothing more
+        elif len(verdict.tokens) == len(verdict.path):  # no token of the target's own: the guide allows no more
             self.finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
         return kept
 
 
 class TokenLogprob(NamedTuple):
-    """log p of an emitted token under the target's unprocessed law, with the likeliest alternatives."""
+    """log p of an emitted token under the target's unadjusted logits, with the likeliest alternatives."""
 
     token: int
     logprob: float
@@ -360,20 +325,20 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """All of one step, for whoever listens. Valid until the next step: copy what you keep."""
+    """All of one step, for listeners. Valid until the next step: copy what you keep."""
 
     index: int
     turns: Listing[Turn]  # [B]
     draft: Draft
     batch: Batch
     output: Output
-    verdicts: Listing[Verdict | None]  # [B] None where a prompt is not yet wholly fed
+    verdicts: Listing[Verdict | None]  # [B] None where part of a prompt is still pending
     clock: dict[str, float]  # seconds: draft, verify, overlap, judge
     starts: dict[str, float]  # seconds since the engine started, same keys
     first: Listing[int]  # [B] index into output.logits of each sequence's root row; -1 without verdict
     coins: Listing[object]  # [B] the randomness each verdict used
     why: str = ""  # the controller's reason for this budget
-    failure: str = ""  # what a failing drafter said
+    failure: str = ""  # the drafter's errors, "name: error"
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -384,16 +349,16 @@ class Listener:
     """Sees every step."""
 
     reads_logits = True  # False: the step's logits may be gone when `observe` is called
-    reads_guesses = False  # True: drafters keep what else they thought likely (`Tree.guesses`)
+    reads_guesses = False  # True: drafters fill `Tree.guesses`
 
     def observe(self, step: Step) -> None:
         raise NotImplementedError
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix, by halving: comparing slices is much faster than a loop."""
+    """Length of the longest common prefix, by bisection: comparing slices is much faster than a loop."""
     low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:  # nearly always: one is how the other began
+    if a[:high] == b[:high]:  # the usual case
         return high
     while low < high:
         middle = (low + high + 1) // 2

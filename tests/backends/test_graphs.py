@@ -19,7 +19,7 @@ from outrider.control.adaptive import Fixed
 from outrider.drafters import Workspace, make
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
-from outrider.engine.prediction import Prediction
+from outrider.engine.request_drafts import Prediction
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.types import SamplingParams, Sequence

@@ -20,7 +20,7 @@ def drafter(**options: object) -> Suffix:
 
 
 def ask(it: Suffix, seq: Sequence, room: int) -> Tree:
-    return it.draft(DraftRequest([seq], [room])).tree(0)
+    return it.draft(DraftRequest([seq], [room])).trees[0]
 
 
 def finish(it: Suffix, number: int, response: list[int], prompt: tuple[int, ...] = (90, 91)) -> None:

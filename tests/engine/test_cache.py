@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.cache.reserve(seq, len(seq.tokens), nodes):
             assert len(seq.tokens) + nodes > 40 or len(seq.tokens) + nodes - had > before - 100
             return
-        if len(expected) == more + spare:  # nobody had to give a slot up
+        if len(expected) == more + spare:  # nothing was evicted
             assert (row.slots, row.spare) == (held + expected[:more], drafts + expected[more:])
         fed = len(seq.tokens)
         self.target.advance(seq.id, fed)
@@ -78,9 +78,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def catch_up(self) -> None:
-        """A copy of the table elsewhere hears of changes now and then, and then is the table."""
-        for place, slot in self.changes.items():
-            self.copy.view(-1)[place] = slot
+        """A copy of the table on a device equals it whenever it applies the pending changes."""
+        for index, slot in self.changes.items():
+            self.copy.view(-1)[index] = slot
         self.changes.clear()
         assert torch.equal(self.copy, self.cache.table)
 
@@ -180,11 +180,11 @@ def test_the_next_free_slots_are_told_before_they_are_taken() -> None:
     cache.add_plane(1, 1, 2, torch.float32)
     first = filled(cache, [1, 2, 3], 1)
     assert cache.next_free(0) == []
-    told = cache.next_free(4)
-    assert told == cache.next_free(4)  # asking takes nothing
+    free = cache.next_free(4)
+    assert free == cache.next_free(4)  # reading takes none
     first.tokens += [4, 5]
     assert cache.reserve(first, 5, 2)
-    assert cache.rows[1].slots[3:] + cache.rows[1].spare == told
+    assert cache.rows[1].slots[3:] + cache.rows[1].spare == free
     assert len(cache.next_free(99)) == 12 - 7  # all that there are
     cache.check()
 

@@ -1,4 +1,4 @@
-"""Structured output under speculation: the text has the form it was asked for, and is the plain text, bit for bit."""
+"""Structured output under speculation: the text has the form that was requested, and is the plain text, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, drafters
 from outrider.drafters import DraftRequest, lookup
-from outrider.engine.guides.formats import format_of
-from outrider.engine.guides.matcher import State, guide_for
+from outrider.engine.guides import GrammarState, format_of, guide_for
 from outrider.engine.sampling import ranked
 from outrider.engine.trace import Recorder, Trace, recorded, replay
 from outrider.types import Sequence, Tree
@@ -68,13 +67,13 @@ def with_drafter(llm: LLM, name: str, **changes: Any) -> LLM:
 def test_guided_text_is_the_targets(llm: LLM, name: str, form: str, heat: str) -> None:
     params = SamplingParams(max_tokens=48, guide=FORMS[form], **HEATS[heat])
     expected = alone(llm, params)
-    ours = with_drafter(llm, name)
-    together = ours.generate(PROMPTS, params)
+    speculative = with_drafter(llm, name)
+    together = speculative.generate(PROMPTS, params)
     assert [result.token_ids for result in together] == expected
-    assert [ours.generate(prompt, params)[0].token_ids for prompt in PROMPTS] == expected
-    assert not ours.engine.failures
+    assert [speculative.generate(prompt, params)[0].token_ids for prompt in PROMPTS] == expected
+    assert not speculative.engine.failures
     assert all(result.stats.failures == 0 for result in together)
-    ours.engine.cache.check()
+    speculative.engine.cache.check()
 
 
 @pytest.mark.parametrize("changes", [{"cache_tokens": 150, "max_length": 80}, {"max_rows": 7}, {"k": "auto"}], ids=str)
@@ -82,8 +81,8 @@ def test_guided_text_is_the_targets(llm: LLM, name: str, form: str, heat: str) -
 @pytest.mark.parametrize("form", FORMS)
 def test_preempted_chunked_and_paced(llm: LLM, form: str, heat: str, changes: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=40, guide=FORMS[form], **HEATS[heat])
-    ours = with_drafter(llm, "auto", **changes)
-    together = ours.generate(PROMPTS * 2, params)
+    speculative = with_drafter(llm, "auto", **changes)
+    together = speculative.generate(PROMPTS * 2, params)
     assert [result.token_ids for result in together] == alone(llm, params) * 2
     if "cache_tokens" in changes:
         assert sum(result.stats.preempted for result in together) > 0
@@ -124,11 +123,11 @@ def test_an_adversary_cannot_change_it(llm: LLM, form: str) -> None:
 @pytest.mark.parametrize("rule", ["reject", "block"])
 @pytest.mark.parametrize("name", ["suffix", "model"])
 def test_other_rules_keep_to_the_guide(llm: LLM, name: str, rule: str) -> None:
-    ours = with_drafter(llm, name, rule=rule)
+    speculative = with_drafter(llm, name, rule=rule)
     greedy = SamplingParams(max_tokens=40, guide=FORMS["regex"])
-    assert [result.token_ids for result in ours.generate(PROMPTS, greedy)] == alone(llm, greedy)
+    assert [result.token_ids for result in speculative.generate(PROMPTS, greedy)] == alone(llm, greedy)
     for seed in range(5):
-        (result,) = ours.generate(PROMPTS[0], replace(greedy, temperature=1.0, seed=seed, max_tokens=120))
+        (result,) = speculative.generate(PROMPTS[0], replace(greedy, temperature=1.0, seed=seed, max_tokens=120))
         if result.finish_reason == "stop":
             assert re.fullmatch(FORMS["regex"]["regex"], result.text)
 
@@ -141,8 +140,8 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
     if "enum" in schema:
         return value in schema["enum"]
     if schema["type"] == "object":
-        known = isinstance(value, dict) and value.keys() == schema["properties"].keys()
-        return known and all(fits(inner, value[name]) for name, inner in schema["properties"].items())
+        valid = isinstance(value, dict) and value.keys() == schema["properties"].keys()
+        return valid and all(fits(inner, value[name]) for name, inner in schema["properties"].items())
     if schema["type"] == "array":
         many = isinstance(value, list) and len(value) <= schema.get("maxItems", 10**9)
         return many and all(fits(schema["items"], inner) for inner in value)
@@ -184,11 +183,11 @@ def test_any_pattern_is_matched_and_drafts_change_nothing(
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=40, guide={"regex": pattern})
     (plain,) = llm.generate(PROMPTS[0], params, speculate=False)
-    (ours,) = llm.generate(PROMPTS[0], params)
-    assert (ours.token_ids, ours.finish_reason) == (plain.token_ids, plain.finish_reason)
-    assert ours.finish_reason in ("stop", "length")
-    if ours.finish_reason == "stop":
-        assert re.fullmatch(pattern, ours.text, re.DOTALL), (pattern, ours.text)
+    (speculative,) = llm.generate(PROMPTS[0], params)
+    assert (speculative.token_ids, speculative.finish_reason) == (plain.token_ids, plain.finish_reason)
+    assert speculative.finish_reason in ("stop", "length")
+    if speculative.finish_reason == "stop":
+        assert re.fullmatch(pattern, speculative.text, re.DOTALL), (pattern, speculative.text)
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -223,10 +222,10 @@ def test_any_schema_is_kept_and_drafts_change_nothing(
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=90, guide={"json": schema})
     (plain,) = llm.generate(PROMPTS[1], params, speculate=False)
-    (ours,) = llm.generate(PROMPTS[1], params)
-    assert (ours.token_ids, ours.finish_reason) == (plain.token_ids, plain.finish_reason)
-    if ours.finish_reason == "stop":
-        assert fits(schema, json.loads(ours.text)), (schema, ours.text)
+    (speculative,) = llm.generate(PROMPTS[1], params)
+    assert (speculative.token_ids, speculative.finish_reason) == (plain.token_ids, plain.finish_reason)
+    if speculative.finish_reason == "stop":
+        assert fits(schema, json.loads(speculative.text)), (schema, speculative.text)
 
 
 # ---------------------------------------------------------------- forced tokens
@@ -237,8 +236,8 @@ def test_what_has_no_alternative_is_free_and_always_accepted(llm: LLM, name: str
     params = SamplingParams(max_tokens=40, guide={"regex": SPELLED})
     (plain,) = llm.generate(PROMPTS[0], params, speculate=False)
     lines = Recorder("summary")
-    ours = with_drafter(llm, name, k=8, recorder=lines)
-    (result,) = ours.generate(PROMPTS[0], params)
+    speculative = with_drafter(llm, name, k=8, recorder=lines)
+    (result,) = speculative.generate(PROMPTS[0], params)
     assert result.token_ids == plain.token_ids
     assert re.fullmatch(SPELLED, result.text)
     forced = [node for line in lines.lines if line["source"] == "forced" for node in line["nodes"]]
@@ -251,15 +250,15 @@ def test_what_has_no_alternative_is_free_and_always_accepted(llm: LLM, name: str
 
 def test_the_end_of_a_complete_text_is_forced(llm: LLM) -> None:
     matcher = llm.guide_for({"regex": "QZ"}).matcher()
-    said = llm.tokenizer.encode("QZ")
+    generated = llm.tokenizer.encode("QZ")
     (eos,) = llm.tokenizer.eos_ids
-    assert matcher.forced([], 9) == [*said, eos]
-    assert matcher.forced([], 2) == said
-    assert matcher.forced(said, 9) == [eos]
-    assert matcher.forced([*said, eos], 9) == []
+    assert matcher.forced([], 9) == [*generated, eos]
+    assert matcher.forced([], 2) == generated
+    assert matcher.forced(generated, 9) == [eos]
+    assert matcher.forced([*generated, eos], 9) == []
 
 
-# ---------------------------------------------------------------- what may follow is a function of what was said
+# ---------------------------------------------------------------- what may follow is a function of the generated tokens
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -268,21 +267,21 @@ def test_a_matcher_has_no_memory(llm: LLM, form: str) -> None:
     guide, dice = llm.guide_for(FORMS[form]), random.Random(3)
     walked, texts = guide.matcher(), [[]]
     for _ in range(150):
-        said = list(dice.choice(texts))
+        generated = list(dice.choice(texts))
         if dice.random() < 0.1:
-            said = [*said[: dice.randrange(len(said) + 1)], dice.randrange(250)]
-        allowed = walked.mask(said, guess=dice.random() < 0.3)
-        fresh = State(guide, guide.fresh()).mask(said)
+            generated = [*generated[: dice.randrange(len(generated) + 1)], dice.randrange(250)]
+        allowed = walked.mask(generated, guess=dice.random() < 0.3)
+        fresh = GrammarState(guide, guide.new_grammar()).mask(generated)
         assert torch.equal(allowed, fresh)
-        assert walked.complete(said) == State(guide, guide.fresh()).complete(said)
+        assert walked.complete(generated) == GrammarState(guide, guide.new_grammar()).complete(generated)
         token = dice.randrange(allowed.numel())
-        assert walked.allows(said, token) == bool(allowed[token])
-        walked.forced(said, 5)
+        assert walked.allows(generated, token) == bool(allowed[token])
+        walked.forced(generated, 5)
         if allowed.any():
             token = int(dice.choice(allowed.nonzero().flatten().tolist()))
-            assert walked.allows(said, token)
-            assert walked.follow(said, [token]) == 1
-            texts.append([*said, token])
+            assert walked.allows(generated, token)
+            assert walked.follow(generated, [token]) == 1
+            texts.append([*generated, token])
 
 
 def test_a_draft_model_with_other_padding_is_guided_too(llm: LLM) -> None:
@@ -298,8 +297,8 @@ def test_a_guide_that_exceeds_its_limits_does_so_at_the_same_place_every_time(ll
     every = [llm.generate(PROMPTS[0], params, speculate=i % 2 == 0)[0] for i in range(4)]
     assert len({tuple(result.token_ids) for result in every}) == 1
     assert {result.finish_reason for result in every} <= {"guide", "length"}
-    ours = with_drafter(llm, "model", k=8).generate(PROMPTS[0], params)[0]
-    assert ours.token_ids == every[0].token_ids
+    speculative = with_drafter(llm, "model", k=8).generate(PROMPTS[0], params)[0]
+    assert speculative.token_ids == every[0].token_ids
 
 
 def test_guides_are_compiled_once(llm: LLM) -> None:
@@ -314,20 +313,21 @@ def test_guides_are_compiled_once(llm: LLM) -> None:
 
 
 def both(llm: LLM, params: SamplingParams) -> Any:
-    """Plain and speculative agree; what they say."""
+    """Plain and speculative agree; returns the result."""
     (plain,) = llm.generate(PROMPTS[0], params, speculate=False)
-    (ours,) = llm.generate(PROMPTS[0], params)
-    assert (ours.token_ids, ours.finish_reason, ours.text) == (plain.token_ids, plain.finish_reason, plain.text)
-    return ours
+    (speculative,) = llm.generate(PROMPTS[0], params)
+    for name in ("token_ids", "finish_reason", "text"):
+        assert getattr(speculative, name) == getattr(plain, name)
+    return speculative
 
 
 def test_the_end_comes_when_the_guide_is_complete_and_not_before(llm: LLM) -> None:
     (eos,) = llm.tokenizer.eos_ids
     pushed = SamplingParams(max_tokens=40, logit_bias={eos: 100.0}, guide={"regex": "QZ+"})
-    said = both(llm, pushed)
-    assert (said.text, said.finish_reason, said.token_ids[-1]) == ("QZ", "stop", eos)
+    result = both(llm, pushed)
+    assert (result.text, result.finish_reason, result.token_ids[-1]) == ("QZ", "stop", eos)
     held = both(llm, replace(pushed, logit_bias={eos: -100.0}, guide={"regex": "QZ"}))
-    assert (held.text, held.token_ids[-1]) == ("QZ", eos)  # nothing else may be said
+    assert (held.text, held.token_ids[-1]) == ("QZ", eos)  # nothing else is allowed
 
 
 def test_a_complete_text_ends_though_more_was_wanted(llm: LLM) -> None:
@@ -344,8 +344,8 @@ def test_a_complete_text_ends_though_more_was_wanted(llm: LLM) -> None:
 @pytest.mark.parametrize("heat", [*HEATS.values(), {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 5}], ids=str)
 def test_where_nothing_is_allowed_the_text_ends(llm: LLM, heat: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=40, bad_words=("Z",), guide={"regex": "QQZ"}, **heat)
-    said = both(llm, params)
-    assert (said.text, said.finish_reason) == ("QQ", "guide")
+    result = both(llm, params)
+    assert (result.text, result.finish_reason) == ("QQ", "guide")
     nothing = both(llm, replace(params, guide={"regex": "ZQ"}))
     assert (nothing.text, nothing.token_ids, nothing.finish_reason) == ("", [], "guide")
     assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == "QQ"
@@ -378,8 +378,8 @@ def test_several_answers_and_a_stream(llm: LLM) -> None:
 @pytest.mark.parametrize("guide", [{"regex": "QQZ"}, FORMS["schema"]], ids=str)
 def test_a_guided_run_replays_from_its_trace(llm: LLM, guide: dict[str, Any]) -> None:
     recorder = Recorder("full")
-    ours = llm.using(recorder=recorder, drafter="suffix", k=5)
-    ours.generate(PROMPTS, SamplingParams(max_tokens=40, bad_words=("Z",), guide=guide))
+    speculative = llm.using(recorder=recorder, drafter="suffix", k=5)
+    speculative.generate(PROMPTS, SamplingParams(max_tokens=40, bad_words=("Z",), guide=guide))
     trace = Trace.of(recorder.lines)
     assert replay(trace) == recorded(trace)
 
@@ -432,9 +432,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_what_cannot_be_a_guide_is_refused_with_a_sentence(llm: LLM, case: str) -> None:
-    asked, sentence = HOSTILE[case]
+    spec, sentence = HOSTILE[case]
     with pytest.raises(ConfigError, match=sentence) as caught:
-        llm.generate(PROMPTS[0], SamplingParams(guide=asked))
+        llm.generate(PROMPTS[0], SamplingParams(guide=spec))
     assert len(str(caught.value)) < 600
     assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))  # nothing is broken afterwards
 
@@ -475,12 +475,12 @@ def test_everybodys_spelling(llm: LLM) -> None:
 @pytest.mark.parametrize("heat", HEATS)
 def test_real_json_with_and_without_speculation(heat: str) -> None:
     real = LLM(drafter="auto", dtype="auto", max_length=512)
-    asked = [{"role": "user", "content": "Describe Maria, a doctor of 34 who likes hiking and chess, as JSON."}]
+    messages = [{"role": "user", "content": "Describe Maria, a doctor of 34 who likes hiking and chess, as JSON."}]
     schema = PERSON | {"properties": PERSON["properties"] | {"name": {"type": "string", "maxLength": 40}}}
     params = SamplingParams(max_tokens=120, guide={"guided_json": schema}, **HEATS[heat])
-    (plain,) = real.chat(asked, params, speculate=False)
-    (ours,) = real.chat(asked, params)
-    assert ours.token_ids == plain.token_ids
-    assert ours.finish_reason == "stop"
-    assert json.loads(ours.text).keys() == PERSON["properties"].keys()
-    assert ours.stats.tau > 1.3  # what is forced costs no pass
+    (plain,) = real.chat(messages, params, speculate=False)
+    (speculative,) = real.chat(messages, params)
+    assert speculative.token_ids == plain.token_ids
+    assert speculative.finish_reason == "stop"
+    assert json.loads(speculative.text).keys() == PERSON["properties"].keys()
+    assert speculative.stats.tau > 1.3  # what is forced costs no pass

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from outrider.engine.judge import RULES, block, match, reject, residual
 from outrider.types import ACCEPTED, PRUNED, REJECTED, UNREACHED, Tree, Verdict, chain
 
-from support.laws import Drafting, Enumerator, Rule, Toy, V, Voice, drawn, worst_error
+from support.laws import Drafting, Enumerator, Rule, Toy, ToyRows, V, drawn, worst_error
 
 
 class Exhausted(Exception):
@@ -40,7 +40,7 @@ def test_block_accepts_at_least_as_many(seed: int) -> None:
         toy, total = Toy(seed, 1.5), 0.0
         for tree, chance in drawn(toy, 3):
             coins = Enumerator()
-            runs = coins.runs(lambda tree=tree, coins=coins: rule(tree, Voice(toy), coins))
+            runs = coins.runs(lambda tree=tree, coins=coins: rule(tree, ToyRows(toy), coins))
             total += sum(chance * weight * len(verdict.path) for verdict, weight in runs)
         return total
 
@@ -50,7 +50,7 @@ def test_block_accepts_at_least_as_many(seed: int) -> None:
 # ---------------------------------------------------------------- planted bugs: the check must fail on each
 
 
-def wrong_residual(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
+def wrong_residual(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """After a miss, draws from p itself instead of what p has more than q."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
@@ -61,7 +61,7 @@ def wrong_residual(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
     return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
 
 
-def reused_coin(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
+def reused_coin(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """One random number decides every position."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
@@ -72,7 +72,7 @@ def reused_coin(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
     return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
 
 
-def greedy_acceptance(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
+def greedy_acceptance(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """Accepts a drafted token if it is the target's likeliest, otherwise draws from p."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
@@ -83,13 +83,13 @@ def greedy_acceptance(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
     return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
 
 
-def discards_by_value(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
+def discards_by_value(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """A pruner that throws away drawn tokens because they look unlikely, before the judge sees them."""
     keep = next((i for i, t in enumerate(tree.tokens) if tree.q[i, t] < 0.3), len(tree.tokens))
     return reject(tree.cut(keep), target, coins)
 
 
-def block_stops_early(tree: Tree, target: Voice, coins: Enumerator) -> Verdict:
+def block_stops_early(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """`block` that gives up at the first failed coin instead of looking for the last success."""
     full = block(tree, target, coins)
     first = next((i for i in range(len(tree.tokens)) if not coins.flip(i, 0.5)), len(tree.tokens))
@@ -155,10 +155,10 @@ def test_rules_for_chains_prune_branches() -> None:
             return torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
 
     class Coins:
-        def flip(self, place: int, chance: float) -> bool:
+        def flip(self, depth: int, chance: float) -> bool:
             return chance > 0.5
 
-        def draw(self, place: int, p: torch.Tensor) -> int:
+        def draw(self, depth: int, p: torch.Tensor) -> int:
             return int(p.argmax())
 
     tree = Tree([0, 0, 1], [-1, 0, 0])

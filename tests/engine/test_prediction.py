@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from outrider import LLM, ConfigError, Draft, Drafter, SamplingParams, chain, drafters
 from outrider.drafters import DraftRequest, lookup
-from outrider.engine.prediction import Prediction
+from outrider.engine.request_drafts import Prediction
 
 from support import tiny
 
@@ -26,7 +26,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(tiny.save(tmp_path_factory.mktemp("tiny")), drafter="ngram", dtype="float32", k=7)
 
 
-def said(llm: LLM, params: SamplingParams, prompt: str = PROMPTS[0]) -> list[int]:
+def plain_ids(llm: LLM, params: SamplingParams, prompt: str = PROMPTS[0]) -> list[int]:
     return llm.generate(prompt, params, speculate=False)[0].token_ids
 
 
@@ -41,7 +41,7 @@ def drafting(llm: LLM, name: str) -> LLM:
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "off"])
 def test_what_comes_true_is_accepted_whoever_drafts(llm: LLM, name: str, heat: str) -> None:
     params = SamplingParams(max_tokens=48, ignore_eos=True, **HEATS[heat])
-    ids = said(llm, params)
+    ids = plain_ids(llm, params)
     (result,) = drafting(llm, name).generate(PROMPTS[0], replace(params, prediction=ids))
     assert result.token_ids == ids
     assert (result.stats.accepted_prediction_tokens, result.stats.rejected_prediction_tokens) == (48, 0)
@@ -53,17 +53,17 @@ def test_what_comes_true_is_accepted_whoever_drafts(llm: LLM, name: str, heat: s
 @pytest.mark.parametrize("name", [*drafters.names()])
 def test_an_edit_costs_little_and_garbage_nothing_but_a_row(llm: LLM, name: str, heat: str) -> None:
     params = SamplingParams(max_tokens=48, ignore_eos=True, **HEATS[heat])
-    ids, dice = said(llm, params), random.Random(5)
-    ours = drafting(llm, name)
+    ids, dice = plain_ids(llm, params), random.Random(5)
+    speculative = drafting(llm, name)
     edited = [*ids[:12], 77, 78, *ids[14:30], *ids[33:], 79, 80]  # two others, three missing, two too many
     garbage = [dice.randrange(4, 250) for _ in range(60)]
     for prediction in (edited, garbage, [], ids[20:], ids + ids, [10**6] * 5):
-        (result,) = ours.generate(PROMPTS[0], replace(params, prediction=prediction))
+        (result,) = speculative.generate(PROMPTS[0], replace(params, prediction=prediction))
         assert result.token_ids == ids
         assert result.stats.accepted_prediction_tokens + result.stats.rejected_prediction_tokens == len(prediction)
         assert not result.stats.failures
     if name != "off":
-        (result,) = ours.generate(PROMPTS[0], replace(params, prediction=edited))
+        (result,) = speculative.generate(PROMPTS[0], replace(params, prediction=edited))
         assert 36 <= result.stats.accepted_prediction_tokens <= 45
         assert result.stats.accepted >= 30
         assert result.stats.steps <= 18
@@ -71,14 +71,14 @@ def test_an_edit_costs_little_and_garbage_nothing_but_a_row(llm: LLM, name: str,
 
 def test_a_batch_in_which_some_predict(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
-    each = [said(llm, params, prompt) for prompt in PROMPTS]
-    asked = [
+    each = [plain_ids(llm, params, prompt) for prompt in PROMPTS]
+    each_params = [
         replace(params, prediction=each[0]),
         params,
         replace(params, prediction=each[0]),
     ]  # the last one's is wrong
     for changes in ({}, {"cache_tokens": 150, "max_length": 80}, {"max_rows": 7}, {"k": "auto"}):
-        results = llm.using(drafter="auto", **({"k": 7} | changes)).generate(PROMPTS, asked)
+        results = llm.using(drafter="auto", **({"k": 7} | changes)).generate(PROMPTS, each_params)
         assert [result.token_ids for result in results] == each
         assert results[0].stats.rejected_prediction_tokens == 0
         assert results[1].stats.accepted_prediction_tokens == results[1].stats.rejected_prediction_tokens == 0
@@ -99,16 +99,16 @@ class Dear(Drafter):
 
 def test_a_drafter_that_is_not_worth_asking_does_not_stand_in_the_way(llm: LLM) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    ours, ids = llm.using(drafter=Dear, k="auto"), said(llm, params)
-    ours.generate(PROMPTS[0], params)  # it is found out
-    (tired,), before = ours.generate(PROMPTS[0], params), Dear.calls
-    (result,) = ours.generate(PROMPTS[0], replace(params, prediction=ids))
+    speculative, ids = llm.using(drafter=Dear, k="auto"), plain_ids(llm, params)
+    speculative.generate(PROMPTS[0], params)  # its cost is learnt
+    (tired,), before = speculative.generate(PROMPTS[0], params), Dear.calls
+    (result,) = speculative.generate(PROMPTS[0], replace(params, prediction=ids))
     assert (tired.token_ids, result.token_ids) == (ids, ids)
     assert result.stats.steps < 25 < 80 < tired.stats.steps
     assert Dear.calls - before <= 3
     guided = SamplingParams(max_tokens=40, guide={"regex": "QZXJKVW#{20}"})
-    (forced,) = ours.generate(PROMPTS[0], guided)
-    assert forced.token_ids == said(llm, guided)
+    (forced,) = speculative.generate(PROMPTS[0], guided)
+    assert forced.token_ids == plain_ids(llm, guided)
     assert forced.stats.steps < 10
 
 
@@ -129,25 +129,25 @@ def test_a_text_is_a_prediction_too(llm: LLM) -> None:
 @pytest.mark.parametrize("rule", ["reject", "block"])
 def test_other_rules_take_predictions(llm: LLM, rule: str) -> None:
     params = SamplingParams(max_tokens=30)
-    ids = said(llm, params)
+    ids = plain_ids(llm, params)
     (result,) = llm.using(drafter="suffix", k=7, rule=rule).generate(PROMPTS[0], replace(params, prediction=ids))
     assert (result.token_ids, result.stats.rejected_prediction_tokens) == (ids, 0)
 
 
 def test_a_guide_and_a_prediction(llm: LLM) -> None:
     params = SamplingParams(max_tokens=60, guide={"regex": "QZX [a-z]{8} JKV [a-z]{8} #"})
-    ids = said(llm, params)
+    ids = plain_ids(llm, params)
     whole = llm.generate(PROMPTS[0], replace(params, prediction=ids))[0]
     assert (whole.token_ids, whole.stats.alpha) == (ids, 1.0)
     forbidden = llm.generate(PROMPTS[0], replace(params, prediction="QZX the quick brown fox"))[0]
     assert forbidden.token_ids == ids
 
 
-# ---------------------------------------------------------------- finding the place again
+# ---------------------------------------------------------------- finding the position again
 
 
-def heard(predicted: str, answer: str) -> Prediction:
-    return Prediction([*predicted.encode()]).hear([*answer.encode()])
+def following(predicted: str, answer: str) -> Prediction:
+    return Prediction([*predicted.encode()]).advance([*answer.encode()])
 
 
 def ahead(prediction: Prediction) -> str:
@@ -168,15 +168,15 @@ def ahead(prediction: Prediction) -> str:
     ],
 )
 def test_it_finds_its_place_again(answer: str, next_: str) -> None:
-    assert ahead(heard("the quick brown fox jumps", answer)) == next_
+    assert ahead(following("the quick brown fox jumps", answer)) == next_
 
 
 def test_what_came_true_is_counted_once() -> None:
-    assert heard("abcdef", "abcdef").came_true == 6
-    assert heard("abcdef", "abcdefabcdef").came_true == 6
-    assert heard("abcdef", "abXdef").came_true == 5
-    assert heard("abcdef", "").came_true == 0
-    assert heard("", "abc").came_true == 0
+    assert following("abcdef", "abcdef").matched == 6
+    assert following("abcdef", "abcdefabcdef").matched == 6
+    assert following("abcdef", "abXdef").matched == 5
+    assert following("abcdef", "").matched == 0
+    assert following("", "abc").matched == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,16 +184,16 @@ def test_what_came_true_is_counted_once() -> None:
 def test_its_place_is_always_one_that_the_answer_leads_to(predicted: list[int], answer: list[int]) -> None:
     prediction = Prediction(predicted)
     for i, token in enumerate(answer, start=1):
-        prediction.hear([token])
-        place, run = prediction.place, prediction.run
-        if place is not None:
-            assert 1 <= run <= min(place, i)
-            assert predicted[place - run : place] == answer[i - run : i]
+        prediction.advance([token])
+        position, run = prediction.position, prediction.run
+        if position is not None:
+            assert 1 <= run <= min(position, i)
+            assert predicted[position - run : position] == answer[i - run : i]
             assert len(prediction.ahead(5)) <= 5
-        assert 0 <= prediction.came_true <= min(len(predicted), i + 6 * i)
+        assert 0 <= prediction.matched <= min(len(predicted), i + 6 * i)
 
 
 def test_a_long_and_repetitive_prediction_is_quick() -> None:
     prediction = Prediction([1, 1, 1, 2] * 25_000)
-    prediction.hear([1, 1, 3] * 2_000)
-    assert prediction.came_true < 10_000
+    prediction.advance([1, 1, 3] * 2_000)
+    assert prediction.matched < 10_000

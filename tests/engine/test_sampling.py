@@ -1,4 +1,4 @@
-"""Choices are draws from the right law, and the same draws for everybody who knows the seed."""
+"""Choices are draws from the right law, and the same draws for every holder of the seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outrider.engine.sampling import CHOICE, COIN, Dice, candidates, choose, draw, gumbel, key, law, ranked, uniform
+from outrider.engine.sampling import (
+    CHOICE,
+    COIN,
+    KeyedRandom,
+    adjust,
+    candidates,
+    choose,
+    draw,
+    filters,
+    gumbel,
+    key,
+    law,
+    ranked,
+    uniform,
+)
 from outrider.errors import ConfigError
 from outrider.types import SamplingParams, Sequence
 
@@ -26,10 +40,10 @@ def logits(seed: int = 0) -> torch.Tensor:
 
 
 def test_noise_is_a_pure_function_of_its_key() -> None:
-    place = key(7, 100, CHOICE)
-    every = gumbel(place, torch.arange(V))
-    assert torch.equal(gumbel(place, torch.tensor([5])), every[5:6])
-    assert torch.equal(gumbel(place, torch.tensor([9, 2])), every[[9, 2]])
+    noise_key = key(7, 100, CHOICE)
+    every = gumbel(noise_key, torch.arange(V))
+    assert torch.equal(gumbel(noise_key, torch.tensor([5])), every[5:6])
+    assert torch.equal(gumbel(noise_key, torch.tensor([9, 2])), every[[9, 2]])
     assert not torch.equal(gumbel(key(7, 101, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(8, 100, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(7, 100, COIN), torch.arange(V)), every)
@@ -119,14 +133,10 @@ def test_repetition_penalty_is_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     z = logits(5)
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[1, 2, 3, 9]]), z[None].clone())[0]
-    from outrider.engine.sampling import adjust
-
     assert torch.allclose(adjust(z, sequence(repetition_penalty=1.4), [9]), expected)
 
 
 def test_presence_and_frequency_count_output_only() -> None:
-    from outrider.engine.sampling import adjust
-
     z = torch.zeros(V)
     seq = sequence((1, 2, 5, 5), prompt=2, presence_penalty=0.5, frequency_penalty=0.25)
     changed = adjust(z, seq, [5, 6])
@@ -137,8 +147,6 @@ def test_presence_and_frequency_count_output_only() -> None:
 
 
 def test_min_tokens_and_bad_words_ban() -> None:
-    from outrider.engine.sampling import adjust
-
     seq = sequence(min_tokens=2)
     assert adjust(logits(), seq, [4])[0] == -math.inf
     assert adjust(logits(), seq, [4, 4])[0] > -math.inf
@@ -149,18 +157,18 @@ def test_min_tokens_and_bad_words_ban() -> None:
 
 def test_dice_never_repeat_a_number_between_steps() -> None:
     seq = sequence()
-    first = [uniform_of(seq, place) for place in range(5)]
+    first = [uniform_of(seq, depth) for depth in range(5)]
     seq.tokens.append(4)
-    second = [uniform_of(seq, place) for place in range(5)]
+    second = [uniform_of(seq, depth) for depth in range(5)]
     assert not set(first) & set(second)
 
 
-def uniform_of(seq: Sequence, place: int) -> float:
+def uniform_of(seq: Sequence, depth: int) -> float:
     """The coin's number, found by bisection through the public verb."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if Dice(seq).flip(place, middle) else (middle, high)
+        low, high = (low, middle) if KeyedRandom(seq).flip(depth, middle) else (middle, high)
     return round(low, 9)
 
 
@@ -194,8 +202,21 @@ def test_wrong_types_are_a_sentence(wrong: dict) -> None:
 
 
 def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
-    from outrider.engine.sampling import adjust
-
     seq = sequence(min_tokens=2)
     seq.ends = frozenset({0, V + 5})
     assert adjust(logits(), seq, [])[0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"temperature": 0.8}, False),
+        ({"temperature": 0.8, "top_k": 5}, True),
+        ({"temperature": 0.8, "top_p": 0.9}, True),
+        ({"temperature": 0.8, "min_p": 0.1}, True),
+        ({"temperature": 0.8, "repetition_penalty": 1.2}, False),
+        ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, False),  # at temperature 0 the best token is always left
+    ],
+)
+def test_filters_look_at_more_than_noise_and_temperature(params: dict[str, float], expected: bool) -> None:
+    assert filters(Sequence(1, [1], SamplingParams(**params))) is expected

@@ -1,4 +1,4 @@
-"""Who runs when: nobody is lost, nobody starves, long prompts do not stall others."""
+"""Scheduling: no sequence is lost or starves, and long prompts do not stall others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs, Fixed
+from outrider.engine.drafter import Traits
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, chain
@@ -32,7 +33,7 @@ def finish(engine, seqs: list[Sequence]) -> None:
         if not engine.busy:
             return
         engine.step()
-    raise AssertionError("somebody starves")
+    raise AssertionError("a sequence starves")
 
 
 def test_preemption_happens_and_loses_nothing() -> None:
@@ -50,11 +51,11 @@ def test_a_long_prompt_does_not_stall_a_running_text() -> None:
     engine.add(short)
     engine.step()
     engine.add(long)
-    said = len(short.generated)
+    before = len(short.generated)
     for _ in range(5):
         engine.step()
-        assert len(short.generated) > said  # every step moves it on
-        said = len(short.generated)
+        assert len(short.generated) > before  # every step moves it on
+        before = len(short.generated)
     assert long.generated == []
 
 
@@ -104,17 +105,17 @@ def turn(room: int = 50, whole: bool = True) -> Turn:
 
 
 def test_fixed_leaves_room_for_the_bonus() -> None:
-    assert Fixed(5).budget([turn()])[0].budget == 5
-    assert Fixed(5).budget([turn(room=3)])[0].budget == 2
-    assert Fixed(5).budget([turn(whole=False)])[0].budget == 0
+    assert Fixed(5).budget([turn()], Traits())[0].budget == 5
+    assert Fixed(5).budget([turn(room=3)], Traits())[0].budget == 2
+    assert Fixed(5).budget([turn(whole=False)], Traits())[0].budget == 0
     off = turn()
     off.seq.speculate = False
-    assert Fixed(5).budget([off])[0].budget == 0
+    assert Fixed(5).budget([off], Traits())[0].budget == 0
 
 
 def pruned(controller: Adaptive, claims: list[float], rule: str = "match") -> int:
     """How many nodes of a chain with these claims are kept."""
-    (now,) = controller.budget([turn()])
+    (now,) = controller.budget([turn()], Traits())
     now.seq.rule = rule
     (tree,) = controller.prune([now], Draft.pack([chain(range(1, len(claims) + 1), survival=claims)])).trees
     return len(tree.tokens)
@@ -162,7 +163,7 @@ def test_adaptive_probes_now_and_then_and_ever_more_rarely() -> None:
 def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
     controller = taught(Costs(FLAT), claim=0.5, hits=0.0)
     controller.draft_node = controller.draft_call = 5.0
-    budgets = [controller.budget([turn()])[0].budget for _ in range(200)]
+    budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(200)]
     assert budgets.count(0) > 0.95 * len(budgets)
     assert any(budgets)
 
@@ -170,7 +171,7 @@ def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
 def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:
     controller = taught(Costs(FLAT), claim=0.9, hits=0.9)
     controller.draft_node = controller.draft_call = 1.0
-    assert controller.budget([turn()])[0].budget > 2
+    assert controller.budget([turn()], Traits())[0].budget > 2
 
 
 def test_a_drawn_token_is_never_discarded_for_its_own_value() -> None:

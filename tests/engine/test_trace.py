@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
@@ -22,7 +21,7 @@ from outrider.engine.trace import Recorder, Trace, read, recorded, replay
 from outrider.errors import OutriderError
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
-from outrider.types import SamplingParams, Step
+from outrider.types import Listener, SamplingParams, Step
 
 TARGET = toy()
 
@@ -60,9 +59,14 @@ def test_a_doctored_trace_does_not_replay() -> None:
     assert replay(trace) != recorded(trace)
 
 
+def written(path: Path) -> Trace:
+    lines = run("suffix").lines
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return Trace.of(lines)
+
+
 def test_round_trip(tmp_path: Path) -> None:
-    trace = Trace.of(run("suffix").lines)
-    trace.save(tmp_path / "run.jsonl")
+    trace = written(tmp_path / "run.jsonl")
     again = read(tmp_path / "run.jsonl")
     assert again.header == json.loads(json.dumps(trace.header))
     assert again.lines == json.loads(json.dumps(trace.lines))
@@ -80,8 +84,7 @@ def test_lines_reach_the_file_as_they_happen() -> None:
 
 
 def test_a_trace_cut_off_in_mid_line_is_read_up_to_there(tmp_path: Path) -> None:
-    trace = Trace.of(run("suffix").lines)
-    trace.save(tmp_path / "run.jsonl")
+    trace = written(tmp_path / "run.jsonl")
     text = (tmp_path / "run.jsonl").read_text()
     (tmp_path / "cut.jsonl").write_text(text[: len(text) // 2])
     cut = read(tmp_path / "cut.jsonl")
@@ -108,12 +111,12 @@ def test_full_lines_say_what_the_target_thought() -> None:
 
 
 def test_only_full_lines_look_at_logits() -> None:
-    """On a GPU they would have to be brought over: once for each line, and only where they are told of."""
+    """On a GPU they would have to be copied: once for each line, and only at the level that shows them."""
 
     class Elsewhere:
         """Logits on another device."""
 
-        brought = 0
+        copied = 0
 
         def __init__(self, logits: Tensor) -> None:
             self.logits = logits
@@ -122,19 +125,24 @@ def test_only_full_lines_look_at_logits() -> None:
             return Elsewhere(self.logits[rows])
 
         def cpu(self) -> Tensor:
-            Elsewhere.brought += 1
+            Elsewhere.copied += 1
             return self.logits
 
     steps: list[Step] = []
-    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(SimpleNamespace(observe=steps.append),))
+
+    class Collector(Listener):
+        def observe(self, step: Step) -> None:
+            steps.append(step)
+
+    engine = build_engine(TARGET, Config(drafter="suffix", k=3), listeners=(Collector(),))
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=10))
     for level, expected in (("summary", 0), ("full", len(steps))):
         recorder = Recorder(level)
-        Elsewhere.brought = 0
+        Elsewhere.copied = 0
         for step in steps:
             away = replace(step.output, logits=Elsewhere(step.output.logits))  # type: ignore[arg-type]
             recorder.observe(replace(step, output=away))
-        assert (len(recorder.lines), Elsewhere.brought) == (len(steps), expected)
+        assert (len(recorder.lines), Elsewhere.copied) == (len(steps), expected)
 
 
 def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +154,7 @@ def test_off_records_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_full_lines_carry_the_noise_that_decided() -> None:
-    """The choice is the highest ln p / T + g of all that are told of, whatever was drafted."""
+    """The choice is the highest ln p / T + g among the recorded tokens, whatever was drafted."""
     trace = Trace.of(run("model", temperature=0.8).lines)
     compared = 0
     for line in trace.lines:
@@ -164,9 +172,9 @@ def test_full_lines_carry_the_noise_that_decided() -> None:
 @pytest.mark.parametrize(("name", "tree"), [("model", False), ("model", True), ("head", False), ("layerskip", False)])
 def test_full_lines_carry_what_else_the_drafter_thought_likely(name: str, tree: bool) -> None:
     lines = [line for line in run(name, tree=tree).lines if line.get("nodes")]
-    told = [line for line in lines if "guesses" in line]
-    assert len(told) > 10
-    for line in told:
+    guessed = [line for line in lines if "guesses" in line]
+    assert len(guessed) > 10
+    for line in guessed:
         assert set(line["guesses"]) == {str(node[1]) for node in line["nodes"]}
         for token, parent, q, *_ in line["nodes"]:
             guesses = dict(line["guesses"][str(parent)])

@@ -1,7 +1,7 @@
-"""Drafts whose tokens nobody has read yet: whoever chooses among drafters passes them on, and the text stays the same.
+"""Drafts whose tokens are still on the device: wrappers pass them on, and the text stays the same.
 
 A GPU leaves drafted tokens where they were chosen. Here a list stands in for it: a drafter that writes into it, and a
-runner that looks there and tells the tokens with its output.
+runner that looks there and returns the tokens with its output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCENARIO = Scenario("together", batch=3)
 
 
 class Shut(Drafter):
-    """Knows the future and does not say it: every token is a place on the device. Now and then one is wrong."""
+    """An oracle whose tokens are unread: each is an index on the device. Now and then one is wrong."""
 
     name = "shut"
     wrong_every = 0
@@ -52,17 +52,17 @@ class Shut(Drafter):
 
 
 class Telling:
-    """A runner that reads unread tokens where they are, and tells them afterwards."""
+    """A runner that reads unread tokens where they are, and returns them with its output."""
 
     def __init__(self, inner: Any, state: torch.Tensor) -> None:
         self.inner, self.state, self.plane = inner, state, inner.plane
-        self.told = 0
+        self.unread = 0
 
     def launch(self, packing: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Any:
         unread = min(packing.tokens) < 0
         packing.tokens = [token if token >= 0 else int(self.state[-1 - token]) for token in packing.tokens]
         pending = self.inner.launch(packing, taps, overlapped, steady)
-        self.told += unread
+        self.unread += unread
 
         class Told:
             def wait(self) -> Output:
@@ -121,7 +121,7 @@ def test_the_text_is_the_same_and_listeners_see_tokens(
     listener = Listening()
     engine = engine_with(drafter, expected, listener, **options)
     assert decode(engine, SCENARIO, params) == expected
-    assert engine.target.told > 0
+    assert engine.target.unread > 0
     assert not engine.failures
     assert all(token >= 0 for tree in listener.trees for token in tree.tokens)
     if drafter == "shut" and not wrong_every:
@@ -141,7 +141,7 @@ def test_auto_scores_what_was_drafted_and_not_its_places(params: SamplingParams)
         engine.add(Sequence(i, prompt, params, seed=1000 + i, ends=frozenset({0})))
     for _ in range(4):
         engine.step()
-    assert engine.drafter.trust[0, "shut"].share > 1  # right every time; places would never have been
+    assert engine.drafter.trust[0, "shut"].share > 1  # right every time; indices would never have been
 
 
 @pytest.mark.parametrize("beyond", [True, False])

@@ -64,8 +64,8 @@ class Enumerator:
         self.weight *= chances[branch]
         return branch
 
-    def flip(self, place: object, chance: float) -> bool:
-        low, high = self.coins[place]
+    def flip(self, depth: object, chance: float) -> bool:
+        low, high = self.coins[depth]
         chance = min(max(chance, 0.0), 1.0)
         if chance >= high:
             return True
@@ -73,15 +73,15 @@ class Enumerator:
             return False
         below = (chance - low) / (high - low)
         fell = self._decide([below, 1 - below]) == 0
-        self.coins[place] = (low, chance) if fell else (chance, high)
+        self.coins[depth] = (low, chance) if fell else (chance, high)
         return fell
 
-    def draw(self, place: object, p: torch.Tensor) -> int:
+    def draw(self, depth: object, p: torch.Tensor) -> int:
         total = float(p.sum())
         return self._decide([float(x) / total for x in p])
 
 
-class Voice:
+class ToyRows:
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
 
@@ -107,7 +107,7 @@ def emitted_law(rule: Rule, drafting: Drafting, toy: Toy, k: int) -> Law:
     law: Law = defaultdict(float)
     for tree, chance in drafting(toy, k):
         coins = Enumerator()
-        for verdict, weight in coins.runs(lambda tree=tree, coins=coins: rule(tree, Voice(toy), coins)):
+        for verdict, weight in coins.runs(lambda tree=tree, coins=coins: rule(tree, ToyRows(toy), coins)):
             for rest in itertools.product(range(V), repeat=k + 1 - len(verdict.tokens)):
                 text, tail = list(verdict.tokens), 1.0
                 for token in rest:

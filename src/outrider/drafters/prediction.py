@@ -7,7 +7,7 @@ is used (`engine.request_drafts`); under its own name nothing else is drafted.
 
 from __future__ import annotations
 
-from ..engine.prediction import predicted_draft
+from ..engine.request_drafts import predicted_draft
 from ..types import Draft
 from . import Drafter, DraftRequest, Traits, register
 

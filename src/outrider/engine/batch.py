@@ -1,7 +1,7 @@
 """The rows of one pass: pending tokens and drafted nodes of all sequences, packed.
 
-`BatchBuilder` fills a `types.Batch` sequence by sequence from the cache's slots; `pack` does it for a step. Tensors are
-made from a batch by the backend that runs it. This file knows ids, positions and slots.
+`BatchBuilder` fills a `types.Batch` sequence by sequence from the cache's slots; `pack` does it for a step. The backend
+that runs a batch makes tensors from it. This module knows ids, positions and slots.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence as Listing
 
 from ..types import Batch, Draft, Sequence, Turn
 from .cache import Cache, Plane
+
+Spares = Listing[int] | Mapping[int, int]  # node -> index among a sequence's spare slots
 
 
 class BatchBuilder(Batch):
@@ -32,20 +34,13 @@ class BatchBuilder(Batch):
         self._add(seq, seq.tokens[position], position, slot, position, [slot])
         self.want.append(len(self.tokens) - 1)
 
-    def nodes(
-        self,
-        seq: Sequence,
-        tokens: list[int],
-        parents: list[int],
-        run: Iterable[int],
-        places: Listing[int] | Mapping[int, int],
-    ) -> None:
-        """Drafted nodes `run` of a tree after seq.tokens; node n lives in spare slot places[n], as do its ancestors."""
+    def nodes(self, seq: Sequence, tokens: list[int], parents: list[int], run: Iterable[int], spare: Spares) -> None:
+        """Drafted nodes `run` of a tree after seq.tokens; node n is in the sequence's spare slot number spare[n]."""
         row, root = self.cache.rows[seq.id], len(seq.tokens)
         for node in run:
             tail, up = [], node
             while up >= 0:
-                tail.append(row.spare[places[up]])
+                tail.append(row.spare[spare[up]])
                 up = parents[up]
             self._add(seq, tokens[node], root + len(tail) - 1, tail[0], root, tail[::-1])
             self.want.append(len(self.tokens) - 1)

@@ -1,18 +1,18 @@
-"""Slots and planes: where K/V lives, and who may read it.
+"""Slots and planes: where K/V is stored, and which of it is valid.
 
-Tokens are the truth; the cache reconciles to them. A *slot* is one K/V place. The table maps (sequence, position) to
-a slot. A *plane* is the K/V of a group of layers (the target; a draft model; a head), indexed by the same slots, with
-one number per sequence: how many of its leading tokens it holds.
+Tokens are the truth; the cache reconciles to them. A *slot* stores the K/V of one token. The table maps (sequence,
+position) to a slot. A *plane* is the K/V of a group of layers (the target; a draft model; a head), indexed by the same
+slots, with one number per sequence: how many of its leading tokens it holds.
 
     positions   0 ........ held ........ n-1 │ spare
                 [ in the plane ][ pending  ] │ [ drafted nodes ]
                 row.slots                    │ row.spare
 
-A drafted node is a spare slot. `commit(path)` appends the accepted nodes' slots to the row; the others are spare
-again. Keys were rotated for root position + depth, which is their final position: nothing is moved or recomputed.
-Slots are shared between sequences with a common prefix and counted; only unshared positions are ever written.
+A drafted node occupies a spare slot. `commit(path)` appends the accepted nodes' slots to the row; the others are spare
+again. Keys are rotated for root position + depth, which is their final position: nothing is moved or recomputed. Slots
+are shared between sequences with a common prefix and reference-counted; only unshared positions are ever written.
 
-This file knows ids and slots; it never looks at a number inside a plane.
+This module knows ids and slots; it never reads a number inside a plane.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..types import Sequence, common_prefix
 
 @dataclass
 class Row:
-    """One sequence's places. `tokens` are the ids whose K/V the slots are meant for."""
+    """One sequence's slots. `tokens` are the ids whose K/V the slots are meant for."""
 
     line: int  # in the table
     slots: list[int] = field(default_factory=list)
@@ -40,29 +40,29 @@ class Plane:
     """The K/V of a group of layers, in slots shared with every other plane."""
 
     def __init__(self, layers: int, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Not zeroed: nobody reads a slot before it is written, and untouched memory costs nothing.
-        slots += device.type != "cpu"  # one more, which nobody owns: captured passes write their padding there
+        # Not zeroed: no slot is read before it is written, and untouched memory costs nothing.
+        slots += device.type != "cpu"  # one more, without an owner: captured passes write their padding there
         self.k = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]  # [S, H, d]
         self.v = [torch.empty(slots, heads, dim, dtype=dtype, device=device) for _ in range(layers)]
         self._held: dict[int, int] = {}  # sequence -> leading tokens whose K/V is here
         self._nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
-        self.passes = 0  # that wrote here: code that relies on what it wrote can tell that no other pass came after
-        self.streams: dict[int, torch.Tensor] = {}  # layer -> [S, H] its output, where a drafter wants that kept
+        self.passes = 0  # that wrote here: shows whether another pass came after one's own
+        self.streams: dict[int, torch.Tensor] = {}  # layer -> [S, H] its output, where a drafter needs it
 
     def holds(self, seq: int) -> int:
         """Leading tokens of a sequence whose K/V is here."""
         return self._held.get(seq, 0)
 
     def advance(self, seq: int, tokens: int) -> None:
-        """From now on it holds this many leading tokens of a sequence."""
+        """The plane now holds this many leading tokens of a sequence."""
         self._held[seq] = tokens
 
     def wrote(self, seq: int, nodes: Iterable[int]) -> None:
-        """It holds these drafted nodes in the sequence's spare slots, node n in slot n; all others are not valid."""
+        """The plane holds these drafted nodes in the sequence's spare slots, node n in slot n, and no others."""
         self._nodes[seq] = frozenset(nodes)
 
     def count_pass(self) -> None:
-        """A pass writes here; every model's `forward` calls this."""
+        """Every model's `forward` calls this: a pass writes here."""
         self.passes += 1
 
     def commit(self, seq: int, fed: int, path: list[int]) -> None:
@@ -74,20 +74,20 @@ class Plane:
             self._held[seq] = fed + keep
 
     def forget(self, seq: int, rename: int | None = None) -> None:
-        """A sequence is gone, or is known by another id."""
+        """Drop a sequence, or give it another id."""
         self._nodes.pop(seq, None)
         held = self._held.pop(seq, None)
         if rename is not None and held is not None:
             self._held[rename] = held
 
     def keep_streams(self, layers: Iterable[int], width: int, dtype: torch.dtype) -> None:
-        """From now on, passes on a GPU leave what comes out of these layers [H] in each row's slot, beside its K/V."""
+        """Let passes on a GPU store the output of these layers [H] in each row's slot, beside its K/V."""
         for layer in layers:
             if layer not in self.streams:
                 self.streams[layer] = self.k[0].new_zeros(self.k[0].shape[0], width, dtype=dtype)
 
     def add_scratch(self, more: int) -> int:
-        """Slots at the end that no sequence will ever own; returns the first. What was written before is lost."""
+        """Append slots that no sequence will ever own; returns the first. What was written before is lost."""
         first, heads, dim = self.k[0].shape
         self.k = [k.new_empty(first + more, heads, dim) for k in self.k]  # [S, H, d]
         self.v = [v.new_empty(first + more, heads, dim) for v in self.v]
@@ -99,20 +99,20 @@ class Plane:
 
 
 class Cache:
-    """All slots, the table, the planes. Sequences are known by id."""
+    """All slots, the table, the planes. Rows are found by sequence id."""
 
     def __init__(self, slots: int, lines: int, length: int, device: torch.device | str = "cpu") -> None:
         self.slots, self.length, self.device = slots, length, torch.device(device)
         self.table = torch.zeros(lines, length, dtype=torch.int32)  # [lines, length]
-        self._places = self.table.numpy()  # the same memory: a few numbers are written faster so
+        self._table = self.table.numpy()  # the same memory: numpy writes a few numbers faster
         self.planes: list[Plane] = []
         self.rows: dict[int, Row] = {}
-        self.retired: OrderedDict[int, Row] = OrderedDict()  # finished rows, oldest first, kept for their prefixes
+        self.retired: OrderedDict[int, Row] = OrderedDict()  # finished rows, kept for their prefixes; LRU first
         self._free = list(range(slots - 1, -1, -1))
         self._lines = list(range(lines - 1, -1, -1))
-        self._readers = [0] * slots  # rows that hold the slot
+        self._readers = [0] * slots  # reference counts: rows that hold the slot
         self._retired_id = 0
-        self.changes: list[dict[int, int]] = []  # for each copy of the table elsewhere: place in it -> new slot
+        self.changes: list[dict[int, int]] = []  # for each copy of the table on a device: flat index -> new slot
 
     def add_plane(
         self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | None = None
@@ -123,29 +123,34 @@ class Cache:
 
     @property
     def available(self) -> int:
-        """Slots that can be had without preempting anybody."""
+        """Slots that can be taken without preemption."""
         return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
 
-    # ------------------------------------------------------------ the verbs
-
     def open(self, seq: Sequence) -> int:
-        """Give a sequence its row, with the longest prefix that any row holds already; returns that length."""
-        self._room_for_line()
+        """Create a sequence's row with the longest prefix that any row holds already; returns that length."""
+        if not self._lines:
+            self._evict()
         row = self.rows[seq.id] = Row(self._lines.pop())
         source, length = self._longest_prefix(seq)
         if source is not None:
-            self._share(source, seq.id, row, length)
+            shared = self.rows.get(source) or self.retired[source]
+            row.slots, row.tokens = shared.slots[:length], shared.tokens[:length]
+            for slot in row.slots:
+                self._readers[slot] += 1
+            self._write_table(row, 0)
+            for plane in self.planes:
+                plane.advance(seq.id, min(plane.holds(source), length))
         return length
 
     def sync(self, seq: Sequence, plane: Plane) -> int:
-        """How many leading tokens of the sequence this plane really holds; seq.tokens from there on is to be fed."""
+        """How many leading tokens of the sequence this plane holds; seq.tokens from there on are pending."""
         row = self.rows[seq.id]
         held = min(plane.holds(seq.id), common_prefix(row.tokens, seq.tokens))
         plane.advance(seq.id, held)
         return held
 
     def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
-        """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False when there are none."""
+        """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False if too few are left."""
         row = self.rows[seq.id]
         more, spare = max(tokens - len(row.slots), 0), max(nodes - len(row.spare), 0)
         if tokens + nodes > self.length or (more + spare > len(self._free) and more + spare > self.available):
@@ -168,8 +173,7 @@ class Cache:
 
         seq.tokens already ends with the emitted tokens; unaccepted nodes' slots stay spare for the next draft.
         """
-        row = self.rows[seq.id]
-        path = list(path)
+        row, path = self.rows[seq.id], list(path)
         for plane in self.planes:
             plane.commit(seq.id, fed, path)
         if path:
@@ -181,52 +185,44 @@ class Cache:
             self._write_table(row, start)
 
     def next_free(self, n: int) -> list[int]:
-        """The slots that would be taken next, first to last; fewer when somebody would have to give some up."""
+        """The slots that would be taken next, first to last; fewer if a retired row would have to be evicted."""
         return self._free[: -n - 1 : -1]
 
     def free(self, seq: Sequence, keep: bool = False) -> None:
-        """Give a sequence's places back. With `keep`, they stay readable for later prompts until slots run short."""
+        """Free a sequence's slots. With `keep`, they stay readable for later prompts until slots run short."""
         row = self.rows.pop(seq.id)
-        self._drop(row.spare)
-        row.spare = []
-        held = max((plane.holds(seq.id) for plane in self.planes), default=0)
-        if keep and held:
+        kept = self._held(seq.id) if keep else 0
+        self._drop(row.spare + row.slots[kept:])
+        row.slots, row.tokens, row.spare = row.slots[:kept], row.tokens[:kept], []
+        if kept:
             self._retired_id -= 1  # negative: never the id of a live sequence
-            self._drop(row.slots[held:])
-            row.slots, row.tokens = row.slots[:held], row.tokens[:held]
             self.retired[self._retired_id] = row
             self._forget(seq.id, rename=self._retired_id)
         else:
-            self._drop(row.slots)
             self._lines.append(row.line)
             self._forget(seq.id)
 
     def drop_retired(self) -> None:
-        """Forget every finished row."""
+        """Evict every finished row."""
         while self.retired:
             self._evict()
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is accounted for exactly once per reader."""
-        readers = [0] * self.slots
-        for row in (*self.rows.values(), *self.retired.values()):
+        readers, rows = [0] * self.slots, {**self.rows, **self.retired}
+        for row in rows.values():
             assert len(row.slots) == len(row.tokens), "a row's slots and tokens differ in number"
             assert self.table[row.line, : len(row.slots)].tolist() == row.slots, "the table disagrees with its row"
             assert len({*row.slots, *row.spare}) == len(row.slots) + len(row.spare), "a row holds a slot twice"
             for slot in (*row.slots, *row.spare):
                 readers[slot] += 1
+            assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
         assert readers == self._readers, "readers are miscounted"
         assert sorted(self._free) == [s for s in range(self.slots) if not readers[s]], "a slot is lost or free twice"
-        lines = [row.line for row in (*self.rows.values(), *self.retired.values())]
-        assert sorted(lines + self._lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
-        for plane in self.planes:
-            for owner, held in plane._held.items():
-                row_of = self.rows.get(owner) or self.retired.get(owner)
-                assert held <= (len(row_of.slots) if row_of else 0), "a plane claims tokens without slots"
-        for row in self.rows.values():
-            assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
-
-    # ------------------------------------------------------------ inside
+        lines = [row.line for row in rows.values()] + self._lines
+        assert sorted(lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
+        for id_, held in ((id_, held) for plane in self.planes for id_, held in plane._held.items()):
+            assert held <= (len(rows[id_].slots) if id_ in rows else 0), "a plane claims tokens without slots"
 
     def _take(self, n: int) -> list[int]:
         while len(self._free) < n:
@@ -242,44 +238,34 @@ class Cache:
             if not self._readers[slot]:
                 self._free.append(slot)
 
-    def _room_for_line(self) -> None:
-        if not self._lines:
-            self._evict()
-
     def _evict(self) -> None:
-        """Forget the finished row that was used longest ago."""
-        name, row = self.retired.popitem(last=False)
+        """Free the least recently used finished row."""
+        id_, row = self.retired.popitem(last=False)
         self._lines.append(row.line)
         self._drop(row.slots)
-        self._forget(name)
+        self._forget(id_)
 
-    def _forget(self, name: int, rename: int | None = None) -> None:
+    def _forget(self, id_: int, rename: int | None = None) -> None:
         for plane in self.planes:
-            plane.forget(name, rename)
+            plane.forget(id_, rename)
+
+    def _held(self, id_: int) -> int:
+        """Leading tokens that some plane holds."""
+        return max((plane.holds(id_) for plane in self.planes), default=0)
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
-        """The row that shares most with a new sequence. The last token is always fed: somebody needs its logits."""
+        """The row that shares most with a new sequence. The last token is always fed: its logits are needed."""
         best, length = None, 0
-        for name, row in (*self.rows.items(), *self.retired.items()):
-            held = max((plane.holds(name) for plane in self.planes), default=0)
-            common = min(common_prefix(row.tokens, seq.tokens), held, len(seq.tokens) - 1)
+        for id_, row in (*self.rows.items(), *self.retired.items()):
+            common = min(common_prefix(row.tokens, seq.tokens), self._held(id_), len(seq.tokens) - 1)
             if common > length:
-                best, length = name, common
+                best, length = id_, common
         if best is not None and best in self.retired:
-            self.retired.move_to_end(best)  # least recently *used* goes first
+            self.retired.move_to_end(best)
         return best, length
 
-    def _share(self, source: int, name: int, row: Row, length: int) -> None:
-        origin = self.rows.get(source) or self.retired[source]
-        row.slots, row.tokens = origin.slots[:length], origin.tokens[:length]
-        for slot in row.slots:
-            self._readers[slot] += 1
-        self._write_table(row, 0)
-        for plane in self.planes:
-            plane.advance(name, min(plane.holds(source), length))
-
     def _write_table(self, row: Row, start: int) -> None:
-        self._places[row.line, start : len(row.slots)] = row.slots[start:]
+        self._table[row.line, start : len(row.slots)] = row.slots[start:]
         at = row.line * self.length
         for copy in self.changes:
             copy.update(zip(range(at + start, at + len(row.slots)), row.slots[start:], strict=True))

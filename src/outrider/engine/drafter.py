@@ -1,9 +1,9 @@
 """The contract between the engine and a drafter: one request, one draft, and a few optional verbs.
 
-A drafter proposes tokens that the target has not chosen yet. It speaks target token ids. Whatever it does wrong costs
-speed, never correctness: skipping, delaying, repeating or crashing in any of these calls leaves the text as it is
-(`outrider.testing.check_drafter` asserts exactly that). What the engine knows about a drafter is in its `Traits`; what
-a drafter knows about the step is in its `DraftRequest`. Neither side looks at anything else.
+A drafter proposes token ids of the target that the target has not chosen yet. Its errors cost speed, never
+correctness: skipping, delaying, repeating or crashing in any of these calls leaves the text as it is
+(`outrider.testing.check_drafter` asserts that). The engine knows a drafter's `Traits`; the drafter knows its
+`DraftRequest`. Neither side looks at anything else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DraftRequest:
     budgets: list[int]  # [B]
     prices: Prices | None = None  # None: K is fixed
     stop_below: float = 0.0  # a node that survives less often than this is not worth extending
-    dry: bool = False  # nobody verifies this draft; it only tells whether the next pass should wait for one
+    dry: bool = False  # the draft is not verified; it shows whether the next pass should wait for one
 
     def select(self, indices: Iterable[int]) -> DraftRequest:
         """The same request for some of its sequences."""
@@ -76,16 +76,16 @@ class Traits:
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
     dry: bool = False  # drafts on the host in microseconds; answers dry requests
-    self_limiting: bool = False  # ends a chain by itself where going on does not pay: may be given any budget
-    weighs_cost: bool = False  # leaves its costly parts alone where they do not pay: may be asked in every step
+    self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
+    weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step
     unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget
     overlaps: bool = False  # does something in `overlap`, so that the target runs in another thread
     mode: str = ""  # drafting mode, where it has several: the cost of each is learnt separately
-    members: tuple[str, ...] = ()  # drafters that work together in it; a sequence may ask for one (`Sequence.only`)
+    members: tuple[str, ...] = ()  # drafters that it wraps; a sequence may select one (`Sequence.only`)
     learning: Learning | None = None
     memory: Callable[[], Memory] = Memory
-    # Asked of the class, before there is a drafter:
-    auto: Callable[[Any], bool] | None = None  # given a workspace: does `auto` use it? None: never
+    # Read from the class, before a drafter is built:
+    auto: Callable[[Any], bool] | None = None  # workspace -> whether `auto` uses it; None: never
     trial: Callable[[Any], dict[str, Any]] = lambda target: {}  # options with which it runs on any target
 
 
@@ -106,7 +106,7 @@ class Drafter:
         """A sequence arrived."""
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
-        """The target is busy with this draft: what is done here is hidden."""
+        """The target verifies this draft meanwhile: work done here costs no time."""
 
     def observe(self, step: Step) -> None:
         """The target has verified; the sequences already hold what was emitted."""
@@ -123,4 +123,4 @@ class Drafter:
         return {}
 
     def inherit(self, old: Drafter) -> None:
-        """It replaces an interrupted engine's drafter: take over what that one has learnt."""
+        """Take over what the drafter of an interrupted engine has learnt."""

@@ -3,14 +3,14 @@
 Why the text cannot change (rule `match`, the default): the judge walks from the root and lets the target make its
 own choice at each node. The choice is emitted whatever was drafted. If a child holds that very token, its row has
 already been computed in this pass, so the walk goes on there; otherwise the step ends. The draft decides how far one
-pass reaches, never what is said.
+pass reaches, never what is emitted.
 
-`reject` (Leviathan, Chen) and `block` (arXiv 2403.10444) keep the *distribution* instead of the very text: they take
-drawn chains with their q and accept more of them at high temperature. At temperature 0 all three agree.
+`reject` (Leviathan, Chen) and `block` (arXiv 2403.10444) preserve the *distribution* instead of the exact text: they
+verify drawn chains with their q and accept more of them at high temperature. At temperature 0 all three agree.
 
-A guide may leave the target nothing to say: its choice is then -1, and the step ends without a token of its own.
+Where a guide allows no token, the target's choice is -1, and the step ends without a token of the target's own.
 
-Pure functions over ids and distributions; models, caches and text are unknown here.
+Pure functions over ids and distributions; the judge knows no models, caches or text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..types import ACCEPTED, PRUNED, REJECTED, UNREACHED, Tree, Verdict
 
 
-class Voice(Protocol):
+class TargetRows(Protocol):
     """The target over one tree. Row 0 follows the root, row i+1 follows node i."""
 
     def choose(self, row: int, emitted: list[int]) -> int: ...
@@ -32,42 +32,39 @@ class Voice(Protocol):
     def law(self, row: int, emitted: list[int]) -> Tensor: ...  # p [V] float64
 
 
-class Coins(Protocol):
-    """Independent randomness: one coin and one draw for each place."""
+class RandomSource(Protocol):
+    """Independent randomness: one coin (True with this chance) and one draw (a token from weights p) for each depth."""
 
-    def flip(self, place: int, chance: float) -> bool: ...
+    def flip(self, depth: int, chance: float) -> bool: ...
 
-    def draw(self, place: int, p: Tensor) -> int: ...
+    def draw(self, depth: int, p: Tensor) -> int: ...
 
 
-def match(tree: Tree, target: Voice, coins: Coins | None = None) -> Verdict:
+def match(tree: Tree, target: TargetRows, coins: RandomSource | None = None) -> Verdict:
     """Follow the target's own choices through the tree."""
     fates = [UNREACHED] * len(tree.tokens)
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(node)
-
-    node = -1
+    accepted: int | None = -1
     path: list[int] = []
     emitted: list[int] = []
-    while True:
-        choice = target.choose(node + 1, emitted)
+    while accepted is not None:
+        choice = target.choose(accepted + 1, emitted)
         if choice < 0:
-            return Verdict(path, emitted, "".join(fates))
+            break
         emitted.append(choice)
-        hit = None
+        node, accepted = accepted, None
         for child in children.get(node, ()):
-            if hit is None and tree.tokens[child] == choice:
-                hit = child
-            fates[child] = ACCEPTED if child == hit else REJECTED
-        if hit is None:
-            return Verdict(path, emitted, "".join(fates))
-        path.append(hit)
-        node = hit
+            if accepted is None and tree.tokens[child] == choice:
+                accepted = child
+                path.append(child)
+            fates[child] = ACCEPTED if child == accepted else REJECTED
+    return Verdict(path, emitted, "".join(fates))
 
 
-def reject(tree: Tree, target: Voice, coins: Coins) -> Verdict:
-    """Accept each token with chance min(1, p/q); at the first miss draw from what p has more than q."""
+def reject(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
+    """Accept each token with chance min(1, p/q); at the first rejection draw from the residual."""
     tree, fates = _trunk(tree)
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
@@ -76,16 +73,16 @@ def reject(tree: Tree, target: Voice, coins: Coins) -> Verdict:
         if not coins.flip(depth, float(p[token] / q[token])):
             emitted.append(coins.draw(depth, residual(p, q)))
             fates[depth] = REJECTED
-            return _verdict(list(range(depth)), emitted, fates)
+            return _verdict(depth, emitted, fates)
         emitted.append(token)
         fates[depth] = ACCEPTED
     last = len(tree.tokens)
     emitted.append(coins.draw(last, target.law(last, emitted)))
-    return _verdict(list(range(last)), emitted, fates)
+    return _verdict(last, emitted, fates)
 
 
-def block(tree: Tree, target: Voice, coins: Coins) -> Verdict:
-    """Judge the whole chain at once: a later token may vouch for an earlier one. Never accepts fewer than `reject`."""
+def block(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
+    """Verify the whole chain jointly. Never accepts fewer tokens than `reject` in expectation."""
     tree, fates = _trunk(tree)
     n = len(tree.tokens)
     laws = [target.law(i, tree.tokens[:i]) for i in range(n + 1)]  # [n+1][V]
@@ -100,32 +97,36 @@ def block(tree: Tree, target: Voice, coins: Coins) -> Verdict:
     emitted = [*tree.tokens[:kept], coins.draw(kept, bonus_law)]
     for depth in range(min(kept + 1, n)):
         fates[depth] = ACCEPTED if depth < kept else REJECTED
-    return _verdict(list(range(kept)), emitted, fates)
+    return _verdict(kept, emitted, fates)
 
 
-RULES: dict[str, Callable[[Tree, Voice, Coins], Verdict]] = {"match": match, "reject": reject, "block": block}
+RULES: dict[str, Callable[[Tree, TargetRows, RandomSource], Verdict]] = {
+    "match": match,
+    "reject": reject,
+    "block": block,
+}
 
 
-def _verdict(path: list[int], emitted: list[int], fates: list[str]) -> Verdict:
-    """What was walked and said; a last token of -1 was not."""
-    return Verdict(path, emitted if emitted[-1] >= 0 else emitted[:-1], "".join(fates))
+def _verdict(accepted: int, emitted: list[int], fates: list[str]) -> Verdict:
+    """The verdict on a chain; -1 as the last emitted token is none."""
+    return Verdict(list(range(accepted)), emitted if emitted[-1] >= 0 else emitted[:-1], "".join(fates))
 
 
 def residual(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
-    """What the target still owes after q had its chance: max(weight * p - q, 0), unnormalised. [V]"""
-    owed = torch.clamp(weight * p - q, min=0)
-    # p == q up to rounding: nothing is owed, and this branch has chance zero; p itself keeps the draw defined.
-    return owed if owed.sum() > 0 else p
+    """The target's mass that q did not cover: max(weight * p - q, 0), unnormalised. [V]"""
+    uncovered = torch.clamp(weight * p - q, min=0)
+    # p == q up to rounding: nothing is left, and this branch has chance zero; p itself keeps the draw defined.
+    return uncovered if uncovered.sum() > 0 else p
 
 
 def _block_chance(weight: float, p_next: Tensor, q_next: Tensor) -> float:
     """h_i: the chance to stop no earlier than here, given that the chain is at weight P_i."""
-    owed = float(torch.clamp(weight * p_next - q_next, min=0).sum())
-    return 1.0 if weight >= 1 else owed / (owed + 1 - weight)
+    uncovered = float(torch.clamp(weight * p_next - q_next, min=0).sum())
+    return 1.0 if weight >= 1 else uncovered / (uncovered + 1 - weight)
 
 
 def _drawn_from(tree: Tree, node: int, p: Tensor) -> Tensor:
-    """q of a node [V]. A drafter without q proposed the token for certain: all mass on it."""
+    """q of a node [V]. Without q the token was proposed deterministically: all mass is on it."""
     if tree.q is not None:
         return tree.q[node].to(p.dtype)
     q = torch.zeros_like(p)
@@ -134,6 +135,6 @@ def _drawn_from(tree: Tree, node: int, p: Tensor) -> Tensor:
 
 
 def _trunk(tree: Tree) -> tuple[Tree, list[str]]:
-    """The leading chain of a tree, and its fates so far: these rules judge chains; branches are pruned."""
+    """The leading chain of a tree, and the fates so far: `reject` and `block` verify chains; branches are pruned."""
     length = next((i for i, parent in enumerate(tree.parents) if parent != i - 1), len(tree.tokens))
     return tree.cut(length), [UNREACHED] * length + [PRUNED] * (len(tree.tokens) - length)

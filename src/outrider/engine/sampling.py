@@ -1,12 +1,12 @@
-"""From logits to choices: the target's own decision at every node, and nothing else.
+"""From logits to choices: the target's own decision at every node.
 
-The promise: a choice is a pure function of (logits, parameters, seed, position, the tokens before it). It does not
-depend on drafts, batches, threads or earlier calls, so plain and speculative decoding make the same choices. A guide
-has the last word about what may be chosen; top-k, top-p and min-p then filter what it leaves.
+Promise: a choice is a pure function of (logits, parameters, seed, position, the tokens before it). It does not depend
+on drafts, batches, threads or earlier calls, so plain and speculative decoding make the same choices. A guide masks the
+adjusted logits; top-k, top-p and min-p then filter what it leaves.
 
-At temperature 0 the choice is the argmax, lowest id first on ties. Above it, the choice is
-`argmax(logits / T + g)` with Gumbel noise g hashed from (seed, position, token): an exact draw from the softmax
-that everybody who knows the seed can repeat, drafters included.
+At temperature 0 the choice is the argmax, lowest id first on ties. Above it, the choice is `argmax(logits / T + g)`
+with Gumbel noise g hashed from (seed, position, token): an exact draw from the softmax that anyone with the seed can
+repeat, drafters included.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..types import Sequence, TokenLogprob
 
-# What a random number is for. Numbers for different purposes are independent.
+# The purpose of a random number. Numbers for different purposes are independent.
 CHOICE, DRAFT, COIN, RESIDUAL = range(4)
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # splitmix64's constants
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-# The largest g that a 32-bit uniform can give: no token further below the leader than this can win.
-_REACH = 14.0  # P(noise > 14) is 8e-7; guesses may miss what the target's choice must not
-_HIGHEST_NOISE = -math.log(-math.log(1 - 0.5 / 2**32))
+_HIGHEST_NOISE = -math.log(-math.log(1 - 0.5 / 2**32))  # the largest g that a 32-bit uniform can give
+_LIKELY_NOISE = 14.0  # P(g > 14) is 8e-7: enough for a guess, not for the target's choice
 
 
 # ---------------------------------------------------------------- keyed randomness
 
 
 def key(seed: int, position: int, purpose: int, round: int = 0) -> int:
-    """64 well-mixed bits for one place in one sequence's stream of randomness."""
+    """64 well-mixed bits for one use of one sequence's randomness."""
     state = seed & _MASK
     for word in (purpose, round, position):
         state = _mix((state ^ (word & _MASK)) + _STEP)
@@ -48,10 +47,7 @@ def uniform(key: int) -> float:
 
 
 def gumbel(key: int | Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel noise for each of these tokens. tokens [C] int64 -> [C] float64, the same for a token in any company.
-
-    Many keys at once are [R, 1] int64, each with its 64 bits, and give [R, C].
-    """
+    """Gumbel noise by token: tokens [C] int64 -> [C] float64. Keys [R, 1] int64 give [R, C]."""
     z = tokens * _signed(_STEP) + (key if isinstance(key, Tensor) else _signed(key))
     z = (z ^ _shift(z, 30)) * _signed(_MIX[0])
     z = (z ^ _shift(z, 27)) * _signed(_MIX[1])
@@ -100,17 +96,14 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
 
 
 def adjusts(seq: Sequence) -> bool:
-    """Whether the logits themselves change with what was said before: bias, penalties, bans, a guide."""
+    """Whether the logits are changed before anything is chosen: bias, penalties, bans, a guide."""
+    return seq.params.adjusts_logits or seq.matcher is not None or bool(seq.bad_words)
+
+
+def filters(seq: Sequence) -> bool:
+    """Whether a choice looks at more than noise and temperature: top-k, top-p or min-p."""
     p = seq.params
-    return bool(
-        p.logit_bias
-        or seq.matcher is not None
-        or p.min_tokens
-        or seq.bad_words
-        or p.repetition_penalty != 1
-        or p.presence_penalty
-        or p.frequency_penalty
-    )
+    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
 
 
 def _penalise(logits: Tensor, seq: Sequence, emitted: list[int]) -> None:
@@ -127,7 +120,7 @@ def _penalise(logits: Tensor, seq: Sequence, emitted: list[int]) -> None:
 
 
 def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
-    """What temperature, top-k, top-p and min-p leave over: ids [C] ascending, their logits / T [C] float64."""
+    """What top-k, top-p and min-p leave over: ids [C] ascending, their logits / T [C] float64."""
     params = seq.params
     scores = logits.double() / params.temperature  # [V]
     if 0 < params.top_k < scores.numel():
@@ -155,41 +148,35 @@ def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
 
 
 def choose(logits: Tensor, seq: Sequence, emitted: list[int]) -> int:
-    """The token that comes after seq.tokens + emitted; -1 where its guide leaves none. logits [V]."""
+    """The token after seq.tokens + emitted; -1 where the guide allows none. logits [V]."""
     logits, position = adjust(logits, seq, emitted), len(seq.tokens) + len(emitted)
     if seq.matcher is None:
         return _choose(logits, seq, position)
-    said = seq.generated + emitted
-    if not _filters(seq) and bool(logits.max() > -math.inf):
+    generated = seq.generated + emitted
+    if not filters(seq) and bool(logits.max() > -math.inf):
         token = _choose(logits, seq, position)
-        if seq.matcher.allows(said, token):  # the best of all is the best of those that are allowed: no need of a mask
+        if seq.matcher.allows(generated, token):  # the best of all is also the best of the allowed: no mask is needed
             return token
-    logits = _masked(logits, seq.matcher.mask(said))
+    logits = _masked(logits, seq.matcher.mask(generated))
     return _choose(logits, seq, position) if bool(logits.max() > -math.inf) else -1
 
 
 def _choose(logits: Tensor, seq: Sequence, position: int) -> int:
-    """The choice among all of these, as they are. logits [V]."""
+    """The choice among adjusted logits [V]."""
     if seq.params.greedy:
         return int(logits.argmax())
     ids, scores = candidates(logits, seq)
-    place = key(seq.seed, position, CHOICE)
+    noise_key = key(seq.seed, position, CHOICE)
     leader = int(scores.argmax())
-    # A token can only win if even the highest possible noise would lift it over the leader: hash no others.
-    floor = scores[leader] + gumbel(place, ids[leader : leader + 1])[0] - _HIGHEST_NOISE
-    hopeful = torch.nonzero(scores >= floor).flatten()
-    ids, scores = ids[hopeful], scores[hopeful]
-    return int(ids[(scores + gumbel(place, ids)).argmax()])
-
-
-def _filters(seq: Sequence) -> bool:
-    """Whether what is left to choose from depends on all of it together."""
-    p = seq.params
-    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    # A token can win only if the highest possible noise lifts it over the leader: no others are hashed.
+    floor = scores[leader] + gumbel(noise_key, ids[leader : leader + 1])[0] - _HIGHEST_NOISE
+    reachable = torch.nonzero(scores >= floor).flatten()
+    ids, scores = ids[reachable], scores[reachable]
+    return int(ids[(scores + gumbel(noise_key, ids)).argmax()])
 
 
 def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
-    """What is not allowed ([V] bool) cannot be chosen. logits [V] -> [V]; a draft model may have padded V otherwise."""
+    """-inf where not allowed. logits [V], allowed [V'] bool -> [V]; a draft model may pad its vocabulary further."""
     padding = logits.shape[-1] - allowed.shape[-1]
     if padding:
         allowed = torch.nn.functional.pad(allowed, (0, padding))
@@ -200,44 +187,39 @@ def ranked(logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare:
     """The `width` likeliest choices under this seed's noise, best first, with a confidence each: for drafting trees.
 
     A drafter that ranks by *noised* scores proposes what the target, under the same noise, is likely to choose. Up to
-    `spare` more follow where they are found on the way: no noise is hashed for their sake.
+    `spare` more follow where they cost no further noise.
     """
-    logits = _guess_within(adjust(logits, seq, emitted), seq, emitted)
+    logits = adjust(logits, seq, emitted)  # [V]
+    if seq.matcher is not None:
+        masked = _masked(logits, seq.matcher.mask(seq.generated + emitted, guess=True))
+        if bool(masked.max() > -math.inf):  # else the guess is lost anyway
+            logits = masked
     if seq.params.greedy:
         confidence, ids = torch.softmax(logits.float(), -1).topk(min(width + spare, logits.shape[-1]))
     else:
-        names, scores = _hopeful(logits, seq, width)
-        noised = scores + gumbel(key(seq.seed, len(seq.tokens) + len(emitted), CHOICE), names)
-        confidence, order = torch.softmax(noised, 0).topk(min(width + spare, names.numel()))
-        ids = names[order]
+        candidate_ids, scores = _likely_candidates(logits, seq, width)
+        noised = scores + gumbel(key(seq.seed, len(seq.tokens) + len(emitted), CHOICE), candidate_ids)
+        confidence, order = torch.softmax(noised, 0).topk(min(width + spare, candidate_ids.numel()))
+        ids = candidate_ids[order]
     return list(zip(ids.tolist(), confidence.tolist(), strict=True))
 
 
-def _guess_within(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-    """What the guide allows after a guessed path; where that is nothing, the guess is lost anyway. logits [V] -> [V]"""
-    if seq.matcher is None:
-        return logits
-    masked = _masked(logits, seq.matcher.mask(seq.generated + emitted, guess=True))
-    return masked if bool(masked.max() > -math.inf) else logits
+def _likely_candidates(logits: Tensor, seq: Sequence, width: int) -> tuple[Tensor, Tensor]:
+    """The candidates within reach of likely noise, or all if those are fewer than `width`: ids [C], logits / T [C].
 
-
-def _hopeful(logits: Tensor, seq: Sequence, width: int) -> tuple[Tensor, Tensor]:
-    """The candidates that a guess looks at: ids [C], their logits / T [C]. Where nothing is filtered, no others are."""
-    if not _filters(seq):
-        near = torch.nonzero(logits >= logits.max() - _REACH * seq.params.temperature).flatten()
+    Hashing noise for a whole vocabulary would take longest.
+    """
+    if not filters(seq):
+        near = torch.nonzero(logits >= logits.max() - _LIKELY_NOISE * seq.params.temperature).flatten()
         if near.numel() >= width:
             return near, logits[near].double() / seq.params.temperature
-    return _within_reach(*candidates(logits, seq), width)
-
-
-def _within_reach(names: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The candidates [C] that noise can bring to the front but once in a million times; noise for all takes longest."""
-    near = scores >= scores.max() - _REACH
-    return (names[near], scores[near]) if int(near.sum()) >= width else (names, scores)
+    ids, scores = candidates(logits, seq)
+    near = scores >= scores.max() - _LIKELY_NOISE
+    return (ids[near], scores[near]) if int(near.sum()) >= width else (ids, scores)
 
 
 def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-    """The distribution that `choose` draws from. [V] float64; one-hot at temperature 0; all zeros: nothing to say."""
+    """The distribution that `choose` draws from: [V] float64; one-hot at temperature 0; zeros if nothing is allowed."""
     logits = adjust(logits, seq, emitted)
     p = torch.zeros(logits.shape[-1], dtype=torch.float64)
     if seq.matcher is not None:
@@ -253,7 +235,7 @@ def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
 
 
 def draw(p: Tensor, key: int) -> int:
-    """One token from the weights p [V], decided by the key alone; -1 if there are none."""
+    """One token from the weights p [V], decided by the key alone; -1 if all are zero."""
     ids = torch.nonzero(p > 0).flatten()
     if not ids.numel():
         return -1
@@ -269,11 +251,11 @@ def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
 
 @dataclass
 class Target:
-    """The target's voice over one sequence's rows: row 0 is the root, row i+1 is node i."""
+    """The target over one sequence's rows (`judge.TargetRows`)."""
 
     seq: Sequence
     logits: Tensor  # [n+1, V]
-    choices: list[int]  # [n+1] what was chosen at each row for the whole step at once; -1: nothing yet
+    choices: list[int]  # [n+1] chosen by the backend for the whole step at once; -1: not yet
 
     def choose(self, row: int, emitted: list[int]) -> int:
         chosen = self.choices[row]
@@ -284,34 +266,30 @@ class Target:
 
 
 @dataclass
-class Dice:
-    """Keyed randomness for the rules that need coins: never the same number twice in one sequence.
+class KeyedRandom:
+    """Randomness for the rules that draw (`judge.RandomSource`): never the same number twice in one sequence.
 
-    Keys hold the root's position as the round. A step may throw coins for positions it does not reach in the end
+    Keys hold the root's position as the round. A step may flip coins for depths that it does not reach in the end
     (`block` looks at all of them); the next step must not see those numbers again.
     """
 
     seq: Sequence
-    flips: dict[int, bool] = field(default_factory=dict)  # what fell, for the trace
+    flips: dict[int, bool] = field(default_factory=dict)  # results, for the trace
     draws: dict[int, int] = field(default_factory=dict)
 
-    def flip(self, place: int, chance: float) -> bool:
-        """True with this chance; one coin for each place (depth in the tree)."""
-        fell = uniform(key(self.seq.seed, place, COIN, len(self.seq.tokens))) < chance
-        self.flips[place] = fell
-        return fell
+    def flip(self, depth: int, chance: float) -> bool:
+        self.flips[depth] = uniform(key(self.seq.seed, depth, COIN, len(self.seq.tokens))) < chance
+        return self.flips[depth]
 
-    def draw(self, place: int, p: Tensor) -> int:
-        """One token from the weights p [V]."""
-        token = draw(p, key(self.seq.seed, place, RESIDUAL, len(self.seq.tokens)))
-        self.draws[place] = token
-        return token
+    def draw(self, depth: int, p: Tensor) -> int:
+        self.draws[depth] = draw(p, key(self.seq.seed, depth, RESIDUAL, len(self.seq.tokens)))
+        return self.draws[depth]
 
 
 def widened(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits of the first ids alone [R, N] as those of all [R, V]: the others are as unlikely as can be said.
+    """Logits of the first N ids [R, N] padded to the whole vocabulary [R, V].
 
-    Not -inf: where something else forbids all of the first ids, there must be something left to choose.
+    The padding is -1e30, not -inf: where the parameters ban all of the first ids, something must be left to choose.
     """
     missing = vocabulary - logits.shape[-1]
     return logits if not missing else torch.nn.functional.pad(logits, (0, missing), value=-1e30)

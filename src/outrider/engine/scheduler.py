@@ -1,10 +1,10 @@
-"""Who runs now: admission, chunks of long prompts, preemption.
+"""Which sequences run in a step: admission, chunked prefill, preemption.
 
-There is no prefill phase and no decode phase. A sequence has pending tokens (those whose K/V the target does not hold);
-a turn feeds some of them. When nothing stays pending, the sequence gets a verdict in the same pass.
+There are no prefill and decode phases. A sequence has pending tokens (those whose K/V the target does not hold); a turn
+feeds some of them. When none stays pending, the sequence gets a verdict in the same pass.
 
-Preemption gives a sequence's slots back and puts it first in the queue; its tokens are the truth, so nothing is lost
-and the rows it feeds again come out as the same bits. The scheduler knows lengths and slots, not what tokens mean.
+Preemption frees a sequence's slots and puts it first in the queue; its tokens are the truth, so nothing is lost, and
+the rows that are fed again come out bit-identical. The scheduler knows lengths and slots, not what tokens mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .cache import Cache, Plane
 
 
 class Scheduler:
-    """First come, first served; whoever came last yields when slots run out."""
+    """First come, first served; the latest sequence is preempted when slots run out."""
 
     def __init__(self, cache: Cache, plane: Plane, max_batch: int, max_rows: int) -> None:
         self.cache, self.plane = cache, plane
@@ -32,7 +32,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence, keep: bool) -> None:
-        """A sequence is finished or cancelled; with `keep` its prefix stays readable for later prompts."""
+        """Drop a finished or cancelled sequence; with `keep` its prefix stays readable for later prompts."""
         if seq in self.running:
             self.running.remove(seq)
             self.cache.free(seq, keep)
@@ -52,11 +52,11 @@ class Scheduler:
         return turns
 
     def fit(self, turns: list[Turn]) -> list[Turn]:
-        """Give every turn its slots; where there are too few, first drop drafts, then preempt whoever came last."""
+        """Reserve slots for every turn; where there are too few, first drop drafts, then preempt the latest."""
         fitted: list[Turn] = []
         preempted: set[int] = set()
         for turn in turns:
-            if turn.seq.id in preempted:  # a moment ago, for an elder
+            if turn.seq.id in preempted:
                 continue
             held = self.plane.holds(turn.seq.id)
             while not self.cache.reserve(turn.seq, held + turn.feed, turn.budget):

@@ -27,7 +27,7 @@ from .cache import Cache, Plane
 from .drafter import Drafter, DraftRequest
 from .judge import RULES
 from .request_drafts import propose
-from .sampling import Dice, Target, logprob
+from .sampling import KeyedRandom, Target, logprob
 from .scheduler import Scheduler
 from .watchdog import Watchdog
 
@@ -35,7 +35,7 @@ log = logging.getLogger("outrider.engine")
 
 
 class Pending(Protocol):
-    """A pass under way."""
+    """A running pass."""
 
     def wait(self) -> Output: ...
 
@@ -52,7 +52,7 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Runs sequences to their end, several tokens per target pass where the drafter guesses well."""
+    """Runs sequences to their end, with several tokens per target pass where drafts are accepted."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Engine:
         self._notify("begin", seq)
 
     def cancel(self, seq: Sequence) -> None:
-        """Forget a sequence between two steps; its slots are free at once."""
+        """Drop a sequence between two steps; its slots are free at once."""
         if seq.finish is None:
             seq.finish = "cancelled"
             self._close(seq)
@@ -109,7 +109,7 @@ class Engine:
         clock.adjust(output.seconds)
         draft = _read(draft, batch, first, output)
         with clock.time("judge"):
-            coins = [Dice(turn.seq) for turn in turns]
+            coins = [KeyedRandom(turn.seq) for turn in turns]
             targets = self._targets(turns, draft, output, first)
             verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
         step = Step(
@@ -122,14 +122,14 @@ class Engine:
     # ------------------------------------------------------------ the parts of a step
 
     def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
-        """Ask for every turn with a budget; nothing about the shape of the answer is trusted."""
-        asked = [i for i, turn in enumerate(turns) if turn.budget]
+        """A tree for every turn with a budget, and the drafter's errors. Nothing about the drafted trees is trusted."""
+        open_ = [i for i, turn in enumerate(turns) if turn.budget]
         trees, failures, unread = [Tree([], [])] * len(turns), [], None
-        if asked:
+        if open_:
             try:
-                drafted = self._ask([turns[i] for i in asked])
+                drafted = self._request([turns[i] for i in open_])
                 unread, failures = drafted.unread, list(drafted.failures)
-                for i, tree in zip(asked, drafted.trees, strict=True):
+                for i, tree in zip(open_, drafted.trees, strict=True):
                     trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)
             except Exception as error:  # a drafter costs speed, never an answer
                 failures.append(f"{self.drafter.name or type(self.drafter).__name__}: {_describe(error)}")
@@ -139,31 +139,31 @@ class Engine:
         pruned = self.controller.prune(turns, Draft.pack(trees))
         return replace(pruned, unread=unread), "; ".join(failures)
 
-    def _ask(self, turns: list[Turn], dry: bool = False) -> Draft:
+    def _request(self, turns: list[Turn], dry: bool = False) -> Draft:
         seqs, budgets = [turn.seq for turn in turns], [turn.budget for turn in turns]
         request = DraftRequest(seqs, budgets, self.controller.prices, self.controller.stop_below, dry)
         with self.watchdog("draft"):
             return self.drafter.draft(request) if dry else propose(self.drafter, turns, request)
 
     def _dry_draft(self, turns: list[Turn]) -> None:
-        """This step's pass may be under way without a draft: would the next one pay for waiting for one?"""
+        """A draft that is not verified: this step's pass was started early, and the next may have to wait for one."""
         candidates = self.controller.dry_turns(turns)
         if candidates:
             try:
-                self.controller.observe_dry(candidates, self._ask(candidates, dry=True))
+                self.controller.observe_dry(candidates, self._request(candidates, dry=True))
             except Exception as error:
                 self._count_failure(f"dry draft: {_describe(error)}")
 
     def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt is still pending."""
-        _insist_on_numbers(output.highest)
+        _require_finite(output.highest)
         spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
         return [
             Target(turn.seq, output.logits[span], output.choices[span]) if turn.whole else None
             for turn, span in zip(turns, spans, strict=True)
         ]
 
-    def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: Dice) -> Verdict | None:
+    def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: KeyedRandom) -> Verdict | None:
         """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
         seq, plane = turn.seq, self.target.plane
         fed = plane.holds(seq.id) + turn.feed
@@ -203,7 +203,7 @@ class Engine:
         self._notify("end", seq)
 
     def _notify(self, verb: str, *arguments: object) -> None:
-        """Call one of the drafter's optional verbs; if it fails, the text goes on without it."""
+        """Call one of the drafter's optional verbs; a failure is counted."""
         try:
             with self.watchdog(verb):
                 getattr(self.drafter, verb)(*arguments)
@@ -211,13 +211,13 @@ class Engine:
             self._count_failure(f"{verb}: {_describe(error)}")
 
     def _count_failure(self, failure: str) -> None:
-        """The first time it is logged; every time it is counted."""
+        """Count a failure; the first of its kind is logged."""
         if not self.failures[failure]:
             log.warning("The drafter failed (%s). The text is not affected; plain decoding continues.", failure)
         self.failures[failure] += 1
 
 
-_PAUSE = 0.002  # seconds; a longer pause between two steps was the caller's
+_PAUSE = 0.002  # seconds between two steps; the rest of a longer pause is the caller's
 
 
 class Clock:
@@ -234,7 +234,7 @@ class Clock:
         return self
 
     def adjust(self, device: dict[str, float]) -> None:
-        """A device has measured its phases itself; the time between them since its last report is the host's."""
+        """Take over phases that a device measured itself; what remains since its last report is the host's time."""
         if device:
             now, since = self.now(), max(self.reported, self.begin - _PAUSE)
             self.seconds |= device | {"host": max(now - since - sum(device.values()), 0.0)}
@@ -256,17 +256,18 @@ def _describe(error: Exception) -> str:
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
-    """As much of a tree as is well-formed and affordable: every prefix of one is a tree again."""
-    sound = 0
+    """The longest prefix of a tree that is well-formed and within its budget."""
+    survival = tree.survival
+    if survival is not None and (len(survival) != len(tree.tokens) or any(chance < 0 for chance in survival)):
+        raise ValueError("a tree's survival must be one probability for each node")
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if not (-unread <= token < vocabulary and -1 <= parent < node):
-            break
-        sound += 1
-    return tree.cut(min(sound, budget))
+            return tree.cut(min(node, budget))
+    return tree.cut(budget)
 
 
 def _read(draft: Draft, batch: Batch, first: list[int], output: Output) -> Draft:
-    """The draft with the token ids that the pass has read on the device: a tree's rows follow its root's."""
+    """The draft with the token ids that the pass read on the device: a tree's rows follow its root's."""
     if output.tokens is None:
         return draft
     trees = []
@@ -276,8 +277,8 @@ def _read(draft: Draft, batch: Batch, first: list[int], output: Output) -> Draft
     return Draft.pack(trees)
 
 
-def _insist_on_numbers(highest: list[float]) -> None:
-    """Each row's largest logit [R]. A NaN anywhere in a row shows up here."""
+def _require_finite(highest: list[float]) -> None:
+    """Each row's largest logit [R]; a NaN anywhere in a row makes it NaN."""
     if not all(map(math.isfinite, highest)):
         raise ModelError(
             "The target produced NaN or infinite logits, so no token can be chosen. The weights may be damaged or "

@@ -1,9 +1,9 @@
-"""What happened, step by step: recorded once, read by tests, terminals and pages.
+"""Traces: what happened in each step, recorded to JSONL, read back and replayed.
 
-A trace is JSONL: a header, one line per (step, sequence), a footer with counters. Levels: `off` records nothing,
-`summary` the nodes with their fates, `full` also what the target thought of each node: p, its top five, the margin.
-The recorder copies what it needs from a step and asks the target for nothing that was not computed anyway. The time it
-takes itself is taken out of the clock: a recorded run shows the times of one that nobody records.
+A trace is a header, one line per (step, sequence), and a footer with counters. Levels: `off` records nothing, `summary`
+the nodes with their fates, `full` also the target's view of each node: p, its top five, the margin. The recorder copies
+what it needs from a step and causes no further passes. Its own time is subtracted from the recorded times, so that they
+are those of a run without a recorder.
 
     {"step": 17, "seq": 1, "at": 214, "source": "suffix", "budget": 5, "why": "…",
      "us": {"draft": [0, 812], "verify": [812, 9140], "overlap": [900, 20], "judge": [9952, 41]},
@@ -37,7 +37,7 @@ Guess = Callable[[], list[tuple[int, float]]]
 
 
 class Recorder(Listener):
-    """Listens to an engine. `lines` grows in memory, or each line goes to `file` as it happens."""
+    """An engine's listener that records. `lines` grows in memory, or each line is written to `file` at once."""
 
     def __init__(self, level: str = "off", file: TextIO | None = None) -> None:
         if level not in LEVELS:
@@ -49,7 +49,7 @@ class Recorder(Listener):
         self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
 
     def header(self, **facts: Any) -> None:
-        """Once, before the first step: model, drafter, rule, prompts, pieces: whatever readers need."""
+        """Once, before the first step: model, drafter, rule, prompts, pieces and other facts for readers."""
         self._put({"outrider_trace": VERSION, "level": self.level, **facts})
 
     def observe(self, step: Step) -> None:
@@ -59,15 +59,12 @@ class Recorder(Listener):
         for i, verdict in enumerate(step.verdicts):
             if verdict is not None:
                 self._put(Note(step, i, verdict, full=self.level == "full", own=self.own).line())
-                self._count(step.draft.trees[i], verdict)
+                counts = 1, len(step.draft.trees[i].tokens), len(verdict.path), len(verdict.tokens)
+                self.counts = {name: n + more for (name, n), more in zip(self.counts.items(), counts, strict=True)}
         self.own += time.perf_counter() - begin
 
     def footer(self, **facts: Any) -> None:
         self._put({"end": True, **self.counts, **facts})
-
-    def _count(self, tree: Tree, verdict: Verdict) -> None:
-        for name, more in zip(self.counts, (1, len(tree.tokens), len(verdict.path), len(verdict.tokens)), strict=True):
-            self.counts[name] += more
 
     def _put(self, line: Line) -> None:
         if self.level == "off":
@@ -76,11 +73,11 @@ class Recorder(Listener):
             self.lines.append(line)
         else:
             self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self.file.flush()  # a run that is cut off leaves a readable trace
+            self.file.flush()  # an interrupted run leaves a readable trace
 
 
 class Passes(Recorder):
-    """Listens to the plain run beside a recorded one: when each pass began and how long it took, and nothing else."""
+    """Records only when each pass began and how long it took: for the plain run beside a recorded one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +89,10 @@ class Passes(Recorder):
 
 
 class Note:
-    """One sequence's part of a step: all that its line will say, as long as the step is there to be asked.
+    """One sequence's part of a step, from which its line is computed.
 
-    What the target thought takes longest to work out. With `keep` the logits are copied, so that `line()` may be asked
-    at any later time, on any thread; without, it has to be asked before the next step. `own` seconds are taken out of
-    the clock: whoever listened so far has spent them.
+    With `keep` the logits are copied, and `line()` may be called later, on any thread; without, it must be called
+    before the next step. `own` are the recorder's own seconds so far, which are subtracted from the times.
     """
 
     def __init__(self, step: Step, i: int, verdict: Verdict, full: bool, keep: bool = False, own: float = 0.0) -> None:
@@ -106,24 +102,22 @@ class Note:
         if full:
             logits = step.output.logits[at : at + 1 + len(self.tree.tokens)]
             self.logits = logits.clone().cpu() if keep else logits.cpu()
-            if seq.matcher is not None:  # a guide's state belongs to the engine's thread: it is asked here
-                asked: dict[int, Guess] = {n: partial(list, guess()) for n, guess in (self.tree.guesses or {}).items()}
-                self.tree = self.tree._replace(guesses=asked)
+            if seq.matcher is not None:  # guesses read the guide's state, which belongs to the engine's thread
+                read: dict[int, Guess] = {n: partial(list, guess()) for n, guess in (self.tree.guesses or {}).items()}
+                self.tree = self.tree._replace(guesses=read)
         self._line = _line(step, i, verdict, own)
 
     @property
     def rows(self) -> int:
-        """Of logits that are kept, the target's and the drafter's."""
+        """Rows of logits that are kept, the target's and the drafter's."""
         return 0 if self.logits is None else self.logits.shape[0] + len(self.tree.guesses or ())
 
     def line(self) -> Line:
         if self.logits is not None:
-            _think(self._line, self.logits, self.verdict)
+            _add_target_view(self._line, self.logits, self.verdict)
             if self.tree.guesses:
-                guessed = {at: guess() for at, guess in self.tree.guesses.items() if at in self.tree.parents}
-                self._line["guesses"] = {
-                    str(at): [[token, round(q, 4)] for token, q in likely] for at, likely in guessed.items()
-                }
+                guesses = {at: guess() for at, guess in self.tree.guesses.items() if at in self.tree.parents}
+                self._line["guesses"] = {str(at): _rounded(pairs) for at, pairs in guesses.items()}
             if self.seed is not None:
                 self._line["noise"] = _noise(self._line, self.verdict, self.seed)
             self.logits = None
@@ -153,6 +147,10 @@ def _line(step: Step, i: int, verdict: Verdict, own: float) -> Line:
     return line
 
 
+def _rounded(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
+    return [[token, round(p, 4)] for token, p in pairs]
+
+
 def _nodes(tree: Tree, verdict: Verdict) -> list[list[Any]]:
     rows = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -163,41 +161,36 @@ def _nodes(tree: Tree, verdict: Verdict) -> list[list[Any]]:
     return rows
 
 
-def _think(line: Line, logits: Tensor, verdict: Verdict) -> None:
-    """Add what the target thought, from its logits [n+1, V]: each node's p, and for each emitted token its p, the gap
-    between the two highest logits, the top five. Only what is told is worked out: a vocabulary is long."""
+def _add_target_view(line: Line, logits: Tensor, verdict: Verdict) -> None:
+    """Add p of each node, and for each emitted token its p, the margin between the two highest logits and the top five.
+
+    logits [n+1, V]. Only these probabilities are computed, not the whole softmax.
+    """
     logits = logits.float()
-    whole = torch.logsumexp(logits, -1)  # [n+1]
-    nodes = line["nodes"]
-    if nodes:
-        where = torch.tensor([[node[1] + 1, node[0]] for node in nodes])  # [n, 2] row and token
-        chances = (logits[where[:, 0], where[:, 1]] - whole[where[:, 0]]).exp()
-        for node, p in zip(nodes, chances.tolist(), strict=True):
-            node[3] = round(p, 4)
-    line["chose"] = []
-    if not verdict.tokens:
-        return
-    rows = logits[verdict.rows]  # [emitted, V]
-    base = whole[verdict.rows]
-    values, ids = rows.topk(min(5, rows.shape[1]))
-    own = (rows[range(len(verdict.tokens)), verdict.tokens] - base).exp().tolist()
+    total = torch.logsumexp(logits, -1)  # [n+1]
+    parent_rows, drafted = [node[1] + 1 for node in line["nodes"]], [node[0] for node in line["nodes"]]
+    for node, p in zip(line["nodes"], (logits[parent_rows, drafted] - total[parent_rows]).exp().tolist(), strict=True):
+        node[3] = round(p, 4)
+    rows, base = logits[verdict.rows], total[verdict.rows]  # [E, V], [E] for E emitted tokens
+    values, ids = rows.topk(min(5, rows.shape[1]))  # [E, 5]
+    own = (rows[range(len(rows)), verdict.tokens] - base).exp().tolist()
     margins = (values[:, 0] - values[:, 1]).tolist() if values.shape[1] > 1 else [0.0] * len(own)
-    for token, p, margin, tops, shares in zip(
-        verdict.tokens, own, margins, ids.tolist(), (values - base[:, None]).exp().tolist(), strict=True
-    ):
-        top = [[t, round(v, 4)] for t, v in zip(tops, shares, strict=True)]
-        line["chose"].append([token, round(p, 4), round(margin, 4), top])
+    tops = map(zip, ids.tolist(), (values - base[:, None]).exp().tolist())
+    line["chose"] = [
+        [token, round(p, 4), round(margin, 4), _rounded(top)]
+        for token, p, margin, top in zip(verdict.tokens, own, margins, tops, strict=True)
+    ]
 
 
 def _noise(line: Line, verdict: Verdict, seed: int) -> list[dict[str, float]]:
-    """At each emitted token's place: the noise of what was chosen, of what was drafted, of the target's top five."""
-    places = []
+    """For each emitted token: the noise of the chosen token, of the drafted ones, of the target's top five."""
+    noises = []
     for i, (row, chose) in enumerate(zip(verdict.rows, line["chose"], strict=True)):
         drafted = [node[0] for node in line["nodes"] if node[1] == row - 1]
         tokens = sorted({chose[0], *drafted, *(token for token, _ in chose[3])})
         noise = gumbel(key(seed, line["at"] + i, CHOICE), torch.tensor(tokens))
-        places.append({str(token): round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
-    return places
+        noises.append({str(token): round(g, 4) for token, g in zip(tokens, noise.tolist(), strict=True)})
+    return noises
 
 
 # ---------------------------------------------------------------- reading
@@ -205,7 +198,7 @@ def _noise(line: Line, verdict: Verdict, seed: int) -> list[dict[str, float]]:
 
 @dataclass
 class Trace:
-    """A whole recording."""
+    """A whole trace, in memory."""
 
     header: Line = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -223,15 +216,9 @@ class Trace:
                 trace.lines.append(line)
         return trace
 
-    def save(self, path: Path | str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            for line in (self.header, *self.lines, self.footer):
-                if line:
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
 
 def read(path: Path | str) -> Trace:
-    """Load a JSONL trace; a file cut off in mid-line is read up to there."""
+    """Load a JSONL trace; a truncated last line is ignored."""
     try:
         with open(path, encoding="utf-8") as file:
             trace = Trace.of(_parse(file, path))
@@ -250,7 +237,7 @@ def _parse(file: TextIO, path: Path | str) -> Iterator[Line]:
             line = json.loads(text)
         except json.JSONDecodeError:
             if number > 1:
-                return  # the run was cut off while writing this line
+                return  # the run was interrupted while writing this line
             line = None
         if not isinstance(line, dict):
             raise OutriderError(f"{path} is not an Outrider trace: line {number} is not a JSON object.")
@@ -258,7 +245,7 @@ def _parse(file: TextIO, path: Path | str) -> Iterator[Line]:
 
 
 def tokens_of(line: Line) -> set[int]:
-    """Every token that a step's line mentions: drafted, emitted, or thought likely by anybody."""
+    """Every token that a step's line mentions: drafted, emitted, or among the likeliest."""
     tokens = {*line["emitted"], *(node[0] for node in line["nodes"])}
     tokens |= {token for chose in line.get("chose", ()) for token, _ in chose[3]}
     return tokens | {token for likely in line.get("guesses", {}).values() for token, _ in likely}
@@ -267,8 +254,8 @@ def tokens_of(line: Line) -> set[int]:
 # ---------------------------------------------------------------- replaying
 
 
-class _Recorded:
-    """The target's choices and the coins of one line, played back to the judge."""
+class _RecordedStep:
+    """The target's choices and the randomness of one line, for the judge."""
 
     def __init__(self, line: Line) -> None:
         self.emitted = line["emitted"]
@@ -276,34 +263,34 @@ class _Recorded:
         self.flips: dict[int, bool] = dict(flips)
         self.draws: dict[int, int] = dict(draws)
         size = 1 + max([*self.emitted, *(node[0] for node in line["nodes"]), 0])
-        self.anything = torch.ones(size, dtype=torch.float64)  # the coins are known: chances do not matter
+        self.ones = torch.ones(size, dtype=torch.float64)
 
     def choose(self, row: int, emitted: list[int]) -> int:
         # Where the text ended inside an accepted block, the target's further choices were not emitted.
         return self.emitted[len(emitted)] if len(emitted) < len(self.emitted) else -1
 
     def law(self, row: int, emitted: list[int]) -> Tensor:
-        return self.anything
+        return self.ones  # any law will do: flips and draws are recorded
 
-    def flip(self, place: int, chance: float) -> bool:
-        return self.flips[place]
+    def flip(self, depth: int, chance: float) -> bool:
+        return self.flips[depth]
 
-    def draw(self, place: int, p: Tensor) -> int:
-        return self.draws[place]
+    def draw(self, depth: int, p: Tensor) -> int:
+        return self.draws[depth]
 
 
 def replay(trace: Trace) -> list[Verdict]:
-    """Judge every recorded step again, without a model. The result is what was recorded, or the trace is wrong."""
+    """Judge every recorded step again, without a model. A valid trace gives `recorded(trace)`."""
     rule = RULES[trace.header.get("rule", "match")]
     verdicts = []
     for line in trace.lines:
-        tree, played = Tree([n[0] for n in line["nodes"]], [n[1] for n in line["nodes"]]), _Recorded(line)
-        verdicts.append(rule(tree, played, played).cut(len(line["emitted"]), tree))
+        tree, step = Tree([n[0] for n in line["nodes"]], [n[1] for n in line["nodes"]]), _RecordedStep(line)
+        verdicts.append(rule(tree, step, step).cut(len(line["emitted"]), tree))
     return verdicts
 
 
 def recorded(trace: Trace) -> list[Verdict]:
-    """The verdicts as the lines tell them: accepted nodes in order of depth, and what was emitted."""
+    """The recorded verdicts."""
     verdicts = []
     for line in trace.lines:
         fates = "".join(node[4] for node in line["nodes"])

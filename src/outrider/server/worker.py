@@ -200,8 +200,8 @@ class Worker:
             return
         if seq.done:
             self.llm.close(seq)  # releases text that was held back
-        assert isinstance(seq.watch, Detokenizer)
-        texts, choice.sent = seq.watch.texts[sent:], sent + new
+        assert isinstance(seq.on_token, Detokenizer)
+        texts, choice.sent = seq.on_token.texts[sent:], sent + new
         tokens, logprobs = seq.generated[sent:], seq.logprobs[sent:]
         delta = Delta(choice.index, "".join(texts), tokens, logprobs, seq.finish, texts, note)
         if seq.done:

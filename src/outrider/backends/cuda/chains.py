@@ -15,12 +15,12 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ...engine.cache import Row
-from ...engine.sampling import adjusts
+from ...engine.sampling import adjusts, filters
 from ...types import Draft, Sequence, Tree
 from .. import Part
 from ..rows import Rows
 from .capture import Field, Form, filled
-from .graphs import LAW, Graphs, fill_laws, filters, rung
+from .graphs import LAW, Graphs, fill_laws, rung
 from .kernels import elementwise, sampling
 from .kernels.attention import Blocks
 from .kernels.sampling import Laws

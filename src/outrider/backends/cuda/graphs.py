@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...backends.rows import Rows
 from ...engine.cache import Plane
-from ...engine.sampling import adjusts
+from ...engine.sampling import adjusts, filters
 from ...types import Batch, Output, Sequence
 from .. import WHOLE, Model, Part
 from .capture import Field, Form, filled
@@ -272,12 +272,6 @@ class Pending:
 
 
 # ------------------------------------------------------------ from rows to what kernels read
-
-
-def filters(seq: Sequence) -> bool:
-    """Whether a choice looks at more than noise and temperature."""
-    p = seq.params
-    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
 
 
 def _goes_on(seq: Sequence, length: int) -> bool:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...backends.cuda.chains import BATCHES, LENGTHS
-from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, filters, rung
+from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, rung
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.state import DEPTHS
 from ...backends.rows import Rows
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Plane
-from ...engine.sampling import adjusts
+from ...engine.sampling import adjusts, filters
 from ...types import Draft, Sequence, Tree
 from .passes import Chain, First, HeadShape, Masks, Rankings, Reading
 from .trees import Growing, Grown

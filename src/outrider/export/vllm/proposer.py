@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...drafters import DraftRequest, Workspace, make
-from ...engine.prediction import Prediction
-from ...engine.request_drafts import propose as draft_for
+from ...engine.request_drafts import Prediction, propose as draft_for
 from ...types import Sequence, Turn
 from .worker import PendingPredictions
 
@@ -159,4 +158,4 @@ def _extend(seq: Sequence, text: Tokens) -> None:
     new = text[len(seq.tokens) :].tolist()
     seq.tokens.extend(new)
     if seq.prediction is not None:
-        seq.prediction.hear(new)
+        seq.prediction.advance(new)
