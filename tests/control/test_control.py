@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from outrider.backends.pass_costs import EACH, EDGE, MOST_ROWS, ROWS
-from outrider.control.adaptive import Adaptive, Costs
+from outrider.control.adaptive import Adaptive
+from outrider.control.backoff import FIRST_PAUSE, LONGEST_PAUSE
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
 from outrider.measure.statistics import expected_tokens
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
@@ -43,10 +45,10 @@ def stairs(sequences: int, rows: int) -> float:
     return 0.005 * (0.8 + 0.2 * padded / 16)
 
 
-def measured(time: Time) -> Costs:
+def measured(time: Time) -> PassCosts:
     """As `profile` measures."""
     each = {s: (*ROWS, EDGE) if s == 1 else EACH for s in COUNTS}
-    return Costs({(s, s * r): time(s, s * r) for s in COUNTS for r in each[s] if s * r <= MOST_ROWS})
+    return PassCosts({(s, s * r): time(s, s * r) for s in COUNTS for r in each[s] if s * r <= MOST_ROWS})
 
 
 @dataclass
@@ -115,7 +117,7 @@ class World:
         return self.batch * expected_tokens(self.alpha, k) / seconds
 
 
-def warmed(world: World, costs: Costs | None = None) -> Adaptive:
+def warmed(world: World, costs: PassCosts | None = None) -> Adaptive:
     controller = Adaptive(costs or measured(world.time), K_MAX)
     world.speed(controller, 60 + 240 // world.batch)
     return controller
@@ -229,7 +231,7 @@ def test_newcomers_are_probed_together_and_seldom() -> None:
         world.seqs[step % 32] = Sequence(1000 + step, [1], SamplingParams(max_tokens=10**6))
         world.step(controller)
         asked += world.asked > 0
-    assert 1 <= asked <= 300 / Adaptive.PROBE + 1
+    assert 1 <= asked <= 300 / FIRST_PAUSE + 1
 
 
 def test_a_drafter_whose_word_is_never_worth_verifying_is_not_asked_for_ever() -> None:
@@ -253,13 +255,13 @@ def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
-        assert controller.draft_node == (None if price is None else pytest.approx(price))
+        assert controller.mode.draft_node.value == (None if price is None else pytest.approx(price))
 
 
 def test_it_says_why_in_words() -> None:
     world = World(slope, 0.9, 0.1, 64)
     controller = warmed(world)
-    assert controller.why.startswith("64 sequences: the drafter is not asked: ")
+    assert controller.why.startswith("64 sequences: the drafter is not used: ")
     assert "break-even here is 1" in controller.why  # more than 100 %
     assert controller.why.endswith("plain decoding until that changes")
     few = World(slope, 0.9, 0.1, 2)
@@ -271,27 +273,27 @@ def test_it_says_why_in_words() -> None:
 
 
 def test_costs_lie_on_straight_lines_in_rows_and_in_sequences() -> None:
-    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 4.0})
+    costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 4.0})
     assert costs(3) == pytest.approx(1.5)
     assert costs(9) == pytest.approx(3.0)
     assert costs(6, 4) == pytest.approx(3.0)
     assert costs(30, 4) == pytest.approx(4.0)
     assert costs(4, 2) == pytest.approx(2 / 3 * 1.25 + 1 / 3 * 4.0)  # one with two rows, four with eight
     assert costs(8, 64) == costs(8, 4)  # nothing is known of more
-    assert Costs({1: 1.0, 5: 2.0})(3, 8) == pytest.approx(1.5)  # measured for one: that must do for all
+    assert PassCosts({1: 1.0, 5: 2.0})(3, 8) == pytest.approx(1.5)  # measured for one: that must do for all
 
 
 def test_plans_expect_a_stair_behind_every_measured_edge() -> None:
-    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
-    assert costs.stairs(18, 4)[4:] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 5.125, 5.25]
-    assert costs.stairs(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
-    assert costs.stairs(9, 2)[2:6] == pytest.approx([costs(2, 2), costs(4, 2), costs(4, 2), costs(8, 2)])
-    alone = Costs({1: 1.0, 9: 2.0})
-    assert alone.stairs(5, 4) == [alone(rows) for rows in range(10)]  # as on a CPU
+    costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
+    assert costs.table(18, 4)[4:] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 5.125, 5.25]
+    assert costs.table(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
+    assert costs.table(9, 2)[2:6] == pytest.approx([costs(2, 2), costs(4, 2), costs(4, 2), costs(8, 2)])
+    alone = PassCosts({1: 1.0, 9: 2.0})
+    assert alone.table(5, 4) == [alone(rows) for rows in range(10)]  # as on a CPU
 
 
 def test_more_rows_never_cost_less() -> None:
-    costs = Costs({(2, 2): 3.0, (2, 4): 2.0, (2, 8): 5.0, (8, 8): 4.0, (8, 16): 3.9})
+    costs = PassCosts({(2, 2): 3.0, (2, 4): 2.0, (2, 8): 5.0, (8, 8): 4.0, (8, 16): 3.9})
     for sequences in (1, 2, 3, 5, 8, 9):
         line = [costs(rows, sequences) for rows in range(sequences, 40)]
         assert line == sorted(line)
@@ -326,10 +328,10 @@ def test_asking_for_a_cost_takes_no_time() -> None:
 
 def test_a_free_drafter_is_not_asked_where_even_a_sure_draft_would_lose() -> None:
     """Rows that cost as much as a token brings: a batch that fills the machine."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}))
-    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+    controller = Adaptive(PassCosts({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}))
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1e-6
     turns = [Turn(Sequence(i, [1]), 1, whole=True) for i in range(8)]
     assert not any(each.budget for each in controller.budget(turns, Traits()))
-    assert "even a sure draft" in controller.why
-    controller.unasked = controller.MOST_IDLE  # prices may have been wrong: now and then it is looked at again
+    assert "even a certain draft" in controller.why
+    controller.since_request = LONGEST_PAUSE  # prices may have been wrong: now and then it is looked at again
     assert all(each.budget for each in controller.budget(turns, Traits()))

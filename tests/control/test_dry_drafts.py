@@ -7,7 +7,7 @@ import random
 import pytest
 
 from outrider.control.adaptive import Adaptive
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import DraftRequest, Traits
 from outrider.drafters.suffix import Suffix
 from outrider.types import Draft, SamplingParams, Sequence, Turn, chain
@@ -71,38 +71,38 @@ def test_a_dry_draft_that_fails_costs_nothing_but_itself() -> None:
 DRY = Traits(dry=True)
 
 
-def resting(batch: int) -> tuple[Adaptive, list[Turn]]:
-    """A controller whose drafter rests, in a step whose pass is under way."""
-    controller = Adaptive(Costs({(n, rows): 0.004 for n in (1, 16) for rows in (n, 64 * n)}))
+def paused(batch: int) -> tuple[Adaptive, list[Turn]]:
+    """A controller in a pause, in a step whose pass was started without a draft."""
+    controller = Adaptive(PassCosts({(n, rows): 0.004 for n in (1, 16) for rows in (n, 64 * n)}))
     turns = [Turn(Sequence(i, [1, 2, 3]), 1, whole=True) for i in range(batch)]
-    controller.draft_node = controller.draft_call = 1e-6
-    controller.asking.hides, controller.asking.rest = True, 100
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1e-6
+    controller.mode.backoff.pipelined, controller.mode.backoff.left = True, 100
     for _ in range(2):
         controller.budget(turns, DRY)
     return controller, turns
 
 
 def test_one_looks_only_while_a_pass_is_under_way() -> None:
-    controller, turns = resting(1)
+    controller, turns = paused(1)
     assert [turn.budget for turn in controller.dry_turns(turns)] == [controller.k_max]
-    controller.asking.rest = 0
+    controller.mode.backoff.left = 0
     controller.budget(turns, DRY)  # it is asked in earnest
     assert not controller.dry_turns(turns)
     assert not Adaptive(controller.costs).dry_turns(turns)
 
 
 def test_a_small_batch_is_looked_at_whole_and_a_large_one_not_at_all() -> None:
-    controller, turns = resting(Adaptive.GLANCES)
-    assert [turn.seq.id for turn in controller.dry_turns(turns)] == list(range(Adaptive.GLANCES))
-    controller, turns = resting(Adaptive.GLANCES + 1)
+    controller, turns = paused(Adaptive.DRY_BATCH)
+    assert [turn.seq.id for turn in controller.dry_turns(turns)] == list(range(Adaptive.DRY_BATCH))
+    controller, turns = paused(Adaptive.DRY_BATCH + 1)
     assert not controller.dry_turns(turns)
 
 
 @pytest.mark.parametrize(("chance", "wakes"), [(0.95, True), (0.05, False)])
 def test_the_next_pass_waits_for_a_draft_that_promises_something(chance: float, wakes: bool) -> None:
-    controller, turns = resting(1)
+    controller, turns = paused(1)
     for hidden, seconds in ((True, 0.0), (False, 0.001)):
-        controller.asking.spent(1, hidden, seconds)
+        controller.mode.backoff.add_host_time(1, hidden, seconds)
     looked = controller.dry_turns(turns)
     controller.observe_dry(looked, Draft.pack([chain([5, 6], survival=[chance, chance**2])]))
     assert controller.steady is not wakes
@@ -110,8 +110,8 @@ def test_the_next_pass_waits_for_a_draft_that_promises_something(chance: float, 
 
 
 def test_where_nothing_is_found_the_host_is_not_waited_for() -> None:
-    controller, turns = resting(1)
-    controller.asking.rest = 0
+    controller, turns = paused(1)
+    controller.mode.backoff.left = 0
     asked = controller.budget(turns, DRY)
     assert asked[0].budget
     assert not controller.steady

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.control.adaptive import Adaptive
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.drafters.auto import AGAIN, UNASKED, Auto
 from outrider.drafters.head.rollout import Features
@@ -70,21 +70,21 @@ def test_plain_passes_follow_each_other_without_a_gap() -> None:
 
 def crowded(batch: int) -> tuple[Adaptive, list[Turn]]:
     """A controller whose batch fills the machine: a further row takes as long as a token brings."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}))
-    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+    controller = Adaptive(PassCosts({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}))
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1e-6
     return controller, [Turn(Sequence(i, [1]), 1, whole=True) for i in range(batch)]
 
 
 @pytest.mark.parametrize("batch", [8, 64])
 def test_a_step_that_drafts_nothing_makes_no_prices(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(Costs, "table", lambda self, rows, sequences=1: made.append(rows) or [])
+    monkeypatch.setattr(PassCosts, "table", lambda self, rows, sequences=1: made.append(rows) or [])
     controller, turns = crowded(batch)
     for _ in range(100):
         assert controller.budget(turns, Traits(weighs_cost=True)) is turns  # the very same turns: none is made anew
         assert controller.prune(turns, Draft.empty(batch)).trees
     assert not made
-    assert "even a sure draft would lose" in controller.why
+    assert "even a certain draft would lose" in controller.why
 
 
 class Reads(Drafter):

@@ -10,8 +10,9 @@ import pytest
 from outrider import SamplingParams
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.adaptive import Adaptive, Costs, Fixed
-from outrider.control.costs import Threshold
+from outrider.control.acceptance import StopThreshold
+from outrider.control.adaptive import Adaptive, Fixed
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
 from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, decode, reference
@@ -42,21 +43,21 @@ class Careful(Fixed):
 
 
 def test_it_begins_where_a_token_breaks_even() -> None:
-    rule = Threshold()
+    rule = StopThreshold()
     rule.learn(4, 0, 4)  # before anybody knows a price, there is nothing to learn
     assert rule.value is None
     assert rule.below(0.3) == 0.3
-    assert Threshold().below(7.0) == Threshold.HIGHEST
-    assert Threshold().below(-1.0) == 0.0
+    assert StopThreshold().below(7.0) == StopThreshold.HIGHEST
+    assert StopThreshold().below(-1.0) == 0.0
 
 
 @pytest.mark.parametrize("break_even", [0.1, 0.3, 0.6])
 def test_it_follows_acceptance(break_even: float) -> None:
-    rule = Threshold()
+    rule = StopThreshold()
     rule.below(break_even)
     for _ in range(200):
         rule.learn(4, 0, 8)
-    assert rule.value == Threshold.HIGHEST
+    assert rule.value == StopThreshold.HIGHEST
     for _ in range(200):
         rule.learn(4, 4, 8)
     assert rule.value == 0.0
@@ -73,7 +74,7 @@ def test_it_follows_acceptance(break_even: float) -> None:
 def speed(listens: bool, claim: Any, steps: int = 1500, price: float = 0.25, seed: int = 5) -> float:
     """Tokens per plain pass of a drafter whose tokens are sure or doubtful; `claim(chance)` is what it says of them."""
     dice, costs = random.Random(seed), {n: 1.0 + 0.03 * (n - 1) for n in range(1, 20)}
-    controller = Adaptive(Costs(costs))
+    controller = Adaptive(PassCosts(costs))
     seq = Sequence(1, [1], SamplingParams(max_tokens=10**6))
     tokens = seconds = 0.0
     for _ in range(steps):

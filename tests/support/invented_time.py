@@ -15,7 +15,7 @@ from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import toy
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, Workspace, make
 from outrider.drafters.auto import Auto
 from outrider.engine.cache import Cache
@@ -190,9 +190,9 @@ class Run:
         target, listeners = InventedRunner(self, runner), (HostWork(self.world),)
         return Engine(target, cache, *parts, 49152, listeners, now=lambda: self.world.now)
 
-    def _costs(self) -> Costs:
+    def _costs(self) -> PassCosts:
         known = {(s, n): t * 1e-3 for s in (1, 2, 4, 8, 16, 32, 64) for n, t in MILLISECONDS.items() if s <= n <= 1024}
-        return Costs(known)
+        return PassCosts(known)
 
     def is_right(self, seq: int, position: int) -> bool:
         """Whether the draft model guesses this token."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 
 class Ema:
-    """An exponential moving average of positive samples, such as seconds.
+    """An exponential moving average of positive samples, such as seconds. The first sample is taken as it is.
 
     A sample counts as at most `clip` times the average, so that one outlier (a descheduled thread, a cold cache) moves
-    it little. The first sample is taken as it is.
+    it little.
     """
-
-    __slots__ = ("clip", "rate", "value")
 
     def __init__(self, rate: float, clip: float = 3.0) -> None:
         self.rate, self.clip = rate, clip
@@ -18,6 +16,6 @@ class Ema:
 
     def add(self, x: float) -> float:
         """Returns the new average."""
-        known = x if self.value is None else self.value
-        self.value = known + self.rate * (min(x, self.clip * known) - known)
+        old = x if self.value is None else self.value
+        self.value = old + self.rate * (min(x, self.clip * old) - old)
         return self.value
