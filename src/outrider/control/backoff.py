@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
 from statistics import median_low
 
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps
 
 
-@dataclass
 class Backoff:
-    first: int = FIRST_PAUSE
-    longest: int = LONGEST_PAUSE
-    factor: int = 2
-    idle: int = 0  # steps since the last trial
-    pause: int = field(init=False)  # steps before the next one
+    """A trial is due after `pause` idle steps. Each trial multiplies the pause by `factor`, up to `longest` steps."""
 
-    def __post_init__(self) -> None:
-        self.pause = self.first
+    def __init__(self, first: int = FIRST_PAUSE, longest: int = LONGEST_PAUSE, factor: int = 2) -> None:
+        self.first, self.longest, self.factor = first, longest, factor
+        self.idle, self.pause = 0, first
 
     @property
     def due(self) -> bool:
         return self.idle >= self.pause
 
     def tried(self) -> None:
-        """A trial starts: the pause after it is longer, up to `longest`."""
+        """A trial starts."""
         self.idle, self.pause = 0, min(self.factor * self.pause, self.longest)
 
     def reset(self) -> None:
@@ -94,7 +89,7 @@ class HostBackoff:
 
     def exposed(self, batch: int) -> float:
         """Seconds of host work that a draft request exposes, because the next pass cannot be started ahead."""
-        visible, hidden = (median_low(self.host[batch.bit_length(), hidden] or [0.0]) for hidden in (False, True))
+        visible, hidden = (median_low(self.host[batch.bit_length(), state] or [0.0]) for state in (False, True))
         return max(visible - hidden, 0.0)
 
     def pause(self) -> None:

@@ -1,7 +1,6 @@
 """Seconds of a target pass by its sequences and rows, and the price of more rows in the step at hand.
 
-Pass costs are measured at the start (`backends.pass_costs`) and refined by every step. What is in the rows, who drafts
-and how much is accepted are not known here.
+Pass costs are measured at the start (`backends.pass_costs`) and refined by every step. Acceptance is not known here.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ class StepPrices:
     """
 
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, most: int) -> None:
-        """most: the largest number of rows that a price is needed for."""
-        self.sequences, self.most, self.costs, self.lead = len(turns), most, costs, lead
+        self.sequences, self.costs, self.lead = len(turns), costs, lead
+        self.most = most  # rows that a price is needed for
         self.deciding = sum(turn.whole for turn in turns)  # sequences that get a verdict
         self.rows = sum(turn.feed for turn in turns)
         self._table: list[float] | None = None  # made for the first price: most steps need none
