@@ -1,4 +1,4 @@
-"""How much is drafted in a batch: more while rows are free, less when they are not, and never so much that it is slower.
+"""How much is drafted in a batch: more while rows are free, less when they are not, and never so much that it costs.
 
 A simulation without models: passes cost what a formula says, drafts are accepted with a given probability, and the
 controller sees only clocks and verdicts. Its decisions are valued by expectation, so that luck plays no part.

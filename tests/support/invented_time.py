@@ -36,7 +36,7 @@ class World:
     """One clock for the host, one for the device."""
 
     def __init__(self) -> None:
-        self.now, self.free, self.passes, self.vain = 0.0, 0.0, 0, 0
+        self.now = self.free = 0.0
 
     def work(self, seconds: float) -> None:
         """The host is busy."""
@@ -44,7 +44,6 @@ class World:
 
     def start(self, seconds: float) -> None:
         self.free = max(self.now, self.free) + seconds
-        self.passes += 1
 
 
 class InventedEvent:
@@ -185,10 +184,8 @@ class Run:
         return Engine(target, cache, *parts, 49152, listeners, now=lambda: self.world.now)
 
     def _costs(self) -> PassCosts:
-        seconds = {
-            (s, n): t * 1e-3 for s in (1, 2, 4, 8, 16, 32, 64) for n, t in MILLISECONDS.items() if s <= n <= 1024
-        }
-        return PassCosts(seconds)
+        counts, times = (1, 2, 4, 8, 16, 32, 64), MILLISECONDS.items()
+        return PassCosts({(s, n): t * 1e-3 for s in counts for n, t in times if s <= n <= 1024})
 
     def is_right(self, seq: int, position: int) -> bool:
         """Whether the draft model guesses this token."""
