@@ -27,9 +27,8 @@ from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
 from .control.adaptive import Adaptive, Fixed
-from .control.aligned import BlockAligned
-from .control.costs import Costs
 from .control.drift import Monitor
+from .control.pass_costs import PassCosts
 from .drafters import Drafter, Workspace, about, make
 from .engine.cache import Cache, Plane
 from .engine.request_drafts import Prediction
@@ -403,12 +402,14 @@ def make_controller(
     """A controller without statistics."""
     controller: Controller
     if drafter.name == "off" or config.k != "auto":
-        controller = Fixed(0 if drafter.name == "off" else int(config.k))
+        controller = Fixed(0 if drafter.name == "off" else int(config.k), model.block)
     else:
-        batches = tuple(2**i for i in range(config.max_batch.bit_length()))  # batch sizes whose passes are measured
-        measured = (costs or CostFile()).get(lambda: target_costs(runner, cache, batches), batches)
-        controller = Adaptive(Costs(measured, padded=model.device.type == "cuda"), name=drafter.name)
-    return controller if model.block == 1 else BlockAligned(controller, model.block)
+        counts = tuple(2**i for i in range(config.max_batch.bit_length()))  # batch sizes whose passes are measured
+        known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
+        controller = Adaptive(
+            PassCosts(known, padded=model.device.type == "cuda"), name=drafter.name, block=model.block
+        )
+    return controller
 
 
 class CapturedPasses:

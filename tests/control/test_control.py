@@ -1,7 +1,7 @@
 """How much is drafted in a batch: more while rows are free, less when they are not, and never so much that it costs.
 
-The proof is a simulation without models: passes cost what a formula says, drafts come true with a given chance, and the
-controller sees only clocks and verdicts. What it decided is valued by expectation, so that luck proves nothing.
+A simulation without models: passes cost what a formula says, drafts are accepted with a given probability, and the
+controller sees only clocks and verdicts. Its decisions are valued by expectation, so that luck plays no part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from outrider.backends.pass_costs import EACH, EDGE, MOST_ROWS, ROWS
-from outrider.control.adaptive import Adaptive, Costs
+from outrider.control.adaptive import Adaptive
+from outrider.control.backoff import FIRST_PAUSE, LONGEST_PAUSE
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
 from outrider.measure.statistics import expected_tokens
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
@@ -33,20 +35,20 @@ def slope(sequences: int, rows: int) -> float:
 
 
 def gentle(sequences: int, rows: int) -> float:
-    """The same with memory to read for every sequence, and rows that stay cheap for longer."""
+    """The same with memory to read for every sequence, and rows that are cheap up to more of them."""
     return 0.005 * (1 + 0.01 * sequences + max(0, rows - 16) / 100)
 
 
 def stairs(sequences: int, rows: int) -> float:
-    """Passes are padded to a bucket: nothing at all up to its edge, then a jump."""
+    """Passes are padded to a bucket: free up to its edge, then a jump."""
     padded = next(edge for edge in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048) if rows <= edge)
     return 0.005 * (0.8 + 0.2 * padded / 16)
 
 
-def measured(time: Time) -> Costs:
-    """As `profile` measures."""
+def measured(time: Time) -> PassCosts:
+    """At the points that `backends.pass_costs` measures."""
     each = {s: (*ROWS, EDGE) if s == 1 else EACH for s in COUNTS}
-    return Costs({(s, s * r): time(s, s * r) for s in COUNTS for r in each[s] if s * r <= MOST_ROWS})
+    return PassCosts({(s, s * r): time(s, s * r) for s in COUNTS for r in each[s] if s * r <= MOST_ROWS})
 
 
 @dataclass
@@ -57,19 +59,19 @@ class World:
     alpha: float | Callable[[int], float]
     price: float  # of one depth, in plain passes of one sequence
     batch: int
-    claims: bool = False  # does the drafter say how sure it is?
+    claims: bool = False  # does the drafter claim survival?
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
     def __post_init__(self) -> None:
         self.seqs = [Sequence(i, [1], SamplingParams(max_tokens=10**6)) for i in range(self.batch)]
-        self.asked = self.kept = 0
+        self.requested = self.kept = 0
         self.slower = 1.0  # contexts grow
 
     def chance(self, seq: Sequence) -> float:
         return self.alpha(seq.id) if callable(self.alpha) else self.alpha
 
     def step(self, controller: Adaptive) -> tuple[float, float]:
-        """One step; the tokens that such a draft brings on average, and the seconds it takes."""
+        """One step; its expected tokens, and its seconds."""
         turns = controller.budget([Turn(seq, 1, True) for seq in self.seqs], Traits())
         drafted = controller.prune(turns, Draft.pack(map(self._tree, turns)))
         rows = self.batch + sum(len(tree.tokens) for tree in drafted.trees)
@@ -88,7 +90,7 @@ class World:
             clock=clock,
         )
         controller.observe(step)
-        self.asked, self.kept = sum(turn.budget for turn in turns), rows - self.batch
+        self.requested, self.kept = sum(turn.budget for turn in turns), rows - self.batch
         pairs = zip(turns, drafted.trees, strict=True)
         tokens = sum(expected_tokens(self.chance(turn.seq), len(tree.tokens)) for turn, tree in pairs)
         return tokens, sum(clock.values())
@@ -109,13 +111,13 @@ class World:
         return tokens / seconds
 
     def fixed(self, k: int) -> float:
-        """Tokens per second with K drafted for everybody, always."""
+        """Tokens per second with K drafted for every sequence in every step."""
         assert not callable(self.alpha)
         seconds = self.slower * self.time(self.batch, self.batch * (k + 1)) + k * self.price * self.time(1, 1)
         return self.batch * expected_tokens(self.alpha, k) / seconds
 
 
-def warmed(world: World, costs: Costs | None = None) -> Adaptive:
+def warmed(world: World, costs: PassCosts | None = None) -> Adaptive:
     controller = Adaptive(costs or measured(world.time), K_MAX)
     world.speed(controller, 60 + 240 // world.batch)
     return controller
@@ -210,7 +212,7 @@ def test_a_batch_that_shrinks_drafts_again_and_one_that_grows_stops(price: float
 
 
 @pytest.mark.parametrize("price", [0.0, 0.1])
-def test_only_those_sequences_draft_that_are_good_at_it(price: float) -> None:
+def test_drafts_are_made_only_for_sequences_that_accept_them(price: float) -> None:
     world = World(gentle, lambda name: 0.95 if name % 4 == 0 else 0.0, price, 16)
     controller = warmed(world)
     turns = controller.budget([Turn(seq, 1, True) for seq in world.seqs], Traits())
@@ -221,27 +223,27 @@ def test_only_those_sequences_draft_that_are_good_at_it(price: float) -> None:
     assert world.speed(controller, 150) > 1.2 * world.batch / gentle(16, 16)
 
 
-def test_newcomers_are_probed_together_and_seldom() -> None:
-    """Sequences come and go at different times; each would like to be probed, but a probe costs everybody."""
+def test_new_sequences_are_probed_together_and_rarely() -> None:
+    """Sequences arrive at different times; a probe of any of them slows the whole batch down."""
     world = World(gentle, 0.0, 0.15, 32)
-    controller, asked = warmed(world), 0
+    controller, requested = warmed(world), 0
     for step in range(300):
         world.seqs[step % 32] = Sequence(1000 + step, [1], SamplingParams(max_tokens=10**6))
         world.step(controller)
-        asked += world.asked > 0
-    assert 1 <= asked <= 300 / Adaptive.PROBE + 1
+        requested += world.requested > 0
+    assert 1 <= requested <= 300 / FIRST_PAUSE + 1
 
 
-def test_a_drafter_whose_word_is_never_worth_verifying_is_not_asked_for_ever() -> None:
+def test_a_drafter_whose_claims_are_never_worth_verifying_is_used_no_longer() -> None:
     world = World(slope, 0.0, 0.1, 1, claims=True)
-    controller, asked = Adaptive(measured(slope)), 0
+    controller, requested = Adaptive(measured(slope)), 0
     for _ in range(100):
         world.step(controller)
-        asked += world.asked > 0
-    assert asked < 30
+        requested += world.requested > 0
+    assert requested < 30
 
 
-def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
+def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
     controller = Adaptive(measured(slope))
     seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
     for feed, seconds, price in ((8, 1.0, None), (1, 0.004, 0.001)):
@@ -253,13 +255,13 @@ def test_a_prompt_that_the_drafter_reads_is_not_its_price() -> None:
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
-        assert controller.draft_node == (None if price is None else pytest.approx(price))
+        assert controller.mode.draft_node.value == (None if price is None else pytest.approx(price))
 
 
-def test_it_says_why_in_words() -> None:
+def test_the_reason_is_given_in_words() -> None:
     world = World(slope, 0.9, 0.1, 64)
     controller = warmed(world)
-    assert controller.why.startswith("64 sequences: the drafter is not asked: ")
+    assert controller.why.startswith("64 sequences: the drafter is not used: ")
     assert "break-even here is 1" in controller.why  # more than 100 %
     assert controller.why.endswith("plain decoding until that changes")
     few = World(slope, 0.9, 0.1, 2)
@@ -270,34 +272,34 @@ def test_it_says_why_in_words() -> None:
 # ---------------------------------------------------------------- costs of sequences and rows
 
 
-def test_costs_lie_on_straight_lines_in_rows_and_in_sequences() -> None:
-    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 4.0})
+def test_costs_are_linear_in_rows_and_in_sequences() -> None:
+    costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 4.0})
     assert costs(3) == pytest.approx(1.5)
     assert costs(9) == pytest.approx(3.0)
     assert costs(6, 4) == pytest.approx(3.0)
     assert costs(30, 4) == pytest.approx(4.0)
     assert costs(4, 2) == pytest.approx(2 / 3 * 1.25 + 1 / 3 * 4.0)  # one with two rows, four with eight
-    assert costs(8, 64) == costs(8, 4)  # nothing is known of more
-    assert Costs({1: 1.0, 5: 2.0})(3, 8) == pytest.approx(1.5)  # measured for one: that must do for all
+    assert costs(8, 64) == costs(8, 4)  # more were not measured
+    assert PassCosts({1: 1.0, 5: 2.0})(3, 8) == pytest.approx(1.5)  # measured for one sequence only
 
 
-def test_plans_expect_a_stair_behind_every_measured_edge() -> None:
-    costs = Costs({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
-    assert costs.stairs(18, 4)[4:] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 5.125, 5.25]
-    assert costs.stairs(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
-    assert costs.stairs(9, 2)[2:6] == pytest.approx([costs(2, 2), costs(4, 2), costs(4, 2), costs(8, 2)])
-    alone = Costs({1: 1.0, 9: 2.0})
-    assert alone.stairs(5, 4) == [alone(rows) for rows in range(10)]  # as on a CPU
+def test_plans_expect_a_stair_after_every_measured_size() -> None:
+    costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
+    assert costs.table(18, 4)[4:] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 5.125, 5.25]
+    assert costs.table(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
+    assert costs.table(9, 2)[2:6] == pytest.approx([costs(2, 2), costs(4, 2), costs(4, 2), costs(8, 2)])
+    alone = PassCosts({1: 1.0, 9: 2.0})
+    assert alone.table(5, 4) == [alone(rows) for rows in range(10)]  # as on a CPU
 
 
 def test_more_rows_never_cost_less() -> None:
-    costs = Costs({(2, 2): 3.0, (2, 4): 2.0, (2, 8): 5.0, (8, 8): 4.0, (8, 16): 3.9})
+    costs = PassCosts({(2, 2): 3.0, (2, 4): 2.0, (2, 8): 5.0, (8, 8): 4.0, (8, 16): 3.9})
     for sequences in (1, 2, 3, 5, 8, 9):
         line = [costs(rows, sequences) for rows in range(sequences, 40)]
         assert line == sorted(line)
 
 
-def test_costs_follow_what_happens_to_so_many_sequences() -> None:
+def test_costs_follow_the_passes_of_a_sequence_count() -> None:
     costs = measured(slope)
     for _ in range(300):
         costs.refine(32, 0.03, sequences=32)  # three times as long as was measured
@@ -306,11 +308,11 @@ def test_costs_follow_what_happens_to_so_many_sequences() -> None:
     for _ in range(300):
         costs.refine(64, 0.1, sequences=32)
     assert costs(64, 32) == pytest.approx(0.1, rel=0.02)
-    assert costs(64, 32) > 2.2 * costs(32, 32)  # drafts cost more than was thought, and plain passes less so
+    assert costs(64, 32) > 2.2 * costs(32, 32)  # drafts cost more than was measured, and plain passes less so
     assert costs(1) < 0.008
 
 
-def test_beyond_what_was_measured_a_pass_is_believed_at_once() -> None:
+def test_beyond_the_measured_sizes_a_pass_sets_the_cost_at_once() -> None:
     costs = measured(slope)
     guess = costs(600, 32)
     costs.refine(600, 1.2 * guess, sequences=32)
@@ -318,18 +320,18 @@ def test_beyond_what_was_measured_a_pass_is_believed_at_once() -> None:
     assert costs(512, 32) == pytest.approx(slope(32, 512))
 
 
-def test_asking_for_a_cost_takes_no_time() -> None:
+def test_a_cached_cost_takes_less_than_a_microsecond() -> None:
     costs = measured(gentle)
     costs(1000, 37)
     assert min(timeit.repeat(lambda: costs(500, 37), number=10_000, repeat=5)) < 10_000 * 1e-6
 
 
-def test_a_free_drafter_is_not_asked_where_even_a_sure_draft_would_lose() -> None:
-    """Rows that cost as much as a token brings: a batch that fills the machine."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}))
-    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+def test_a_free_drafter_is_not_used_where_even_a_certain_draft_would_lose() -> None:
+    """Rows that cost as much as a token gains: a batch that fills the machine."""
+    controller = Adaptive(PassCosts({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)}))
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1e-6
     turns = [Turn(Sequence(i, [1]), 1, whole=True) for i in range(8)]
     assert not any(each.budget for each in controller.budget(turns, Traits()))
-    assert "even a sure draft" in controller.why
-    controller.unasked = controller.MOST_IDLE  # prices may have been wrong: now and then it is looked at again
+    assert "even a certain draft" in controller.why
+    controller.since_request = LONGEST_PAUSE  # prices may have been wrong: it is tried after the longest pause
     assert all(each.budget for each in controller.budget(turns, Traits()))

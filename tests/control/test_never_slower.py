@@ -1,8 +1,7 @@
 """Never slower on a device that hides the host's work: the real engine in an invented time.
 
 The device is a clock: a pass takes what it took on an H200 (7B, bfloat16), starts when the one before it has ended, and
-chooses the next token of a text that was fixed beforehand. What the host does takes invented, fixed times. Nothing here
-depends on the machine that runs it.
+chooses the next token of a given text. Host work takes invented, fixed times. No result depends on the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from outrider.control.adaptive import Adaptive
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.drafters.auto import AGAIN, UNASKED, Auto
 from outrider.drafters.head.rollout import Features
@@ -28,14 +27,14 @@ pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 
 @pytest.mark.parametrize("drafter", ["suffix", "auto"])
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
-def test_nothing_is_lost_where_nothing_repeats(batch: int, drafter: str) -> None:
+def test_new_text_is_not_slower(batch: int, drafter: str) -> None:
     plain = Run("off", batch, "fresh").speed()
     run = Run(drafter, batch, "fresh")
     assert run.speed() > 0.97 * plain, run.engine.controller.why
 
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 2.5), (4, 2.0), (16, 1.3), (64, 0.97)])
-def test_much_is_won_where_texts_repeat_themselves(batch: int, least: float) -> None:
+def test_repeated_text_is_faster(batch: int, least: float) -> None:
     plain = Run("off", batch, "echo").speed()
     assert Run("suffix", batch, "echo").speed() > least * plain
 
@@ -49,12 +48,12 @@ GOOD = [
     (1, 0.8, 1.7),
     (16, 0.8, 1.2),
 ]
-VAIN = [(batch, right, 0.97) for batch in (1, 4, 16, 64) for right in (0.0, 0.3)]
-UNSURE = [(16, 0.6, 0.95), (32, 0.7, 0.9), (64, 0.8, 0.97)]  # near break-even: what it takes to find out, in 256 tokens
+USELESS = [(batch, right, 0.97) for batch in (1, 4, 16, 64) for right in (0.0, 0.3)]
+UNSURE = [(16, 0.6, 0.95), (32, 0.7, 0.9), (64, 0.8, 0.97)]  # near break-even: the cost of trials in 256 tokens
 
 
-@pytest.mark.parametrize(("batch", "right", "least"), [*GOOD, *VAIN, *UNSURE])
-def test_a_draft_model_pays_or_is_left_alone(batch: int, right: float, least: float) -> None:
+@pytest.mark.parametrize(("batch", "right", "least"), [*GOOD, *USELESS, *UNSURE])
+def test_a_draft_model_pays_or_is_not_used(batch: int, right: float, least: float) -> None:
     plain = Run("off", batch, "fresh").speed()
     run = Run("model", batch, "fresh", right)
     assert run.speed() > least * plain, run.engine.controller.why
@@ -65,30 +64,30 @@ def test_plain_passes_follow_each_other_without_a_gap() -> None:
     assert run.speed() > 0.93 * 16 / (MILLISECONDS[16] * 1e-3)  # prompts and the last sequences take the rest
 
 
-# ------------------------------------------------------------ what is done where nothing is drafted: counts, not times
+# ------------------------------------------------------------ work where nothing is drafted: counts, not times
 
 
-def crowded(batch: int) -> tuple[Adaptive, list[Turn]]:
-    """A controller whose batch fills the machine: a further row takes as long as a token brings."""
-    controller = Adaptive(Costs({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}))
-    controller.draft_node, controller.draft_call = 1e-6, 1e-6
+def full_batch(batch: int) -> tuple[Adaptive, list[Turn]]:
+    """A controller whose batch fills the machine: one more row costs as much as a token gains."""
+    controller = Adaptive(PassCosts({rows: 0.001 * rows for rows in (1, 2, 4, 8, 16, 32, 64, 128)}))
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1e-6
     return controller, [Turn(Sequence(i, [1]), 1, whole=True) for i in range(batch)]
 
 
 @pytest.mark.parametrize("batch", [8, 64])
-def test_a_step_that_drafts_nothing_makes_no_prices(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_drafts_nothing_computes_no_prices(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(Costs, "table", lambda self, rows, sequences=1: made.append(rows) or [])
-    controller, turns = crowded(batch)
+    monkeypatch.setattr(PassCosts, "table", lambda self, rows, sequences=1: made.append(rows) or [])
+    controller, turns = full_batch(batch)
     for _ in range(100):
-        assert controller.budget(turns, Traits(weighs_cost=True)) is turns  # the very same turns: none is made anew
+        assert controller.budget(turns, Traits(weighs_cost=True)) is turns  # the same objects
         assert controller.prune(turns, Draft.empty(batch)).trees
     assert not made
-    assert "even a sure draft would lose" in controller.why
+    assert "even a certain draft would lose" in controller.why
 
 
-class Reads(Drafter):
-    """A drafter with a memory, which counts the tokens that it has to read for a draft."""
+class CountingDrafter(Drafter):
+    """A drafter with a state, which counts the tokens that it has to read for a draft."""
 
     name = "head"
 
@@ -109,8 +108,8 @@ class Reads(Drafter):
         return Draft.pack(chain([1], survival=[0.3]) for _ in seqs)
 
 
-def live(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8) -> None:
-    """Answers of 50 tokens, one after the other in each place. Reading takes 60 µs a token, a call a millisecond."""
+def run_steps(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8) -> None:
+    """Sequences of 50 tokens, one after the other. Reading takes 60 µs a token, a call 1 ms."""
     drafter: Any = auto.costly[0]
     prices: Any = SimpleNamespace(speed=700.0, price=lambda rows: row * rows)  # a row costs so many tokens
     seqs = [Sequence(i, [1] * prompt, SamplingParams(max_tokens=50)) for i in range(batch)]
@@ -124,38 +123,38 @@ def live(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8
                 auto.end(seq)
                 seqs[i] = Sequence(seq.id + batch, [1] * prompt, SamplingParams(max_tokens=50))
         turns = [Turn(seq, 1, True) for seq in seqs]
-        told: Any = SimpleNamespace(turns=turns, clock={"draft": seconds}, verdicts=[None] * batch, index=step)
-        told.draft = Draft.empty(batch)
-        auto.observe(told)
+        observed: Any = SimpleNamespace(turns=turns, clock={"draft": seconds}, verdicts=[None] * batch, index=step)
+        observed.draft = Draft.empty(batch)
+        auto.observe(observed)
 
 
 @pytest.mark.parametrize("batch", [4, 8, 64])
-def test_a_head_that_cannot_pay_is_tried_at_a_bounded_price(batch: int) -> None:
-    """Where rows are dear, what is spent on finding out stays below a few hundredths of what is made."""
-    reads = Reads()
-    auto = auto_with(reads)
-    live(auto, batch, 2000)
-    assert reads.calls  # it has had its trial
-    spent = 700.0 * (1e-3 * reads.calls + 60e-6 * reads.total)  # tokens
+def test_trials_of_a_head_that_cannot_pay_have_a_bounded_cost(batch: int) -> None:
+    """Where rows are expensive, trials cost less than 3 % of the tokens."""
+    drafter = CountingDrafter()
+    auto = auto_with(drafter)
+    run_steps(auto, batch, 2000)
+    assert drafter.calls  # it was tried
+    spent = 700.0 * (1e-3 * drafter.calls + 60e-6 * drafter.total)  # tokens
     assert spent < 0.03 * 2000 * batch
 
 
-def test_nothing_is_kept_for_a_head_that_nobody_asks_until_there_are_fewer() -> None:
-    reads = Reads()
-    auto = auto_with(reads)
-    live(auto, 8, UNASKED + 2)
-    assert auto.traits.taps == ()  # the target shows nothing, and nothing is copied
-    live(auto, 4, 1)
-    assert auto.traits.taps == (1, 2)  # fewer than those that kept it silent
-    live(auto, 8, 1)
-    assert auto.traits.taps == ()  # that is remembered,
+def test_no_features_are_kept_for_an_unused_head_until_the_batch_shrinks() -> None:
+    drafter = CountingDrafter()
+    auto = auto_with(drafter)
+    run_steps(auto, 8, UNASKED + 2)
+    assert auto.traits.taps == ()  # nothing is copied
+    run_steps(auto, 4, 1)
+    assert auto.traits.taps == (1, 2)  # a smaller batch
+    run_steps(auto, 8, 1)
+    assert auto.traits.taps == ()  # still known,
     shown = 0
     for _ in range(AGAIN + UNASKED):
-        live(auto, 8, 1)
+        run_steps(auto, 8, 1)
         shown += auto.traits.taps == (1, 2)
-    assert 0 < shown <= 4 * UNASKED  # and found out anew after a long while
-    live(auto, 8, 2, row=0.0)
-    assert auto.traits.taps == (1, 2)  # rows cost nothing any more: it is asked again
+    assert 0 < shown <= 4 * UNASKED  # and tried again after a long while
+    run_steps(auto, 8, 2, row=0.0)
+    assert auto.traits.taps == (1, 2)  # rows cost nothing any more
 
 
 def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +179,4 @@ def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch)
         assert found[:, 0].tolist() == [float(at) for at in range(100)]
         assert torch.equal(found[:, :3], -found[:, 3:])
         held = {piece.untyped_storage().data_ptr() for _, piece in features.pieces[name]}
-        assert len(held) <= 33  # old rows are its own: it does not keep those of 63 others alive
+        assert len(held) <= 33  # copies: it does not keep the rows of 63 others alive

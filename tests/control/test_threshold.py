@@ -1,4 +1,4 @@
-"""Where a drafter had better stop: the threshold follows acceptance, and costs nobody a word."""
+"""The stop threshold: it follows acceptance, and stopping early changes no text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from outrider import SamplingParams
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.adaptive import Adaptive, Costs, Fixed
-from outrider.control.costs import Threshold
+from outrider.control.acceptance import StopThreshold
+from outrider.control.adaptive import Adaptive, Fixed
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
 from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, decode, reference
@@ -20,8 +21,8 @@ from outrider.types import Draft, Sequence, Tree, Turn, chain
 TARGET = toy()
 
 
-class Ear:
-    """Hears what was drafted."""
+class DraftLog:
+    """A listener that records drafts."""
 
     def __init__(self) -> None:
         self.trees: list[Tree] = []
@@ -30,8 +31,8 @@ class Ear:
         self.trees += step.draft.trees
 
 
-class Careful(Fixed):
-    """K tokens, unless the drafter doubts."""
+class FixedThreshold(Fixed):
+    """K tokens, with a given threshold."""
 
     def __init__(self, k: int, stop_below: float) -> None:
         super().__init__(k)
@@ -41,46 +42,46 @@ class Careful(Fixed):
 # ---------------------------------------------------------------- the rule
 
 
-def test_it_begins_where_a_token_breaks_even() -> None:
-    rule = Threshold()
-    rule.learn(4, 0, 4)  # before anybody knows a price, there is nothing to learn
+def test_it_starts_at_break_even() -> None:
+    rule = StopThreshold()
+    rule.learn(4, 0, 4)  # ignored while break-even is unknown
     assert rule.value is None
     assert rule.below(0.3) == 0.3
-    assert Threshold().below(7.0) == Threshold.HIGHEST
-    assert Threshold().below(-1.0) == 0.0
+    assert StopThreshold().below(7.0) == StopThreshold.HIGHEST
+    assert StopThreshold().below(-1.0) == 0.0
 
 
 @pytest.mark.parametrize("break_even", [0.1, 0.3, 0.6])
 def test_it_follows_acceptance(break_even: float) -> None:
-    rule = Threshold()
+    rule = StopThreshold()
     rule.below(break_even)
     for _ in range(200):
         rule.learn(4, 0, 8)
-    assert rule.value == Threshold.HIGHEST
+    assert rule.value == StopThreshold.HIGHEST
     for _ in range(200):
         rule.learn(4, 4, 8)
     assert rule.value == 0.0
     for _ in range(50):
-        rule.learn(8, 8, 8)  # as long as they may be: nothing says that they should be longer
+        rule.learn(8, 8, 8)  # the whole budget: no evidence for longer drafts
     assert rule.value == 0.0
     rule.learn(0, 0, 8)
     assert rule.value == 0.0
 
 
-# ---------------------------------------------------------------- worth having: a simulation without models
+# ---------------------------------------------------------------- speed: a simulation without models
 
 
-def speed(listens: bool, claim: Any, steps: int = 1500, price: float = 0.25, seed: int = 5) -> float:
-    """Tokens per plain pass of a drafter whose tokens are sure or doubtful; `claim(chance)` is what it says of them."""
+def speed(stops: bool, claim: Any, steps: int = 1500, price: float = 0.25, seed: int = 5) -> float:
+    """Tokens per plain pass of a drafter whose tokens have survival 0.95 or 0.15; `claim(chance)` is what it claims."""
     dice, costs = random.Random(seed), {n: 1.0 + 0.03 * (n - 1) for n in range(1, 20)}
-    controller = Adaptive(Costs(costs))
+    controller = Adaptive(PassCosts(costs))
     seq = Sequence(1, [1], SamplingParams(max_tokens=10**6))
     tokens = seconds = 0.0
     for _ in range(steps):
         (turn,) = controller.budget([Turn(seq, 1, True)], Traits())
         chances: list[float] = []
         survival: list[float] = []
-        while len(chances) < turn.budget and not (listens and survival and survival[-1] < controller.stop_below):
+        while len(chances) < turn.budget and not (stops and survival and survival[-1] < controller.stop_below):
             chances.append(0.95 if dice.random() < 0.7 else 0.15)
             survival.append(claim(chances[-1]) * (survival[-1] if survival else 1.0))
         taken = price * len(chances)
@@ -109,22 +110,22 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
     )  # fmt: skip
 
 
-CLAIMS = {"honest": lambda c: c, "bold": lambda c: c**0.3, "shy": lambda c: 0.8 * c}
+CLAIMS = {"calibrated": lambda c: c, "overconfident": lambda c: c**0.3, "underconfident": lambda c: 0.8 * c}
 
 
-@pytest.mark.parametrize("manner", CLAIMS)
-def test_a_drafter_that_knows_its_doubts_gains_by_stopping(manner: str) -> None:
-    claim, seeds = CLAIMS[manner], range(4)
-    deaf, heard = (sum(speed(listens, claim, seed=seed) for seed in seeds) / 4 for listens in (False, True))
-    assert heard > 1.04 * deaf
-    assert heard > 1.3  # plain decoding is 1
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_a_drafter_that_knows_its_survival_gains_by_stopping(kind: str) -> None:
+    claim, seeds = CLAIMS[kind], range(4)
+    ignoring, stopping = (sum(speed(stops, claim, seed=seed) for seed in seeds) / 4 for stops in (False, True))
+    assert stopping > 1.04 * ignoring
+    assert stopping > 1.3  # plain decoding is 1
 
 
-# ---------------------------------------------------------------- what drafters do with it
+# ---------------------------------------------------------------- drafters
 
 
 @pytest.mark.parametrize("drafter", ["model", "layerskip", "exit", "head"])
-def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
+def test_chains_end_below_the_threshold_and_the_text_is_the_same(drafter: str) -> None:
     from outrider.drafters import lookup
 
     options = lookup(drafter).traits.trial(TARGET) or {"skip_layers": [1]}
@@ -134,32 +135,32 @@ def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
     lengths = {}
     for stop_below in (0.0, 0.6, 1.1):
         one = build_engine(TARGET, config)
-        one.controller = Careful(5, stop_below)
-        ear = Ear()
-        one.listeners = (ear,)
+        one.controller = FixedThreshold(5, stop_below)
+        log = DraftLog()
+        one.listeners = (log,)
         assert decode(one, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
-        for tree in ear.trees:
+        for tree in log.trees:
             assert tree.survival is None or all(s >= stop_below for s in tree.survival[:-1])
-        lengths[stop_below] = max(len(tree.tokens) for tree in ear.trees)
+        lengths[stop_below] = max(len(tree.tokens) for tree in log.trees)
     assert lengths[0.0] == 5
-    assert lengths[1.1] == 1  # the first token is always drafted, nothing goes on from it
+    assert lengths[1.1] == 1  # the first token is always drafted
 
 
-def test_trees_do_not_grow_where_there_is_doubt() -> None:
+def test_trees_are_not_extended_below_the_threshold() -> None:
     options = {"draft_model": toy(blur=0.3), "tree": True, "tree_width": 2, "tree_depth": 4}
     one = build_engine(TARGET, Config(drafter="model", k=8, options=options))
-    one.controller = Careful(8, 1.1)
-    ear = Ear()
-    one.listeners = (ear,)
+    one.controller = FixedThreshold(8, 1.1)
+    log = DraftLog()
+    one.listeners = (log,)
     params = SamplingParams(max_tokens=20)
     assert decode(one, SCENARIOS[0], params) == reference(TARGET, SCENARIOS[0], params)
-    assert all(set(tree.parents) <= {-1} for tree in ear.trees)
+    assert all(set(tree.parents) <= {-1} for tree in log.trees)
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
-def test_the_rules_that_draw_do_not_look(rule: str) -> None:
+def test_rules_that_draw_ignore_the_threshold(rule: str) -> None:
     one = build_engine(TARGET, Config(drafter="model", k=5, options={"draft_model": toy(blur=0.3)}))
-    one.controller = Careful(5, 1.1)
+    one.controller = FixedThreshold(5, 1.1)
     seq = Sequence(1, [1, 2, 3], SamplingParams(temperature=1.0, max_tokens=30), seed=3, rule=rule)
     one.add(seq)
     one.step()

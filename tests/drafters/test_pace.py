@@ -10,8 +10,9 @@ import pytest
 
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.adaptive import Adaptive, Costs
-from outrider.control.costs import Experience
+from outrider.control.acceptance import AcceptanceStats
+from outrider.control.adaptive import Adaptive
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
 from outrider.drafters._habit import PATIENCE, Habit
 from outrider.drafters.auto import Auto, Trust, settled, value
@@ -261,29 +262,31 @@ def turn() -> Turn:
 
 
 def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
-    paced, other = Adaptive(Costs(COSTS)), Adaptive(Costs(COSTS))
+    paced, other = Adaptive(PassCosts(COSTS)), Adaptive(PassCosts(COSTS))
     for controller in (paced, other):
-        controller.draft_node, controller.draft_call = 0.0005, 0.001
+        controller.mode.draft_node.value, controller.mode.draft_call.value = 0.0005, 0.001
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == paced.k_max
     assert 0 < other.budget([turn()], Traits())[0].budget < other.k_max
-    paced.draft_call = 0.02  # four passes for a draft
+    paced.mode.draft_call.value = 0.02  # four passes for a draft
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == 0
 
 
 def test_a_frugal_drafter_is_asked_every_time() -> None:
-    controller = Adaptive(Costs(COSTS))
-    controller.draft_node = controller.draft_call = 0.02
+    controller = Adaptive(PassCosts(COSTS))
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 0.02
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == controller.k_max
-    controller.asking.hides = True  # a device of its own: there, asking has a price that only the controller knows
+    controller.mode.backoff.pipelined = (
+        True  # a device of its own: there, asking has a price that only the controller knows
+    )
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == 0
 
 
 def test_prices_are_those_of_the_step_at_hand() -> None:
-    controller = Adaptive(Costs(COSTS))
+    controller = Adaptive(PassCosts(COSTS))
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(200)
     assert controller.prices.price(7) == pytest.approx(0.4)
-    controller.lead = 2.0
+    controller.mode.lead.value = 2.0
     assert controller.prices.speed == pytest.approx(200)  # the same step
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(400)
@@ -294,7 +297,7 @@ def test_the_request_carries_the_prices_of_whichever_controller_is_at_work() -> 
     requests: list[DraftRequest] = []
     draft = engine.drafter.draft
     engine.drafter.draft = lambda request: requests.append(request) or draft(request)  # type: ignore[method-assign]
-    for controller in (engine.controller, Adaptive(Costs(COSTS))):
+    for controller in (engine.controller, Adaptive(PassCosts(COSTS))):
         engine.controller = controller
         engine.add(Sequence(len(requests), [5, 6, 7, 8], SamplingParams(max_tokens=4)))
         while engine.busy:
@@ -305,7 +308,7 @@ def test_the_request_carries_the_prices_of_whichever_controller_is_at_work() -> 
 
 
 def test_whose_claims_came_true_is_kept_apart() -> None:
-    known = Experience()
+    known = AcceptanceStats()
     for _ in range(100):
         known.add(chain([1], survival=[0.7], source="suffix"), [], "r")
         known.add(chain([1], survival=[0.7], source="head"), [0], "a")
@@ -317,7 +320,7 @@ def test_whose_claims_came_true_is_kept_apart() -> None:
 def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
     kept = []
     for claims in ([0.9, 0.85, 0.8, 0.75], [0.9, 0.85, 0.02, 0.01], [0.02, 0.01, 0.01, 0.01]):
-        controller = Adaptive(Costs(COSTS))
+        controller = Adaptive(PassCosts(COSTS))
         turns = controller.budget([turn()], Traits(self_limiting=True))
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))

@@ -8,8 +8,9 @@ import pytest
 
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.adaptive import Adaptive, Costs, Fixed
-from outrider.engine.drafter import Traits
+from outrider.control.adaptive import Adaptive, Fixed
+from outrider.control.pass_costs import PassCosts
+from outrider.drafters import Traits
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, chain
@@ -121,7 +122,7 @@ def pruned(controller: Adaptive, claims: list[float], rule: str = "match") -> in
     return len(tree.tokens)
 
 
-def taught(costs: Costs, claim: float, hits: float, name: str = "suffix") -> Adaptive:
+def taught(costs: PassCosts, claim: float, hits: float, name: str = "suffix") -> Adaptive:
     """A controller that has seen many nodes with this claim, of which this share was accepted."""
     controller = Adaptive(costs, name=name)
     tree = chain([1], survival=[claim])
@@ -136,23 +137,23 @@ STEEP = {1: 10.0, 2: 16.0, 32: 196.0}
 
 
 def test_adaptive_keeps_much_where_rows_are_free() -> None:
-    assert pruned(Adaptive(Costs(FLAT)), [0.9**i for i in range(1, 17)]) == 16
+    assert pruned(Adaptive(PassCosts(FLAT)), [0.9**i for i in range(1, 17)]) == 16
 
 
 def test_adaptive_keeps_only_what_is_worth_its_row() -> None:
-    controller = Adaptive(Costs(STEEP))
+    controller = Adaptive(PassCosts(STEEP))
     assert pruned(controller, [0.9, 0.8, 0.5, 0.2]) == 2  # a row costs 60% of a pass
     assert pruned(controller, [0.4, 0.3]) == 0
     assert "break-even here is 60%" in controller.why
 
 
 def test_adaptive_believes_experience_more_than_claims() -> None:
-    assert pruned(taught(Costs(STEEP), claim=0.95, hits=0.1), [0.95]) == 0
-    assert pruned(taught(Costs(STEEP), claim=0.4, hits=0.9), [0.4]) == 1
+    assert pruned(taught(PassCosts(STEEP), claim=0.95, hits=0.1), [0.95]) == 0
+    assert pruned(taught(PassCosts(STEEP), claim=0.4, hits=0.9), [0.4]) == 1
 
 
 def test_adaptive_probes_now_and_then_and_ever_more_rarely() -> None:
-    controller = taught(Costs(STEEP), claim=0.95, hits=0.0)
+    controller = taught(PassCosts(STEEP), claim=0.95, hits=0.0)
     kept = [pruned(controller, [0.95]) for _ in range(400)]
     probes = [i for i, n in enumerate(kept) if n]
     assert 3 <= len(probes) <= 6
@@ -161,28 +162,28 @@ def test_adaptive_probes_now_and_then_and_ever_more_rarely() -> None:
 
 
 def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
-    controller = taught(Costs(FLAT), claim=0.5, hits=0.0)
-    controller.draft_node = controller.draft_call = 5.0
+    controller = taught(PassCosts(FLAT), claim=0.5, hits=0.0)
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 5.0
     budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(200)]
     assert budgets.count(0) > 0.95 * len(budgets)
     assert any(budgets)
 
 
 def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:
-    controller = taught(Costs(FLAT), claim=0.9, hits=0.9)
-    controller.draft_node = controller.draft_call = 1.0
+    controller = taught(PassCosts(FLAT), claim=0.9, hits=0.9)
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 1.0
     assert controller.budget([turn()], Traits())[0].budget > 2
 
 
 def test_a_drawn_token_is_never_discarded_for_its_own_value() -> None:
     """Under `reject`, what is kept must not change with the last token's own chance."""
     for last in (0.001, 0.3, 0.79):
-        assert pruned(Adaptive(Costs(STEEP)), [0.9, 0.8, last], rule="reject") == 3
-    assert pruned(Adaptive(Costs(STEEP)), [0.9, 0.8, 0.001], rule="match") == 2
+        assert pruned(Adaptive(PassCosts(STEEP)), [0.9, 0.8, last], rule="reject") == 3
+    assert pruned(Adaptive(PassCosts(STEEP)), [0.9, 0.8, 0.001], rule="match") == 2
 
 
 def test_costs_lie_on_straight_lines_and_follow_what_happens() -> None:
-    costs = Costs({1: 10.0, 4: 16.0})
+    costs = PassCosts({1: 10.0, 4: 16.0})
     assert costs(2) == pytest.approx(12.0)
     assert costs(7) == pytest.approx(22.0)
     for _ in range(300):

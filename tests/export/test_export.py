@@ -22,7 +22,7 @@ from outrider.backends.rows import rows_of
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
 from outrider.cli.app import app
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.errors import ConfigError, ModelError
@@ -207,7 +207,7 @@ COSTS = {(s, s * each): flat(s, s * each) for s in (1, 2, 4, 8, 16, 32, 64) for 
 
 
 def test_k_falls_as_the_batch_grows() -> None:
-    table = k_by_batch(Measured(0.7, Costs(COSTS)), 8, 64)
+    table = k_by_batch(Measured(0.7, PassCosts(COSTS)), 8, 64)
     assert [low for low, _, _ in table] == [1, *(high + 1 for _, high, _ in table[:-1])]
     assert table[-1][1] == 64
     ks = [k for _, _, k in table]
@@ -215,12 +215,12 @@ def test_k_falls_as_the_batch_grows() -> None:
     assert ks[0] == 8
     assert ks[-1] == 0
     brute = max(range(9), key=lambda k: sum(0.7**i for i in range(k + 1)) / flat(2, 2 * (k + 1)))
-    assert best_k(Measured(0.7, Costs(COSTS)), 2, 8) == brute
+    assert best_k(Measured(0.7, PassCosts(COSTS)), 2, 8) == brute
 
 
 def test_a_drafter_that_is_never_right_gets_no_k() -> None:
-    assert k_by_batch(Measured(0.01, Costs(COSTS)), 8, 16) == [(1, 16, 0)]
-    assert best_k(Measured(0.9, Costs(COSTS), draft=2.0), 1, 8) == 0
+    assert k_by_batch(Measured(0.01, PassCosts(COSTS)), 8, 16) == [(1, 16, 0)]
+    assert best_k(Measured(0.9, PassCosts(COSTS), draft=2.0), 1, 8) == 0
 
 
 def profile(**more: Any) -> dict[str, Any]:

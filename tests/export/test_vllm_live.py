@@ -173,11 +173,11 @@ def test_vllm_takes_our_tables() -> None:
     """K by batch size, by vLLM's own reader: every batch size has the K that the table says, zero included."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from outrider.control.costs import Costs
+    from outrider.control.pass_costs import PassCosts
     from outrider.export.engines import vllm_speculative_config
     from outrider.export.plan import ExportPlan, Measured, k_by_batch
 
-    costs = Costs({(s, s * n): 1 + 0.05 * max(s * n - 16, 0) for s in (1, 4, 16, 64) for n in (1, 3, 9)})
+    costs = PassCosts({(s, s * n): 1 + 0.05 * max(s * n - 16, 0) for s in (1, 4, 16, 64) for n in (1, 3, 9)})
     table = k_by_batch(Measured(0.7, costs), 8, 64)
     spec = vllm_speculative_config(ExportPlan("head", 8, k_by_batch=table), Path("drafter"))
     dense = build_dynamic_sd_schedule_lookup(spec["num_speculative_tokens_per_batch_size"], 128, 8)

@@ -15,7 +15,7 @@ from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import toy
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.costs import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, Workspace, make
 from outrider.drafters.auto import Auto
 from outrider.engine.cache import Cache
@@ -27,14 +27,8 @@ MILLISECONDS = {
     1: 3.95, 2: 3.97, 4: 3.98, 8: 4.0, 12: 4.03, 16: 4.06, 24: 4.15, 32: 4.21, 48: 4.46, 64: 4.6, 96: 5.6, 128: 5.9,
     192: 8.7, 256: 8.8, 384: 16.9, 512: 17.2, 768: 22.7, 1024: 31.0, 1280: 40.0,
 }  # fmt: skip
-
-
 DRAFT = 0.74e-3  # seconds of a draft model's pass
-
-
 TOKENS = 256
-
-
 CPU = torch.device("cpu")
 
 
@@ -42,7 +36,7 @@ class World:
     """One clock for the host, one for the device."""
 
     def __init__(self) -> None:
-        self.now, self.free, self.passes, self.vain = 0.0, 0.0, 0, 0
+        self.now = self.free = 0.0
 
     def work(self, seconds: float) -> None:
         """The host is busy."""
@@ -50,11 +44,10 @@ class World:
 
     def start(self, seconds: float) -> None:
         self.free = max(self.now, self.free) + seconds
-        self.passes += 1
 
 
 class InventedEvent:
-    """A moment in the device's stream of work."""
+    """An event in the device's stream."""
 
     def __init__(self, world: World) -> None:
         self.world, self.at = world, 0.0
@@ -70,7 +63,7 @@ class InventedEvent:
 
 
 class InventedRecording:
-    """Takes the device an invented time, and leaves no result."""
+    """A recording that takes an invented time and computes nothing."""
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
@@ -81,7 +74,7 @@ class InventedRecording:
 
 
 class InventedDriver(Driver):
-    """A device that is a clock. What a recording takes is told by its shape."""
+    """A device that is a clock. The time of a recording depends on its shape."""
 
     def __init__(self, world: World) -> None:
         super().__init__(CPU)
@@ -102,7 +95,7 @@ class InventedDriver(Driver):
 
 
 class InventedRunner:
-    """Captured passes whose choices are the next tokens of texts that were fixed beforehand."""
+    """Captured passes that choose the next tokens of given texts."""
 
     def __init__(self, run: Run, inner: Graphs) -> None:
         self.run, self.inner, self.plane = run, inner, inner.plane
@@ -122,7 +115,7 @@ class InventedRunner:
 
 
 class HostWork:
-    """A listener: what steps took on the machine beside the H200, roughly, by their rows and where drafts are asked."""
+    """A listener that adds the host time of a step, roughly as measured on an H200's host, by rows and requests."""
 
     reads_logits = reads_guesses = False
 
@@ -130,9 +123,9 @@ class HostWork:
         self.world = world
 
     def observe(self, step: Step) -> None:
-        asked = sum(turn.budget > 0 for turn in step.turns)
+        requests = sum(turn.budget > 0 for turn in step.turns)
         self.world.work(60e-6 + 12e-6 * len(step.turns) + 2e-6 * step.batch.count)
-        self.world.work(asked * 30e-6 + (50e-6 if asked else 0.0))
+        self.world.work(requests * 30e-6 + (50e-6 if requests else 0.0))
 
 
 def fake_model(small: bool = False) -> Any:
@@ -145,14 +138,14 @@ def fake_model(small: bool = False) -> Any:
 
 
 def text(kind: str, rnd: random.Random) -> list[int]:
-    """`fresh` hardly ever says anything twice; `echo` repeats what it said before, with changes."""
+    """`fresh` hardly ever repeats a token; `echo` repeats a phrase with 3 % of its tokens replaced."""
     if kind == "fresh":
         return [rnd.randrange(40_000) for _ in range(TOKENS + 200)]
     phrase = [rnd.randrange(40_000) for _ in range(60)]
-    said: list[int] = []
-    while len(said) < TOKENS + 200:
-        said += [token if rnd.random() < 0.97 else rnd.randrange(40_000) for token in phrase]
-    return said
+    tokens: list[int] = []
+    while len(tokens) < TOKENS + 200:
+        tokens += [token if rnd.random() < 0.97 else rnd.randrange(40_000) for token in phrase]
+    return tokens
 
 
 class Run:
@@ -190,9 +183,9 @@ class Run:
         target, listeners = InventedRunner(self, runner), (HostWork(self.world),)
         return Engine(target, cache, *parts, 49152, listeners, now=lambda: self.world.now)
 
-    def _costs(self) -> Costs:
-        known = {(s, n): t * 1e-3 for s in (1, 2, 4, 8, 16, 32, 64) for n, t in MILLISECONDS.items() if s <= n <= 1024}
-        return Costs(known)
+    def _costs(self) -> PassCosts:
+        counts, times = (1, 2, 4, 8, 16, 32, 64), MILLISECONDS.items()
+        return PassCosts({(s, n): t * 1e-3 for s in counts for n, t in times if s <= n <= 1024})
 
     def is_right(self, seq: int, position: int) -> bool:
         """Whether the draft model guesses this token."""
@@ -210,7 +203,7 @@ class Run:
 
 
 def auto_with(drafter: Drafter) -> Auto:
-    """`auto` with one costly drafter, which wants to see two layers of the target."""
+    """`auto` with one costly drafter that taps two layers of the target."""
     target = toy()
     cache = Cache(64, 2, 64)
     auto = Auto(Workspace(target, cache, cache.add_plane(*target.plane_shape)))

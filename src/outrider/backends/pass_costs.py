@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..control.costs import Seconds
+from ..control.pass_costs import Seconds
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
 from ..models.paths import cache_folder, write_quietly

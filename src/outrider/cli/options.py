@@ -148,7 +148,7 @@ class EngineOptions(TargetOptions):
 
     def save_learnt(self, llm: LLM) -> None:
         """Write the drafter's weights, if it learns, and its record of acceptance."""
-        llm.drift.keep()
+        llm.drift.save()
         if self.learns and llm.learning is not None:
             from ..drafters.online import store
 

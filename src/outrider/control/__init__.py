@@ -6,48 +6,37 @@ counts, seconds and probabilities, never tokens or text.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ..engine.drafter import Prices, Traits
 from ..types import Draft, Sequence, Step, Turn
 
 
-class Controller(Protocol):
-    why: str  # the reason for the last step's draft, in words
-
-    @property
-    def steady(self) -> bool:
-        """Nothing will be drafted in the next step either, as far as can be told."""
-        ...
-
-    @property
-    def stop_below(self) -> float:
-        """A drafter that knows its chances may stop where they are below this."""
-        ...
+class Controller:
+    why = ""  # the reason for this step's draft, in words
+    steady = False  # nothing is expected to be drafted in the next step either
+    stop_below = 0.0  # drafters that know the survival of a node stop below this
 
     @property
     def prices(self) -> Prices | None:
-        """Prices of the step at hand; None: K is fixed."""
-        ...
+        """Prices of this step; None: K is fixed."""
+        return None
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        """How many nodes may be drafted for each sequence, by a drafter with these traits."""
-        ...
+        """Limits the nodes that a drafter with these traits may draft for each sequence."""
+        return turns
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
-        """Those of the drafted nodes that are worth their rows."""
-        ...
+        """The drafted nodes that are worth their rows."""
+        return draft
 
     def dry_turns(self, turns: list[Turn]) -> list[Turn]:
-        """Sequences to draft for without verifying it, because this step's pass has been started already."""
-        ...
+        """Sequences to make dry drafts for, because this step's pass has been started already."""
+        return []
 
     def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
-        """What was drafted for them."""
-        ...
+        """The dry drafts of these sequences."""
 
-    def observe(self, step: Step) -> None: ...
+    def observe(self, step: Step) -> None:
+        """The target has verified."""
 
     def end(self, seq: Sequence) -> None:
-        """The sequence is finished or cancelled: nothing about it need be remembered."""
-        ...
+        """The sequence is finished or cancelled: what is stored about it can go."""

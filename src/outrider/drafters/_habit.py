@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..control.costs import Experience
+from ..control.acceptance import AcceptanceStats
+from ..control.backoff import FIRST_PAUSE, LONGEST_PAUSE
 
 CLAIM = 0.5  # the survival of a node whose drafter says nothing about it, for each depth
 FORGET = 0.99  # how much of a price is believed a step later, when nobody was asked
-PATIENCE, LONGEST = 24, 384  # steps before a drafter that was not worth asking is tried again
+PATIENCE, LONGEST = FIRST_PAUSE, LONGEST_PAUSE  # steps before a drafter that was not worth asking is tried again
 LATELY = 4  # tokens that it has not read, of each sequence, at an ordinary call: those of the last steps
 STAYS = 32  # steps that an answer is expected to go on for, if it may
 FIRST = 4  # tokens of a first draft, where the drafter does not leave off by itself
@@ -28,7 +29,7 @@ class Habit:
     prices: dict[int, float] = field(default_factory=dict)  # by sequences in powers of two: seconds
     reading: float | None = None  # seconds for each token that it has to catch up with
     drafts: int = 0  # heard, ever
-    told: Experience = field(default_factory=Experience)  # what became of drafts that claimed nothing
+    told: AcceptanceStats = field(default_factory=AcceptanceStats)  # what became of drafts that claimed nothing
     longest: int = 0  # tokens of such a draft, ever
     made: float = 0.0  # tokens since the last trial
 
@@ -43,7 +44,7 @@ class Habit:
 
     def usual(self, room: int) -> list[float]:
         """The survival to expect at each depth: what it claims, or what became of it where it claims nothing."""
-        return self.told.hopes(room) if self.told.added else self.claims[:room]
+        return self.told.chain_survival(room) if self.told.added else self.claims[:room]
 
     def took(self, seconds: float, sequences: int, unread: int) -> None:
         """A call for so many sequences, which had so many tokens in all to read first."""

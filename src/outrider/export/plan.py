@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import drafters
-from ..control.costs import Costs
+from ..control.pass_costs import PassCosts
 from ..errors import ConfigError
 from ..measure.statistics import expected_tokens
 from ..models.checkpoint import Checkpoint
@@ -148,7 +148,7 @@ class Measured(NamedTuple):
     """What K is computed from."""
 
     alpha: float
-    costs: Costs  # seconds of a pass
+    costs: PassCosts  # seconds of a pass
     draft: float = 0.0  # seconds per drafted token
 
 
@@ -183,7 +183,7 @@ def measured_in(profile: Json) -> Measured | None:
         return None
     try:
         pairs = {name: name.split(",") for name in profile["costs"]}
-        costs = Costs({(int(s), int(rows)): float(profile["costs"][name]) for name, (s, rows) in pairs.items()})
+        costs = PassCosts({(int(s), int(rows)): float(profile["costs"][name]) for name, (s, rows) in pairs.items()})
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"The profile's costs are damaged ({error}); tune again.") from error
     draft = 0.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..backends.weigh import weigh
 from ..config import DTYPES
-from ..control.adaptive import Costs
+from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
 from ..engine.cache import Cache
 from ..errors import OutriderError
@@ -96,7 +96,7 @@ class Facts:
         return gpus[index] if self.on_gpu and index < len(gpus) else None
 
     def break_even(self, k: int) -> float | None:
-        return break_even(Costs(self.costs), k)
+        return break_even(PassCosts(self.costs), k)
 
 
 # ---------------------------------------------------------------- measuring
@@ -204,7 +204,7 @@ def verdict(facts: Facts) -> Finding:
 
 def why(facts: Facts) -> Finding:
     """Pass costs against acceptance."""
-    need, ratio = facts.break_even(4), Costs(facts.costs)(5) / facts.costs[1]
+    need, ratio = facts.break_even(4), PassCosts(facts.costs)(5) / facts.costs[1]
     text = f"A pass over 5 rows costs {ratio:.2f} × a pass over one"
     if need is None:
         return Finding(WRONG, text + ", so drafting 4 tokens cannot pay even if all of them are accepted.")
@@ -275,7 +275,7 @@ def _model_hints(facts: Facts) -> Iterator[str]:
         rounded = ", with rounded weights" if facts.on_gpu else ""
         yield f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{rounded}."
     if facts.kept and facts.kept_in is not None:
-        stored, now = Costs(facts.kept), Costs(facts.costs)
+        stored, now = PassCosts(facts.kept), PassCosts(facts.costs)
         difference = max(abs((stored(n) / stored(1)) / (now(n) / now(1)) - 1) for n in (2, 5, 9))
         if difference > _STALE:
             yield (

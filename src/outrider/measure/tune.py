@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..control.adaptive import Costs
+from ..control.pass_costs import PassCosts
 from ..drafters import lookup
 from ..drafters.layerskip.search import NOTE, SHORTLISTS, Found, Price, Search, Skip, Text
 from ..errors import ConfigError, OutriderError
@@ -170,7 +170,7 @@ def skip_search(llm: LLM, answers: Answers, start: Skip | None = None, seed: int
     if not text.positions or layers < 2:
         return None
     # Measured now, as the cost of a draft is: only their ratio counts.
-    costs = Costs(pass_costs(llm), padded=text.device is not None)
+    costs = PassCosts(pass_costs(llm), padded=text.device is not None)
     # Captured drafts are timed as they are drafted; on a CPU a drafted token takes a share of a plain pass.
     vocabulary = llm.target.config.vocab_size if text.device is None else 0
     draft_cost = Price(text.seconds, layers, vocabulary, None if text.device is not None else costs(1))

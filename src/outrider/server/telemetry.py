@@ -32,7 +32,7 @@ REASONS = (
     ("did not come back", "drafter_hangs"),
     ("switched off", "switched_off"),
     ("break-even", "below_break_even"),
-    ("rests", "drafter_rests"),
+    ("paused", "drafter_rests"),
     ("nothing to propose", "nothing_to_propose"),
     ("prompts fill", "prompts_fill_the_pass"),
 )
@@ -122,9 +122,9 @@ class Metrics(Listener):
                 self.fallbacks.labels(reason=reason_of(step.why), **self._labels).inc()
         if now - self._prices_read > PRICE_INTERVAL:
             self._prices_read = now
-            prices = getattr(self._worker.llm.engine.controller, "now", None)
-            if prices is not None:
-                self.break_even.set(prices.break_even(max(prices.sequences, 1)))
+            prices = self._worker.llm.engine.controller.prices
+            if prices is not None and step.turns:
+                self.break_even.set(max(prices.price(len(step.turns)) / len(step.turns), 0.0))
 
     def on_end(self, choice: Choice) -> None:
         stats, job = choice.seq.stats, choice.job

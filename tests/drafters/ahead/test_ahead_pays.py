@@ -18,7 +18,9 @@ import pytest
 from outrider import SamplingParams
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.adaptive import Adaptive, Costs
+from outrider.control.adaptive import Adaptive
+from outrider.control.pass_costs import PassCosts
+from outrider.drafters import Traits
 from outrider.drafters.ahead import setup as _ahead
 from outrider.drafters.ahead.account import Account
 from outrider.drafters.ahead.drafter import Ahead
@@ -241,15 +243,12 @@ def test_what_was_prepared_is_not_taken_for_the_price_of_drafting_just_in_time()
 
 
 def test_each_way_of_drafting_has_its_own_price() -> None:
-    way = ["just in time"]
-    controller = Adaptive(Costs({1: 0.004, 16: 0.0042}), way=lambda: way[0])
-    controller.budget([])
-    controller.draft_node = 0.0007
-    way[0] = "ahead"
-    controller.budget([])
-    assert controller.draft_node is None
-    controller.draft_node, asking = 0.05, controller.asking
-    way[0] = "just in time"
-    controller.budget([])
-    assert controller.draft_node == 0.0007
-    assert controller.asking is not asking
+    controller = Adaptive(PassCosts({1: 0.004, 16: 0.0042}))
+    controller.budget([], Traits(mode="just in time"))
+    controller.mode.draft_node.value = 0.0007
+    controller.budget([], Traits(mode="ahead"))
+    assert controller.mode.draft_node.value is None
+    controller.mode.draft_node.value, backoff = 0.05, controller.mode.backoff
+    controller.budget([], Traits(mode="just in time"))
+    assert controller.mode.draft_node.value == 0.0007
+    assert controller.mode.backoff is not backoff

@@ -13,7 +13,7 @@ from outrider.backends import WHOLE, Part
 from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
-from outrider.control.adaptive import Costs
+from outrider.control.pass_costs import PassCosts
 from outrider.drafters.layerskip.search import (
     SEED_SHARE,
     SWEEPS,
@@ -279,5 +279,5 @@ def test_real_weights() -> None:
     text = Text(llm.target, [(ids, out.token_ids)])
     assert text.choices.tolist() == out.token_ids[1:]
     layers = llm.target.config.layers
-    one = Search(layers, text.agreement, Price(text.seconds, layers), Costs(pass_costs(llm)))
+    one = Search(layers, text.agreement, Price(text.seconds, layers), PassCosts(pass_costs(llm)))
     assert one.run(lambda: len(one.known) >= 4).agreement <= 8 / 9
