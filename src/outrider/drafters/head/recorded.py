@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cuda.chains import BATCHES, LENGTHS
-from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, filters, rung
+from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, has_filters, padded_size
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.state import DEPTHS
 from ...backends.rows import Rows
@@ -81,13 +81,13 @@ class Heads:
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
         """The same for trees: rankings here know temperature and noise, but no filters."""
         grows = self.head.config.kind == "block" or (depth - 1) * width <= PLACES
-        return grows and self.suits(seqs) and not any(filters(seq) for seq in seqs)
+        return grows and self.suits(seqs) and not any(has_filters(seq) for seq in seqs)
 
     # ------------------------------------------------------------ the drafts
 
     def chains(self, seqs: list[Sequence], starts: list[int], budget: list[int]) -> Draft:
         """budget[i] tokens after each sequence, whose true rows from starts[i] on the plane lacks."""
-        starts, filtered = self._read_ahead(seqs, starts), any(filters(seq) for seq in seqs)
+        starts, filtered = self._read_ahead(seqs, starts), any(has_filters(seq) for seq in seqs)
         budget = [min(k, LENGTHS[-1]) for k in budget]
         if self.head.config.kind == "block":
             places = self._masks(seqs, starts, budget, filtered)
@@ -109,7 +109,7 @@ class Heads:
 
     def _masks(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         packed = self._masked_rows(seqs, starts, budget)
-        wished = HeadShape("masks", feed(len(packed.tokens)), rung(len(packed.want)), drawn=filtered)
+        wished = HeadShape("masks", feed(len(packed.tokens)), padded_size(len(packed.want)), drawn=filtered)
         step = self._recorded(wished, Masks)
         step.fill(packed, seqs, budget)
         self.state.replay("draft", step.recording, step.form)
@@ -121,7 +121,9 @@ class Heads:
         packed = self._masked_rows(seqs, self._read_ahead(seqs, starts), lengths)
         drawn = any(not seq.params.greedy for seq in seqs)
         width = min(width, self.ids.shape[0])
-        wished = HeadShape("rankings", feed(len(packed.tokens)), rung(len(packed.want)), width=width, drawn=drawn)
+        wished = HeadShape(
+            "rankings", feed(len(packed.tokens)), padded_size(len(packed.want)), width=width, drawn=drawn
+        )
         step = self._recorded(wished, Rankings)
         step.fill(packed, seqs, lengths)
         self.state.replay("draft", step.recording, step.form)
@@ -217,8 +219,8 @@ class Heads:
 
 def feed(rows: int) -> int:
     """The size that a first pass is padded to."""
-    return next((size for size in FEEDS if size >= rows), rung(rows))
+    return next((size for size in FEEDS if size >= rows), padded_size(rows))
 
 
 def lanes_for(sequences: int) -> int:
-    return next((n for n in BATCHES if n >= sequences), rung(sequences))
+    return next((n for n in BATCHES if n >= sequences), padded_size(sequences))
