@@ -16,8 +16,9 @@ from outrider.backends.transformers.model import PROMPT, HFModel, load_foreign
 from outrider.backends.transformers.prefix_cache import PrefixCache
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
-from outrider.control.aligned import Aligned
+from outrider.control.aligned import BlockAligned
 from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
+from outrider.engine.drafter import Traits
 from outrider.llm import build_engine
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.foreign import ForeignWeights, foreign_config
@@ -212,7 +213,7 @@ def test_states_are_found_by_their_tokens_and_bounded() -> None:
 def test_budgets_end_with_the_block() -> None:
     params = SamplingParams(max_tokens=99)
     turns = [Turn(Sequence(length, [1] * length, params), 1, True) for length in (1, 7, 8, 9)]
-    assert [turn.budget for turn in Aligned(Fixed(5), 8).budget(turns)] == [5, 1, 0, 5]
+    assert [turn.budget for turn in BlockAligned(Fixed(5), 8).budget(turns, Traits())] == [5, 1, 0, 5]
 
 
 def test_taps_are_the_outputs_of_layers() -> None:

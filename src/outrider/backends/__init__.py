@@ -105,15 +105,12 @@ class Passes(Protocol):
 
     def logits(self, batch: Batch, part: Part) -> Tensor:
         """Logits of the wanted rows: [R, V]."""
-        ...
 
     def states(self, batch: Batch, layers: int) -> Tensor:
         """The residual stream of all rows after the first `layers` layers: [T, H]."""
-        ...
 
     def chains(self, part: Part, again: int, source: str) -> RecordedChains:
         """again: how many of the last committed tokens each chain feeds once more."""
-        ...
 
 
 class ResumableLayers(Protocol):
@@ -121,11 +118,9 @@ class ResumableLayers(Protocol):
 
     def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
         """Over each sequence's last token; the plane holds all tokens before it. States [B, H]."""
-        ...
 
     def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
         """Over one more drafted token of each sequence. States [B, H]."""
-        ...
 
 
 def with_index(device: torch.device | str) -> torch.device:

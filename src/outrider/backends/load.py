@@ -30,6 +30,7 @@ from ..types import Sequence
 from . import Model
 from .cpu import quantise as quant
 from .cpu.int8 import Int8Transformer
+from .linear import packs
 from .machine import fingerprint
 from .pass_costs import read_seconds
 from .rows import rows_of
@@ -74,19 +75,15 @@ def load_model(
 def fastest(checkpoint: Checkpoint) -> str:
     """The fastest dtype that keeps the file's precision, timed once per machine and shape."""
     config = checkpoint.config
-    names = ["float32", "bfloat16"] if _computes_in_bfloat16() else ["float32"]
+    names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
     if isinstance(checkpoint.weights, GGUFWeights) and checkpoint.weights.quantised:
         names.append(INT8)
     shape = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
     key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
     file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
-    seconds = read_seconds(file) or {name: _layer_seconds(config, name) for name in names}
+    seconds: dict[str, float] = read_seconds(file) or {name: _layer_seconds(config, name) for name in names}
     write_quietly(file, json.dumps(seconds))
     return min(seconds, key=lambda name: seconds[name])
-
-
-def _computes_in_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _layer_seconds(config: ModelConfig, dtype: str) -> float:

@@ -56,16 +56,9 @@ def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dty
 
 
 def rope_store(
-    qkv: Any,
-    cos: Tensor,
-    sin: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    slots: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: Norms | None = None,
-) -> Tensor:
+    qkv: Any, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor,
+    heads: int, kv_heads: int, norms: Norms | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate q and k to their positions, write k and v to their slots; returns q [T, heads, d] in the planes' type.
 
     qkv [T, (heads + 2 kv_heads) d]; cos, sin [T, r/2]: the first r of d dimensions are rotated; slots [T];
@@ -227,16 +220,9 @@ def _add_norm_torch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
 
 
 def _rope_store_torch(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    slots: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: Norms | None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor,
+    heads: int, kv_heads: int, norms: Norms | None,
+) -> Tensor:  # fmt: skip
     rows, d, half = qkv.shape[0], k_plane.shape[-1], cos.shape[1]
     x = qkv.to(_wide(k_plane.dtype)).reshape(rows, heads + 2 * kv_heads, d).clone()  # [T, heads + 2 kv_heads, d]
     qk = x[:, : heads + kv_heads]  # [T, heads + kv_heads, d], a view: v stays as it is

@@ -66,17 +66,13 @@ class Transformer(Model):
         self.layers = [load.layer(i) for i in range(config.layers)]
         self.norm = load.norm("norm.weight")
         self.head = linear(self.embedding if config.tied else load.tensor("lm_head.weight"))
+        self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
         self.cos, self.sin = rope_tables(config, length or config.context_length, self.stream, self.device)
 
     @property
     def plane_shape(self) -> PlaneShape:
         dtype = self.compute if self.device.type == "cuda" else self.stream
         return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every product is row-invariant on this machine."""
-        return bool(self.head.exact)
 
     @torch.inference_mode()
     def forward(

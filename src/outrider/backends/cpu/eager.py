@@ -11,7 +11,7 @@ no other pass over the plane since. All other rows are computed. It knows tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Listing
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -133,7 +133,11 @@ class FirstLayers:
             return states
         x = states.new_empty(rows.count, states.shape[1])
         x[list(kept)] = states
-        x[missing] = first_states(self.model, _subset(rows, missing), self.plane, self.layers)
+        i = torch.tensor(missing)
+        own = (rows.tokens[i], rows.positions[i], rows.slots[i], rows.lines[i], rows.context[i])
+        ancestors = None if rows.ancestors is None else rows.ancestors[i]
+        others = Rows(*own, rows.table, ancestors, torch.empty(0, dtype=torch.long))
+        x[missing] = first_states(self.model, others, self.plane, self.layers)
         return x
 
     def _reusable(self, b: Batch, taps: tuple[int, ...]) -> dict[int, Tensor]:
@@ -159,11 +163,3 @@ def first_states(model: Model, rows: Rows, plane: Plane, layers: int) -> Tensor:
     """The residual stream after the first layers: [T, H]."""
     last = layers - 1
     return model.forward(rows, plane, Part(stop=layers, head=False), taps=(last,)).hidden[last]
-
-
-def _subset(rows: Rows, indices: Listing[int]) -> Rows:
-    """These rows alone, without logits."""
-    i = torch.tensor(indices)
-    ancestors = None if rows.ancestors is None else rows.ancestors[i]
-    own = (rows.tokens[i], rows.positions[i], rows.slots[i], rows.lines[i], rows.context[i])
-    return Rows(*own, rows.table, ancestors, torch.empty(0, dtype=torch.long))

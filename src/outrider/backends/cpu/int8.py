@@ -31,7 +31,7 @@ from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
 
-_CHUNK = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
+_CHUNK = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks that fit the CPU's cache
 _SKIP_ATTENTION, _SKIP_MLP = 1, 2  # as in native/pass.h
 
 
@@ -60,12 +60,13 @@ class Int8Transformer(Model):
     ) -> Int8Transformer:
         """From a model's files, or from their quantised form in `folder` (default: our cache)."""
 
+        config = checkpoint.config
+
         def build() -> Tensors:
             ids = calibration_ids(checkpoint, settings.calibration)
-            return quant.calibrated(checkpoint.config, checkpoint.weights, ids, settings, progress)
+            return quant.calibrated(config, checkpoint.weights, ids, settings, progress)
 
-        name = quant.identity(checkpoint.path, checkpoint.config, settings)
-        return cls(checkpoint.config, quant.stored(name, build, folder), length)
+        return cls(config, quant.stored(quant.identity(checkpoint.path, config, settings), build, folder), length)
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -91,9 +92,6 @@ def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
         if len(ids) >= count:
             break
     return [i for i in ids if i < checkpoint.config.vocab_size][:count]
-
-
-# ------------------------------------------------------------ in one native call
 
 
 class Addresses:
@@ -146,7 +144,9 @@ class NativePass(Addresses):
         logits = torch.empty(rows.want.shape[0] if part.head else 0, ids)  # [R, V]
         hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
-        skips = _skips(part, stop)
+        skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
+        if attention or mlp:
+            skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
         depth, slots = 0 if ancestors is None else ancestors.shape[1], plane.k[0].shape[0]
         self.kernels.int8_pass(
             self._models[ids], *ops.addresses_of(*inputs), 0, self._addresses(plane),
@@ -171,16 +171,6 @@ class NativePass(Addresses):
         norms = ops.addresses_of(*(tensors.get(prefix + name) for name in names))
         linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, prefix + name, c))]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
-
-
-def _skips(part: Part, stop: int) -> array[int] | None:
-    if not part.skip_attention and not part.skip_mlp:
-        return None
-    no_attention, no_mlp = part.skip_attention, part.skip_mlp
-    return array("B", [_SKIP_ATTENTION * (i in no_attention) + _SKIP_MLP * (i in no_mlp) for i in range(stop)])
-
-
-# ------------------------------------------------------------ the same in torch
 
 
 class TorchProduct(NamedTuple):
@@ -259,9 +249,6 @@ class TorchPass:
         return self.products[f"{at}down"](ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))
 
 
-# ------------------------------------------------------------ a single product
-
-
 class Int8Linear:
     """y = x Wᵀ with int8 weights and rows, called like `linear.Linear`. x [T, in] -> [T, out] float32."""
 
@@ -269,7 +256,11 @@ class Int8Linear:
 
     def __init__(self, weight: Tensor, gates: bool = False) -> None:
         self.outputs, self.gates = weight.shape[0], gates
-        self.packed = _rounded(quant.interleave(weight) if gates else weight)
+        weight = quant.interleave(weight) if gates else weight
+        none = torch.zeros(weight.shape[1])
+        chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
+        packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
+        self.packed = Quantised(packed, scale, None, chunks[0].outliers, *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]
@@ -293,11 +284,3 @@ class Int8Linear:
     @cached_property
     def _torch(self) -> TorchProduct:
         return TorchProduct.of(self.packed, self.gates)
-
-
-def _rounded(weight: Tensor) -> Quantised:
-    """weight [N, K], rounded in chunks that fit the CPU's cache, which is faster."""
-    none = torch.zeros(weight.shape[1])
-    chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
-    packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
-    return Quantised(packed, scale, None, chunks[0].outliers, weight.shape[0], weight.shape[1])

@@ -17,8 +17,8 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +79,6 @@ class Quantised:
     inputs: int
 
 
-# ------------------------------------------------------------ one product
-
-
 def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int, gated: bool = False) -> Quantised:
     """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates."""
     if gated:
@@ -120,9 +117,6 @@ def quantise_rows(x: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     highs = (whole + 128) >> 8
     lows[:, outliers] = whole - 256 * highs
     return highs.to(torch.int8), lows.to(torch.int8), scale + (x * 0).sum(1)
-
-
-# ------------------------------------------------------------ a whole model
 
 
 def calibrated(
@@ -239,24 +233,18 @@ def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return in_one_arena(build())
-    with _locked(path.with_suffix(".lock")):
+    lock = FileLock(path.with_suffix(".lock"))
+    with suppress(NotImplementedError, OSError):  # a file system without locks: each process builds
+        lock.acquire()
+    try:
         with suppress(OSError, SafetensorError, ValueError, KeyError):
             return _read(path)  # another process has built it meanwhile
         tensors = build()
         with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
             _write(path, tensors)
-    return in_one_arena(tensors)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(path)
-    with suppress(NotImplementedError, OSError):  # a file system without locks: each process builds
-        lock.acquire()
-    try:
-        yield
     finally:
         lock.release()
+    return in_one_arena(tensors)
 
 
 def _read(path: Path) -> Tensors:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -24,26 +24,8 @@ _CAPTURING = Lock()  # one capture at a time in the process
 _COPIES = 4  # host buffers, used in rotation: one may still be in flight while the next is filled
 
 
-class Event(Protocol):
-    """A point in the device's stream of work."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds."""
-        ...
-
-
-class Recording(Protocol):
-    """Work that can be replayed."""
-
-    def replay(self) -> Any: ...
-
-
 class _Immediate:
-    """Events and recordings of a device that runs work at once."""
+    """Events (as `torch.cuda.Event`) and recordings (as `_Graph`) of a device that runs work at once."""
 
     def __init__(self, work: Callable[[], Any] = lambda: None) -> None:
         self.replay = work
@@ -72,10 +54,11 @@ class Driver:
     def allocated(self) -> None:
         """Called after an allocation of pinned memory, which takes the host milliseconds."""
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self.captures else _Immediate()
 
-    def record(self, work: Callable[[], Any]) -> Recording:
+    def record(self, work: Callable[[], Any]) -> Any:
+        """Work that is run by its `replay()`, which returns the result's tensors."""
         return _Graph(work, self.device, self._pool) if self.captures else _Immediate(work)
 
 
@@ -125,7 +108,9 @@ class _Graph:
     """Work that was captured once and is replayed."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
-        stream = torch.cuda.Stream(device, priority=_priority(device))
+        # Recorded work of the engine's own stream goes before that of other streams.
+        own = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        stream = torch.cuda.Stream(device, priority=-1 if own else 0)
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
         # The collector is paused: another engine's graphs must not be freed during a capture.
@@ -144,11 +129,6 @@ class _Graph:
     def replay(self) -> Any:
         self._graph.replay()
         return self._result
-
-
-def _priority(device: torch.device) -> int:
-    """Of recorded work: that of the engine's own stream goes first."""
-    return -1 if torch.cuda.current_stream(device) == torch.cuda.default_stream(device) else 0
 
 
 def fill_padded(array: npt.NDArray[Any], values: Any, padding: Any) -> None:

@@ -140,10 +140,7 @@ class RecordedChain:
         a["want"][:] = range(again - 1, again * self.shape.batch, again)
         fill_sampling(a | {"position": a["position"][0]}, seqs, lengths)
         self._fill_passes(a, rows, np.array(lengths, dtype=np.int64), np.array(budget, dtype=np.int64))
-        if seqs:
-            state.patch(a)
-        else:
-            a["place"][:] = -1
+        state.patch(a) if seqs else a["place"].fill(-1)
 
     def _fill_passes(self, a: dict[str, Any], rows: list[Row], lengths: Ints, budget: Ints) -> None:
         """Pass j feeds the token that pass j - 1 sampled, in spare slot j - 1. [B] sequences, [K, B] rows.

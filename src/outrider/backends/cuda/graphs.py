@@ -7,10 +7,13 @@ that no sequence owns.
 
 Promise: the text does not depend on any of this, because kernels compute each row as if it were alone. Tokens that the
 host has not read are taken from the device's unread tokens. It knows rows, not how they were drafted.
+
+`UncapturedPasses` runs rows once, operation by operation: recording a pass takes longer than running it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.cache import Plane
+from ...engine.cache import Cache, Plane
 from ...engine.sampling import adjusts
 from ...types import Batch, Output, Sequence
 from .. import WHOLE, Model, Part
-from ..rows import Rows
-from .capture import Field, PinnedBuffer, fill_padded
+from ..rows import Rows, rows_of
+from .capture import Driver, Field, PinnedBuffer, fill_padded
 from .kernels import attention, elementwise, sampling
 from .kernels.attention import Blocks
 from .kernels.sampling import Laws
@@ -32,6 +35,7 @@ from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, DeviceState, s
 ROW_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 WANTED_SIZES = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
 CHEAP_ROWS = 64  # up to here a pass takes the time of reading its weights; beyond, computing takes time too
+TIMED_CHAIN = 4  # tokens of a chain that is timed
 MISSES = 16  # requests for a shape before it is recorded, if a larger one is recorded
 SAMPLING: dict[str, torch.dtype] = {
     "seed": I64, "position": I64, "temperature": F64, "top_k": I64, "top_p": F64, "min_p": F64
@@ -118,10 +122,7 @@ class Graphs:
 
     def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
         started, self.started = self.started, None
-        if started is not None and started.is_for(batch, taps):
-            pending = started.pending
-        else:
-            pending = self._start("verify", batch, WHOLE, taps)
+        pending = started.pending if started is not None and started.is_for(batch, taps) else self._start(batch, taps)
         if steady:
             self.started = self._start_next(batch, taps)
         return pending
@@ -137,24 +138,26 @@ class Graphs:
     def logits(self, batch: Batch, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device, without waiting; empty for a part without logits."""
         phase = "draft" if part.head else "read"  # a pass without logits only fills the plane
-        return self._start(phase, batch, part, (), receive=False).output.logits[: len(batch.want)]
+        return self._replay(phase, batch, part, ())[1].logits[: len(batch.want)]
 
     def states(self, batch: Batch, layers: int) -> Tensor:
         """The residual stream of all rows after the first `layers` layers [T, H], on the device, without waiting."""
         part, tap = Part(stop=layers, head=False), layers - 1
-        return self._start("draft", batch, part, (tap,), receive=False).output.hidden[tap][: batch.count]
+        return self._replay("draft", batch, part, (tap,))[1].hidden[tap][: batch.count]
 
     def chains(self, part: Part, again: int, source: str) -> Any:
         from .chains import Chains
 
         return Chains(self, part, again, source)
 
-    def _start(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...], receive: bool = True) -> PendingPass:
+    def _start(self, batch: Batch, taps: tuple[int, ...]) -> PendingPass:
+        return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
+
+    def _replay(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...]) -> tuple[RecordedPass, Output]:
         blocks, choosers = group_rows(batch, self.rows_per_block), batch.choosers
         recorded = self._recorded(_shape(batch, choosers, blocks, part, taps))
         recorded.fill(batch, choosers, blocks)
-        output = self.state.replay(phase, recorded.recording, recorded.inputs)
-        return PendingPass(self.state, recorded, output, batch, choosers, receive)
+        return recorded, self.state.replay(phase, recorded.recording, recorded.inputs)
 
     def _recorded(self, shape: PassShape) -> RecordedPass:
         """The pass of this shape, or at first a larger one: recording takes longer than a pass."""
@@ -187,7 +190,7 @@ class Graphs:
         length = self.state.cache.length
         entries = (line * length + position for line, position in zip(p.lines, following.positions, strict=True))
         self.state.changes.update(zip(entries, slots, strict=True))
-        return StartedPass(following, taps, self._start("verify", following, WHOLE, taps))
+        return StartedPass(following, taps, self._start(following, taps))
 
 
 @dataclass(frozen=True)
@@ -206,19 +209,15 @@ class StartedPass:
 
 
 class PendingPass:
-    """A pass that was launched. Without `receive`, nothing is copied to the host and `wait` must not be called."""
+    """A pass that was launched, and the copy of its results to the host."""
 
-    def __init__(
-        self, state: DeviceState, recorded: RecordedPass, output: Output, batch: Batch, choosers: Listing[Sequence],
-        receive: bool,
-    ) -> None:  # fmt: skip
-        self.output, self.batch, self.choosers = output, batch, choosers
-        if receive:
-            self.arrays = recorded.results.next()
-            recorded.results.receive()
-            self.end = state.driver.event()
-            self.end.record(state.driver.stream)
-            self.phases = state.take_phases()
+    def __init__(self, state: DeviceState, recorded: RecordedPass, output: Output, batch: Batch) -> None:
+        self.output, self.batch = output, batch
+        self.arrays = recorded.results.next()
+        recorded.results.receive()
+        self.end = state.driver.event()
+        self.end.record(state.driver.stream)
+        self.phases = state.take_phases()
 
     def wait(self) -> Output:
         self.end.synchronize()
@@ -228,13 +227,10 @@ class PendingPass:
             self.output.logits[:r],
             {layer: hidden[:t] for layer, hidden in self.output.hidden.items()},
             self.arrays["highest"][:r].tolist(),
-            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.choosers, strict=True)],
+            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.batch.choosers, strict=True)],
             self.arrays["tokens"][:t].tolist() if min(self.batch.tokens) < 0 else None,
             seconds(self.phases),
         )
-
-
-# ------------------------------------------------------------ from a batch to the inputs of kernels
 
 
 def has_filters(seq: Sequence) -> bool:
@@ -310,3 +306,46 @@ def _follows(p: Batch, row: int) -> bool:
     return p.lines[row] == p.lines[row - 1] and (
         tail[:-1] == p.tails[row - 1] if tail else p.positions[row] == p.positions[row - 1] + 1
     )
+
+
+class UncapturedPasses:
+    """Passes that are not recorded, over a plane of a cache whose sequences have all their slots; timed chains."""
+
+    def __init__(self, model: Model, cache: Cache, plane: Plane) -> None:
+        self.device = model.device
+        self.graphs = Graphs(model, plane, DeviceState(cache, Driver(self.device), 1))
+        self._chains: dict[Part, Any] = {}
+
+    def rows(self, batch: Batch) -> Rows:
+        """The batch on the model's device, grouped for its kernels."""
+        state, device, host = self.graphs.state, self.device, rows_of(batch)
+        groups = group_rows(batch, self.graphs.rows_per_block)
+        depth = next(n for n in DEPTHS if n >= max(len(group[8]) for group in groups))
+        info = torch.tensor([group[:8] for group in groups], dtype=I32)  # [N, 8]
+        tail = torch.zeros(len(groups), depth, dtype=I32)
+        for i, group in enumerate(groups):
+            tail[i, : len(group[8])] = torch.tensor(group[8], dtype=I32)
+        blocks = Blocks(info.to(device), tail.to(device), state.table, state.scratch(self.graphs.model))
+        tokens, positions, slots, want = (x.to(device) for x in (host.tokens, host.positions, host.slots, host.want))
+        return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=blocks)
+
+    def seconds(self, seq: Sequence, part: Part, repeats: int = 3) -> float:
+        """Seconds per token of a recorded chain of this part: the minimum of a few.
+
+        It writes to the slots of the sequence's last token and of its drafts.
+        """
+        if part not in self._chains:
+            self._chains[part] = self.graphs.chains(part, 1, "timing")
+            self._chain_seconds(part, seq)  # records
+        return min(self._chain_seconds(part, seq) for _ in range(repeats)) / TIMED_CHAIN
+
+    def _chain_seconds(self, part: Part, seq: Sequence) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._chains[part].draft([seq], [TIMED_CHAIN])
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -14,7 +14,7 @@ import torch
 
 from ...engine.cache import Cache
 from .. import Model
-from .capture import Driver, PinnedBuffer, Recording, fill_padded
+from .capture import Driver, PinnedBuffer, fill_padded
 from .kernels import attention
 
 MOST_AHEAD = 512  # rows of a pass whose successor may be started before it is read
@@ -39,6 +39,7 @@ class DeviceState:
         self.table[:lines] = cache.table.to(device)
         self.changes: dict[int, int] = {}  # index in the flat table -> slot, since the last pass
         cache.changes.append(self.changes)
+        self.padding = cache.slots  # the slot that padding rows write to
         self.lanes = 2 * batch  # of a batch padded to the next size
         # `unread` holds the buffer of each client, then the last pass's choices.
         self._buffer = self.lanes * DEPTHS[-1]
@@ -48,11 +49,6 @@ class DeviceState:
         self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
-    @property
-    def padding(self) -> int:
-        """The slot that padding rows write to."""
-        return self.cache.slots
-
     def claim(self) -> int:
         """Where a client's buffer in `unread` starts. Clients in excess share buffers, at the price of wrong drafts."""
         self._claimed += 1
@@ -61,8 +57,7 @@ class DeviceState:
     def scratch(self, model: Model) -> attention.Scratch:
         shape = (model.config.heads, model.config.head_dim)
         if shape not in self._scratch:
-            rows, length = attention.SCRATCH_ROWS, self.cache.length
-            self._scratch[shape] = attention.Scratch(rows, *shape, length, self.device)
+            self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, self.cache.length, self.device)
         return self._scratch[shape]
 
     def patch(self, arrays: dict[str, Any]) -> None:
@@ -75,7 +70,7 @@ class DeviceState:
         fill_padded(arrays["slot"], list(self.changes.values()), 0)
         self.changes.clear()
 
-    def record(self, work: Callable[[], Any]) -> Recording:
+    def record(self, work: Callable[[], Any]) -> Any:
         """Capture work, which runs once on padding for that; unread tokens are restored afterwards.
 
         It takes as long as dozens of passes, and is a phase of its own: the time is no pass's cost.
@@ -86,7 +81,7 @@ class DeviceState:
             self.unread.copy_(unread)
         return recording
 
-    def replay(self, phase: str, recording: Recording, inputs: PinnedBuffer, share: float = 1.0) -> Any:
+    def replay(self, phase: str, recording: Any, inputs: PinnedBuffer, share: float = 1.0) -> Any:
         """Send the inputs and run, without waiting. `share` is the part of the work that was requested."""
         with self._timed(phase, share):
             inputs.send()
