@@ -47,7 +47,7 @@ from gpu_common import TWINS
 from outrider import LLM, SamplingParams
 from outrider.backends import Part
 from outrider.backends.load import load_model
-from outrider.backends.output import embedding_of
+from outrider.backends.loaded_weights import embedding_of
 from outrider.drafters.ahead.curve import Curve, Law
 from outrider.drafters.ahead.forks import Forker, Plan, likeliest
 from outrider.drafters.head.network import Head, read_head

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import twin
 from outrider import LLM
-from outrider.backends.output import embedding_of
+from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.pass_costs import target_costs
 from outrider.drafters.head.network import Head, HeadConfig, read_head
 from outrider.measure.bench import EncodedPrompt, encode_prompts

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .backends import Model
-from .backends.cpu.eager import Eager
-from .backends.cpu.first_layers import FirstLayers
+from .backends.cpu.eager import Eager, FirstLayers
 from .backends.machine import choose_device, device_name, prepare
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config

@@ -21,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, ConfigError, SamplingParams
-from outrider.backends import numbered
+from outrider.backends import with_index
 from outrider.backends.load import load_model
 from outrider.backends.machine import choose_device, device_name, why_no_gpu
 from outrider.cli import show
@@ -284,6 +284,6 @@ def test_the_doctor_asks_why_a_gpu_is_not_used() -> None:
 def test_a_gpu_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that was given on `cuda:0` was refused beside a target on `cuda`."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert numbered("cuda") == torch.device("cuda:1") == numbered(torch.device("cuda"))
-    assert numbered("cuda:0") == torch.device("cuda:0")
-    assert numbered("cpu") == torch.device("cpu")
+    assert with_index("cuda") == torch.device("cuda:1") == with_index(torch.device("cuda"))
+    assert with_index("cuda:0") == torch.device("cuda:0")
+    assert with_index("cpu") == torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from outrider.backends import WHOLE, ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.chains import BATCHES
-from outrider.backends.cuda.graphs import Graphs, rung
+from outrider.backends.cuda.graphs import Graphs, padded_size
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
@@ -165,7 +165,7 @@ def test_a_guide_and_a_prediction_beside_a_draft_that_nobody_reads(target: Trans
 def test_an_early_exit_drafts_and_whole_passes_verify() -> None:
     target = model(layers=2)
     guided = engine(target, "exit", 3, exit_layer=1)
-    assert guided.drafter.space.begun is None  # captured passes do not begin in the middle
+    assert guided.drafter.space.first_layers is None  # captured passes do not begin in the middle
     assert say(guided, MIXES[2]) == say(engine(target, "off", 0), MIXES[2])
 
 
@@ -208,7 +208,7 @@ def test_sequences_come_and_go_while_passes_are_started_ahead(target: Transforme
         crowded.add(seq)
     while crowded.busy:
         crowded.step()
-        ahead += crowded.target.ahead is not None  # type: ignore[attr-defined]
+        ahead += crowded.target.started is not None  # type: ignore[attr-defined]
     assert ahead > len(prompts) / 3
     for i, seq in enumerate(seqs):
         lonely = engine(target, "off", 0, batch=1)
@@ -226,7 +226,7 @@ def test_nothing_is_started_over_logits_that_somebody_will_look_at(target: Trans
     shown.add(seq)
     while shown.busy:
         step = shown.step()
-        assert shown.target.ahead is None  # type: ignore[attr-defined]
+        assert shown.target.started is None  # type: ignore[attr-defined]
         assert int(step.output.logits[0].argmax()) == seq.tokens[-1]
 
 
@@ -242,7 +242,7 @@ def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> Non
 
 def test_weights_in_eight_bits_keep_the_promise() -> None:
     config = toy_config(1, context=128)
-    eight = Transformer(config, RandomWeights(config, 1), torch.float32, DEVICE, eight_bits=True)
+    eight = Transformer(config, RandomWeights(config, 1), torch.float32, DEVICE, int8=True)
     assert eight.dtype is torch.int8
     assert eight.layers[0].qkv.weight.dtype is torch.int8
     params, prompts = [GREEDY, WARM], PROMPTS[:2]
@@ -262,4 +262,4 @@ def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transform
 def test_unread_drafts_of_a_padded_batch_have_their_own_place() -> None:
     for batch in (1, 3, 5, 33, 65, 100, 129):
         state = DeviceState(Cache(8, 2, 8), Driver(DEVICE), batch)
-        assert max(rung(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= state.choices_at
+        assert max(padded_size(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= state.choices_at

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from outrider.backends import WHOLE, Part, ops
-from outrider.backends.cpu import native, quantise as quant, quantised_file as quant_file
-from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, _Product
+from outrider.backends.cpu import native, quantise as quant
+from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, TorchProduct
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
@@ -83,7 +83,7 @@ FAMILIES = {
 
 def _tensors(config: ModelConfig, seed: int = 1, **shares: int) -> quant.Tensors:
     ids = [i % config.vocab_size for i in range(3, 40, 2)]
-    return quant_file.in_one_place(quant.calibrated(config, Weights(config, seed), ids, quant.Settings(**shares)))
+    return quant.in_one_arena(quant.calibrated(config, Weights(config, seed), ids, quant.Settings(**shares)))
 
 
 def _plane(config: ModelConfig, slots: int = LENGTH) -> Plane:
@@ -159,7 +159,7 @@ def test_a_product_is_what_it_says(rows: int, inputs: int, outputs: int, outlier
     x[:, 1] *= 300
     b = torch.randn(outputs, generator=draw) if bias else None
     q = quant.quantise(weight, b, x.abs().amax(0), outliers)
-    y = _Product.of(q)(x)
+    y = TorchProduct.of(q)(x)
     assert torch.allclose(y.double(), _exact(q, x), rtol=2e-6, atol=2e-5 * float(x.abs().max()))
     error = (y - F.linear(x, weight, b)).abs().amax(1) / x.norm(dim=1) / weight.norm(dim=1).max()
     assert error.max() < (0.02 if 0 < outliers < inputs else 0.2)
@@ -332,8 +332,8 @@ def test_what_was_made_is_used_again_and_what_was_damaged_is_not(tmp_path: Path)
         builds.append(1)
         return quant.calibrated(config, Weights(config, 1), [1, 2, 3])
 
-    first = quant_file.quantised("name", build, tmp_path)
-    assert _equal(quant_file.quantised("name", build, tmp_path), first)
+    first = quant.stored("name", build, tmp_path)
+    assert _equal(quant.stored("name", build, tmp_path), first)
     assert len(builds) == 1
     (path,) = tmp_path.glob("*.safetensors")
     good = path.read_bytes()
@@ -342,7 +342,7 @@ def test_what_was_made_is_used_again_and_what_was_damaged_is_not(tmp_path: Path)
     for bad in (good[:-50], b"", good[:6], bytes(flipped), b"x" * 100):
         path.write_bytes(bad)
         before = len(builds)
-        assert _equal(quant_file.quantised("name", build, tmp_path), first)
+        assert _equal(quant.stored("name", build, tmp_path), first)
         assert len(builds) == before + 1
     assert path.read_bytes() == good
     assert not list(tmp_path.glob("*.part"))
@@ -351,13 +351,13 @@ def test_what_was_made_is_used_again_and_what_was_damaged_is_not(tmp_path: Path)
 def test_no_place_to_keep_it_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = FAMILIES["llama"]
-    tensors = quant_file.quantised("name", lambda: _tensors(config), tmp_path / "file" / "int8")
+    tensors = quant.stored("name", lambda: _tensors(config), tmp_path / "file" / "int8")
     assert _equal(tensors, _tensors(config))
 
 
 def _race(folder: Path) -> None:
     torch.set_num_threads(1)
-    quant_file.quantised("name", lambda: _tensors(FAMILIES["llama"]), folder)
+    quant.stored("name", lambda: _tensors(FAMILIES["llama"]), folder)
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     for process in racing:
         process.join()
     assert [process.exitcode for process in racing] == [0, 0]
-    kept = quant_file.quantised("name", lambda: pytest.fail("built again"), tmp_path)
+    kept = quant.stored("name", lambda: pytest.fail("built again"), tmp_path)
     assert _equal(kept, _tensors(FAMILIES["llama"]))
 
 
@@ -376,12 +376,12 @@ def test_identity_follows_files_and_settings(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"one")
     config = FAMILIES["mistral"]
-    names = {quant_file.identity(file, config), quant_file.identity(file, config, quant.Settings(down=0))}
-    names.add(quant_file.identity(file, FAMILIES["qwen2"]))
+    names = {quant.identity(file, config), quant.identity(file, config, quant.Settings(down=0))}
+    names.add(quant.identity(file, FAMILIES["qwen2"]))
     file.write_bytes(b"three")
-    names.add(quant_file.identity(file, config))
+    names.add(quant.identity(file, config))
     assert len(names) == 4
-    assert quant_file.identity(file, config) == quant_file.identity(file, dataclasses.replace(config))
+    assert quant.identity(file, config) == quant.identity(file, dataclasses.replace(config))
 
 
 # ------------------------------------------------------------ the real model

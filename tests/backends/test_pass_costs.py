@@ -1,7 +1,8 @@
-"""What is measured once is kept, and what cannot be kept does no harm."""
+"""Costs of passes: measured once and stored; a file that cannot be read or written does no harm."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from outrider.backends.pass_costs import EACH, ROWS, CostFile, by_rows, target_c
 from outrider.backends.toy import toy, toy_config
 from outrider.config import Config
 from outrider.engine.cache import Cache
-from outrider.llm import _sequences, build_engine
+from outrider.llm import build_engine
 from outrider.types import Sequence
 
 
@@ -78,10 +79,16 @@ def test_a_pass_that_fails_leaves_no_trace() -> None:
     cache.check()
 
 
-def test_every_batch_size_in_powers_of_two_is_measured() -> None:
-    assert _sequences(64) == (1, 2, 4, 8, 16, 32, 64)
-    assert _sequences(24) == (1, 2, 4, 8, 16)
-    assert _sequences(1) == (1,)
+@pytest.mark.parametrize(("batch", "sequences"), [(64, (1, 2, 4, 8, 16, 32, 64)), (24, (1, 2, 4, 8, 16)), (1, (1,))])
+def test_every_batch_size_in_powers_of_two_is_measured(batch: int, sequences: tuple[int, ...]) -> None:
+    class Costs(CostFile):
+        def get(self, measure: object, sequences: Iterable[int] = (1,)) -> dict[int, float]:
+            self.sequences = sequences
+            return {1: 0.1}
+
+    costs = Costs()
+    build_engine(toy(), Config(drafter="ngram", max_batch=batch), costs=costs)
+    assert costs.sequences == sequences
 
 
 def test_costs_are_measured_once_and_kept() -> None:

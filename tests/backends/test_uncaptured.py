@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.backends import WHOLE, ops
-from outrider.backends.cuda.uncaptured import UncapturedPasses
+from outrider.backends.cuda.graphs import UncapturedPasses
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.drafters.layerskip.search import Skip, Text
@@ -35,7 +35,7 @@ def test_a_text_on_a_device_is_scored_as_on_the_cpu(monkeypatch: pytest.MonkeyPa
     score, choices, stream = here.agreement(SKIP), here.choices.tolist(), streams(here)
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
-        monkeypatch.setattr("outrider.backends.cuda.uncaptured.CHAIN", 2)
+        monkeypatch.setattr("outrider.backends.cuda.graphs.TIMED_CHAIN", 2)
     there = Text(model(DEVICE), ANSWERS, device=UncapturedPasses)
     assert there.positions == here.positions == 3
     assert there.choices.tolist() == choices

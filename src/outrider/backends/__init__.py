@@ -22,21 +22,21 @@ from .rows import Rows
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a model's blocks run. The default is all of them, with the head."""
+    """The blocks of a model that run. Default: all of them, with the output product (`head`)."""
 
     start: int = 0
     stop: int | None = None  # None: to the last layer
     skip_attention: frozenset[int] = frozenset()
     skip_mlp: frozenset[int] = frozenset()
     head: bool = True
-    vocab: int | None = None  # only the head's first ids, which are the frequent ones; None: all of them
+    vocab: int | None = None  # logits of the first ids only, which are the frequent ones; None: of all
 
 
 WHOLE = Part()
 
 
 class PlaneShape(NamedTuple):
-    """What a model needs a plane to hold."""
+    """What a plane holds for a model: `heads` K/V heads of `dim` numbers in each layer."""
 
     layers: int
     heads: int
@@ -45,28 +45,27 @@ class PlaneShape(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Where an answer begins."""
+    """How an answer starts."""
 
-    tokens: list[int]  # what it continues
-    source: list[int]  # what it is made from, where that is another text: what an encoder reads
+    tokens: list[int]  # the context that the decoder continues
+    source: list[int]  # the text that an encoder reads; empty for decoders
 
 
 class Model(ABC):
     """A causal language model: rows in, logits out, K/V kept in a plane that the cache owns.
 
-    Three optional arguments of `forward` (a part of the layers, a hidden state to resume from, taps) are enough for
-    every method that looks inside a target. Optional abilities are declared here with their defaults.
+    Optional abilities are declared here with their defaults.
     """
 
     config: ModelConfig
     dtype: torch.dtype  # of most weights
     compute: torch.dtype  # of its products
     device = torch.device("cpu")  # of rows, planes and logits
-    weights_device: torch.device | None = None  # where that is another device
+    weights_device: torch.device | None = None  # where the weights are on another device
     has_layers = True  # can run a part of its layers and resume from a hidden state
     block = 1  # positions that a pass computes together: budgets end where a block does
-    description = ""  # one sentence about who runs it, where that is not the built-in decoder
-    encoder = False  # an encoder reads the prompt, and answers begin afresh with `starts`
+    description = ""  # one sentence about the implementation, where it is not the built-in decoder
+    encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
 
     @property
@@ -77,14 +76,15 @@ class Model(ABC):
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
-        """One pass. It calls `plane.count_pass()`: what it writes is never silent."""
+        """One pass, which calls `plane.count_pass()`. x [T, H]: the residual stream to resume from at `part.start`;
+        taps: layers whose output stream [T, H] is returned."""
 
     def identity(self) -> str | None:
-        """A hash that is the same for every file format of one model; None: not known."""
+        """A hash of the weights, equal for every file format of one model; None: unknown."""
         return None
 
     def opening(self, ids: list[int]) -> Opening:
-        """Where an answer to a prompt begins."""
+        """How the answer to a prompt starts."""
         return Opening(ids, [])
 
     def as_drafter(self) -> Model:
@@ -93,7 +93,7 @@ class Model(ABC):
 
 
 class RecordedChains(Protocol):
-    """Whole drafts that a device makes on its own, one captured graph for K passes."""
+    """Chains of K drafted tokens, each chain one captured graph of K passes."""
 
     def suits(self, seqs: list[Sequence]) -> bool: ...
 
@@ -101,32 +101,29 @@ class RecordedChains(Protocol):
 
 
 class Passes(Protocol):
-    """How a model runs on a device that is not driven operation by operation."""
+    """A model's captured passes on a device. Results stay on the device; no call waits for it."""
 
     def logits(self, batch: Batch, part: Part) -> Tensor:
         """Logits of the wanted rows: [R, V]."""
-        ...
 
     def states(self, batch: Batch, layers: int) -> Tensor:
-        """The residual stream of all rows after so many layers: [T, H]."""
-        ...
+        """The residual stream of all rows after the first `layers` layers: [T, H]."""
 
-    def chains(self, part: Part, again: int, source: str) -> RecordedChains: ...
+    def chains(self, part: Part, again: int, source: str) -> RecordedChains:
+        """again: how many of the last committed tokens each chain feeds once more."""
 
 
 class ResumableLayers(Protocol):
-    """The target's own first layers, run ahead of the pass that verifies, which resumes from their states."""
+    """The target's first layers, run before the verifying pass, which resumes from their states."""
 
     def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
-        """Over each sequence's last token, where all before it is held: states [B, H]."""
-        ...
+        """Over each sequence's last token; the plane holds all tokens before it. States [B, H]."""
 
     def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
-        """Over one more drafted token of each, after those before it: states [B, H]."""
-        ...
+        """Over one more drafted token of each sequence. States [B, H]."""
 
 
-def numbered(device: torch.device | str) -> torch.device:
-    """`cuda` is `cuda:0`, or whichever is current: two names of one device must not look like two devices."""
+def with_index(device: torch.device | str) -> torch.device:
+    """The device with its index: `cuda` becomes the current one, so that equal devices compare equal."""
     named = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if named.type == "cuda" and named.index is None else named

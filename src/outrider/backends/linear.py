@@ -2,8 +2,8 @@
 
 On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
 upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
-kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`kernels.matmul`). Plain `F.linear`
-gives no such promise; it serves float64, other devices, and machines without oneDNN. `exact` says which one this is.
+kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`kernels.matmul`). `F.linear` gives
+no such promise; it runs float64, other devices, and machines without oneDNN. `exact` tells whether the promise holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import ops
 
-FEWEST = 4  # rows of a product
+MIN_ROWS = 4  # of a packed product; fewer are padded
 
 
 class Linear:
@@ -32,36 +32,33 @@ class Linear:
         if not self.exact:
             return F.linear(x, self.weight, self.bias)
         rows = x.shape[0]
-        if rows >= FEWEST:
-            return self._packed(x)
-        return self._packed(torch.cat([x, x.new_zeros(FEWEST - rows, self.in_features)]))[:rows]
+        if rows < MIN_ROWS:
+            x = torch.cat([x, x.new_zeros(MIN_ROWS - rows, self.in_features)])
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y[:rows] if rows < MIN_ROWS else y
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         return ops.silu_mul(self(x))
 
-    def _packed(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return y
 
-
-def linear(weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> Any:
-    """The product with this weight, as its device does it best."""
+def linear(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Any:
+    """The product with this weight for its device. int8: round the weight, on a GPU only."""
     if not ops.on_gpu(weight):
         return Linear(weight, bias)
     from .cuda.kernels.matmul import Product
 
-    return Product(weight, bias, eight_bits)
+    return Product(weight, bias, int8)
 
 
 def summed(parts: Any) -> Tensor:
-    """A product's result [T, out]; on a GPU it comes as unsummed parts."""
+    """A product's result [T, out]; GPU kernels return it as unsummed `Parts`."""
     total: Tensor = parts if isinstance(parts, Tensor) else parts.total()
     return total
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN can hold this weight packed on this machine."""
+    """Whether oneDNN can pack this weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

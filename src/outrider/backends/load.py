@@ -1,19 +1,18 @@
-"""A target from a checkpoint, in the dtype that was asked for, or in the one that this machine runs fastest.
+"""Loads a model from a checkpoint in a given dtype, or in the fastest dtype of this machine.
 
-`auto` measures: one layer of the model's own shape, with random weights, in every dtype that loses nothing the file
-has. A file that is quantised itself (most GGUF files) may become int8; float weights stay float. The result is
-remembered for this machine and this shape.
+`auto` times layers of the model's own shape, with random weights, in every dtype that keeps the precision of the file.
+A quantised file (most GGUF files) may become int8; float weights stay float. The result is stored for this machine and
+this shape.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +30,16 @@ from ..types import Sequence
 from . import Model
 from .cpu import quantise as quant
 from .cpu.int8 import Int8Transformer
+from .linear import packs
 from .machine import fingerprint
+from .pass_costs import read_seconds
 from .rows import rows_of
 from .toy import RandomWeights
 from .transformer import Transformer
 
 AUTO, INT8 = "auto", "int8"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-ROWS = (1, 4, 8)  # what decoding and verification run
+ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
 
 
 def load_model(
@@ -48,69 +49,45 @@ def load_model(
     progress: quant.Progress | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model in memory, for positions up to `length`. `identity()` tells whose heads go with it."""
+    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
     if isinstance(checkpoint.weights, ForeignWeights):
         from .transformers.model import load_foreign
 
         return load_foreign(checkpoint.weights, checkpoint.config, dtype, torch.device(device))
-    model: Any = _load(checkpoint, dtype, length, progress, torch.device(device))
-    model.identity = partial(target_hash, checkpoint.config, checkpoint.weights)  # read only when somebody asks
+    config, weights = checkpoint.config, checkpoint.weights
+    if torch.device(device).type == "cuda":
+        if dtype == "float64":
+            raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
+        # int8 on a GPU means the weights only: a pass spends its time reading them.
+        compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
+        model: Any = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
+    else:
+        dtype = fastest(checkpoint) if dtype == AUTO else dtype
+        if dtype == INT8:
+            model = Int8Transformer.open(checkpoint, length, progress=progress)
+        else:
+            model = Transformer(config, weights, DTYPES[dtype], length=length)
+    model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
 
 
-def _load(
-    checkpoint: Checkpoint, dtype: str, length: int, progress: quant.Progress | None, device: torch.device
-) -> Model:
-    if device.type == "cuda":
-        return _on_gpu(checkpoint, dtype, length, device)
-    dtype = fastest(checkpoint) if dtype == AUTO else dtype
-    if dtype == INT8:
-        return Int8Transformer.open(checkpoint, length, progress=progress)
-    return Transformer(checkpoint.config, checkpoint.weights, DTYPES[dtype], length=length)
-
-
-def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device) -> Model:
-    """bfloat16 unless asked otherwise; int8 means weights only: they are what a GPU spends its time reading."""
-    if dtype == "float64":
-        raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
-    compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
-    return Transformer(checkpoint.config, checkpoint.weights, compute, device, length, eight_bits=dtype == INT8)
-
-
 def fastest(checkpoint: Checkpoint) -> str:
-    """The quickest dtype that loses nothing, measured once per machine and shape."""
+    """The fastest dtype that keeps the file's precision, timed once per machine and shape."""
     config = checkpoint.config
-    names = ["float32", "bfloat16"] if _computes_in_bfloat16() else ["float32"]
+    names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
     if isinstance(checkpoint.weights, GGUFWeights) and checkpoint.weights.quantised:
         names.append(INT8)
     shape = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
-    note = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{hash_of(shape, names)}.json"
-    seconds = _remembered(note) or {name: _layer_seconds(config, name) for name in names}
-    write_quietly(note, json.dumps(seconds))
+    key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
+    file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
+    seconds: dict[str, float] = read_seconds(file) or {name: _layer_seconds(config, name) for name in names}
+    write_quietly(file, json.dumps(seconds))
     return min(seconds, key=lambda name: seconds[name])
 
 
-def hash_of(*facts: object) -> str:
-    import hashlib
-
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-
-
-def _remembered(note: Path) -> dict[str, float] | None:
-    try:
-        known = json.loads(note.read_text())
-        return {str(name): float(seconds) for name, seconds in known.items()} or None
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-
-
-def _computes_in_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _layer_seconds(config: ModelConfig, dtype: str) -> float:
-    """Seconds of passes over a few row counts through layers of this shape: enough of them to leave the caches."""
+    """Seconds of passes with `ROWS` rows through layers of this shape: enough layers to exceed the CPU's caches."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
     one = replace(
@@ -127,18 +104,11 @@ def _layer_seconds(config: ModelConfig, dtype: str) -> float:
     cache.open(seq)
     cache.reserve(seq, 20, 0)
 
-    def run(rows: int) -> None:
-        packed = BatchBuilder(cache)
-        packed.pending(seq, 0, rows, want=True)
-        model.forward(rows_of(packed), plane)
+    def seconds(rows: int) -> float:
+        start = time.perf_counter()
+        batch = BatchBuilder(cache)
+        batch.pending(seq, 0, rows, want=True)
+        model.forward(rows_of(batch), plane)
+        return time.perf_counter() - start
 
-    return sum(_median(run, rows) for rows in ROWS)
-
-
-def _median(run: Callable[[int], None], rows: int, repeats: int = 9) -> float:
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run(rows)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+    return sum(statistics.median(seconds(rows) for _ in range(9)) for rows in ROWS)

@@ -1,12 +1,13 @@
-"""Facts about this machine that users must never have to know.
+"""Facts about this machine and settings of this process: CPU features, devices, the garbage collector.
 
-Some virtual machines advertise AMX and fault on it (SIGILL): oneDNN would then take the whole program down in the first
-bfloat16 or int8 product. `prepare()` tries one in a child process, once per machine, and caps oneDNN if the child dies.
-It must run before the first product of this process.
+Some virtual machines advertise AMX and fault on it (SIGILL): oneDNN would then end the process in the first bfloat16 or
+int8 product. `prepare()` tries one in a child process, once per machine, and caps oneDNN if the child dies. It must run
+before the first product of this process.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import json
@@ -15,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,85 +43,94 @@ def prepare() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = _CAP
 
 
-def choose_device(wish: str) -> torch.device:
-    """The device that is meant: `auto` is a GPU that our kernels can run on, or else the CPU."""
-    if wish == "auto":
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Python's garbage collector does not run meanwhile, in any thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name; `auto` is a GPU that our kernels can run on, or else the CPU."""
+    if name == "auto":
         return torch.device("cpu" if why_no_gpu() else "cuda:0")
     try:
-        device = torch.device(wish)
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"There is no device '{wish}'; choose auto, cpu, cuda, or cuda:1 and so on.") from error
+        raise ConfigError(f"There is no device '{name}'; choose auto, cpu, cuda, or cuda:1 and so on.") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"Outrider does not run on '{device.type}' devices; choose auto, cpu or cuda.")
     if device.type == "cpu":
         return torch.device("cpu")
-    number, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count and number >= count:
-        raise ConfigError(f"There is no device '{wish}': this machine has {count} GPU(s), from cuda:0.")
-    if reason := why_no_gpu(number):
-        raise ConfigError(f"The device '{wish}' cannot be used: {reason}. Leave --device out, or choose cpu.")
-    return torch.device("cuda", number)
+    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count and index >= count:
+        raise ConfigError(f"There is no device '{name}': this machine has {count} GPU(s), from cuda:0.")
+    if reason := why_no_gpu(index):
+        raise ConfigError(f"The device '{name}' cannot be used: {reason}. Leave --device out, or choose cpu.")
+    return torch.device("cuda", index)
 
 
 def device_name(device: torch.device) -> str:
-    """What it is called: a processor's or a GPU's name."""
+    """The product name of a processor or a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def why_no_gpu(number: int = 0) -> str:
-    """Why this GPU (by its number) cannot be used; empty when it can."""
+def why_no_gpu(index: int = 0) -> str:
+    """The reason why this GPU cannot be used; empty when it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU (is this a CPU build of torch, or is the driver missing?)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "triton needs a C compiler (gcc or clang) for the little code that starts its kernels"
-    if torch.cuda.get_device_capability(number) < (8, 0):
-        name = torch.cuda.get_device_name(number)
+        return "triton needs a C compiler (gcc or clang) for the code that starts its kernels"
+    if torch.cuda.get_device_capability(index) < (8, 0):
+        name = torch.cuda.get_device_name(index)
         return f"{name} is older than what our kernels need (bfloat16 matrix units, since 2020)"
     return ""
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the processor says it can do (Linux on x86; empty elsewhere)."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return frozenset()
+    """The processor's feature flags (Linux on x86; empty elsewhere)."""
+    return frozenset(_cpuinfo("flags").split())
 
 
 def cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    """The first value of a field in /proc/cpuinfo; empty where there is none."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
 def fingerprint() -> str:
-    """Short name for this machine and this torch: what was measured here holds only here."""
+    """A short hash of this machine and this torch: measurements are valid for one fingerprint."""
     facts = (cpu_name(), sorted(cpu_flags()), os.cpu_count(), torch.__version__, platform.platform())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _amx_works() -> bool:
-    note = cache_folder() / "probes" / f"amx-{fingerprint()}.json"
+    file = cache_folder() / "probes" / f"amx-{fingerprint()}.json"
     try:
-        return bool(json.loads(note.read_text())["works"])
+        return bool(json.loads(file.read_text())["works"])
     except (OSError, ValueError, KeyError, TypeError):
         works = _child_survives()
-    write_quietly(note, json.dumps({"works": works}))
+    write_quietly(file, json.dumps({"works": works}))
     return works
 
 
 def _child_survives() -> bool:
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120)
+        child = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120)
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0
+    return child.returncode == 0

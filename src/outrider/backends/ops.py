@@ -2,7 +2,7 @@
 
 The promise: a row's result is the same bits whichever rows share the call and however many threads run it. Native
 kernels (float32 and bfloat16 on a CPU) and those of `cuda` keep it by a fixed order of operations; the torch versions
-(any type, any device, slow) by giving each row to calls whose shapes depend on that row alone. Which of them runs
+(any type, any device, slow) by giving each row to calls whose shapes depend on that row alone. The choice between them
 depends on types and devices only, never on the number of rows.
 
 It knows rows and planes; it does not know layers, weights' names or sequences. Nothing here records gradients.
@@ -21,12 +21,12 @@ from .cpu import native
 from .rows import Rows
 
 _FLOATS = (torch.float32, torch.bfloat16)
-_PIECE = 16384  # torch splits longer calls between threads, and then their number would show in the bits
+_CHUNK = 16384  # torch splits longer calls between threads, and the bits would depend on their number
 Norms = tuple[Tensor, Tensor, float]  # q_weight [d], k_weight [d], eps
 
 
 def backend() -> str:
-    """What runs these operations on a CPU, for diagnostics."""
+    """The implementation that runs these operations on a CPU, for diagnostics."""
     kernels = _loaded().kernels
     if kernels is None:
         return f"torch ({_loaded().reason})"
@@ -45,40 +45,24 @@ def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dty
     kernels = _kernels(x, weight) if dtype in _FLOATS and (delta is None or _plain(delta)) else None
     if kernels is None:
         return _add_norm_torch(x, delta, weight, eps, dtype)
-    stream, weight = x.contiguous(), weight.contiguous()  # themselves, unless somebody passes views
+    stream, weight = x.contiguous(), weight.contiguous()
     delta = None if delta is None else delta.contiguous()
     out = torch.empty_like(stream, dtype=dtype)  # [T, H]
-    kernels.add_norm(
-        stream.data_ptr(),
-        0 if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        *x.shape,
-        eps,
-        delta is not None and delta.dtype is torch.bfloat16,
-        dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
+    addresses, halved = addresses_of(stream, delta, weight, out), delta is not None and delta.dtype is torch.bfloat16
+    kernels.add_norm(*addresses, *x.shape, eps, halved, dtype is torch.bfloat16, torch.get_num_threads())
     if stream is not x:
         x.copy_(stream)
     return out
 
 
 def rope_store(
-    qkv: Any,
-    cos: Tensor,
-    sin: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    slots: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: Norms | None = None,
-) -> Tensor:
-    """Turn q and k to their positions, put k and v into their slots; returns q [T, heads, d] in the planes' type.
+    qkv: Any, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor,
+    heads: int, kv_heads: int, norms: Norms | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k to their positions, write k and v to their slots; returns q [T, heads, d] in the planes' type.
 
-    qkv [T, (heads + 2 kv_heads) d]; cos, sin [T, r/2], where the first r of d dimensions turn; slots [T];
-    planes [S, kv_heads, d]. With `norms`, each head of q and k is normed before it is turned.
+    qkv [T, (heads + 2 kv_heads) d]; cos, sin [T, r/2]: the first r of d dimensions are rotated; slots [T];
+    planes [S, kv_heads, d]. With `norms`, each head of q and k is normed before it is rotated.
     """
     if on_gpu(k_plane):
         return _gpu("elementwise").rope_store(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)  # type: ignore[no-any-return]
@@ -86,33 +70,17 @@ def rope_store(
     kernels = _kernels(cos, sin, k_plane, v_plane, q_norm, k_norm) if _plain(qkv) and _dense(k_plane, v_plane) else None
     if kernels is None:
         return _rope_store_torch(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)
-    qkv, cos, sin, slots = qkv.contiguous(), cos.contiguous(), sin.contiguous(), _whole(slots, torch.int64)
+    qkv, cos, sin, slots = qkv.contiguous(), cos.contiguous(), sin.contiguous(), contiguous(slots, torch.int64)
     rows, d = qkv.shape[0], k_plane.shape[2]
     q = k_plane.new_empty(rows, heads, d)  # [T, heads, d]
-    kernels.rope_store(
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        q.data_ptr(),
-        k_plane.data_ptr(),
-        v_plane.data_ptr(),
-        slots.data_ptr(),
-        0 if q_norm is None else q_norm.data_ptr(),
-        0 if k_norm is None else k_norm.data_ptr(),
-        rows,
-        heads,
-        kv_heads,
-        d,
-        cos.shape[1],
-        eps,
-        qkv.dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
+    addresses = addresses_of(qkv, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm)
+    bf16, threads = qkv.dtype is torch.bfloat16, torch.get_num_threads()
+    kernels.rope_store(*addresses, rows, heads, kv_heads, d, cos.shape[1], eps, bf16, threads)
     return q
 
 
 def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
-    """x += delta in place, on a GPU; the result goes into each row's slot of `kept` too, and nothing is left to add.
+    """x += delta in place, on a GPU; the result is also written to each row's slot of `kept`.
 
     x [T, H] float32; delta unsummed `Parts` or None; kept [S, H]; slots [T].
     """
@@ -131,36 +99,20 @@ def attend(
     kernels = _kernels(q, k_plane, v_plane) if dtype in _FLOATS and _dense(k_plane, v_plane) else None
     if kernels is None:
         return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window)
-    q, table, ancestors = q.contiguous(), _whole(rows.table, torch.int32), rows.ancestors
-    lines, context = _whole(rows.lines, torch.int64), _whole(rows.context, torch.int64)
-    ancestors = None if ancestors is None else _whole(ancestors, torch.int32)
+    q, table, ancestors = q.contiguous(), contiguous(rows.table, torch.int32), rows.ancestors
+    lines, context = contiguous(rows.lines, torch.int64), contiguous(rows.context, torch.int64)
+    ancestors = None if ancestors is None else contiguous(ancestors, torch.int32)
+    depth = 0 if ancestors is None else ancestors.shape[1]
     count, heads, d = q.shape
     out = q.new_empty(count, heads * d, dtype=dtype)  # [T, heads * d]
-    kernels.attend(
-        q.data_ptr(),
-        k_plane.data_ptr(),
-        v_plane.data_ptr(),
-        table.data_ptr(),
-        lines.data_ptr(),
-        context.data_ptr(),
-        0 if ancestors is None else ancestors.data_ptr(),
-        out.data_ptr(),
-        table.shape[1],
-        0 if ancestors is None else ancestors.shape[1],
-        count,
-        heads,
-        k_plane.shape[1],
-        d,
-        window,
-        scale,
-        dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
+    addresses = addresses_of(q, k_plane, v_plane, table, lines, context, ancestors, out)
+    sizes = (table.shape[1], depth, count, heads, k_plane.shape[1], d, window)
+    kernels.attend(*addresses, *sizes, scale, dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (float64 when it is)."""
+    """silu(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (in float64 for float64)."""
     kernels = _kernels() if _plain(gate_up) else None
     if kernels is None:
         return _silu_mul_torch(gate_up)
@@ -172,41 +124,41 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest value [R] and the first place where it stands [R], from [R, V]. A NaN makes its row NaN."""
-    highest, place, _ = _top(logits, shares=False)
-    return highest, place
+    """Each row's largest value [R] and its first index [R], from [R, V]. A NaN makes its row NaN."""
+    highest, index, _ = _top(logits, shares=False)
+    return highest, index
 
 
 def top_shares(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row's largest value [R], and its part of the row's softmax [R], from [R, V]."""
-    _, place, share = _top(logits, shares=True)
-    return place, share
+    """The first index of each row's largest value [R], and its softmax probability [R], from [R, V]."""
+    _, index, share = _top(logits, shares=True)
+    return index, share
 
 
 def _top(logits: Tensor, shares: bool) -> tuple[Tensor, Tensor, Tensor]:
     kernels = _kernels() if logits.dtype is torch.float32 and logits.device.type == "cpu" else None
     if kernels is None:
-        highest, place = logits.max(-1)
-        return highest, place, 1 / (logits - highest[..., None]).exp().sum(-1) if shares else highest
+        highest, index = logits.max(-1)
+        return highest, index, 1 / (logits - highest[..., None]).exp().sum(-1) if shares else highest
     logits = logits.contiguous()
     rows, width = logits.shape
-    highest, share, place = logits.new_empty(rows), logits.new_empty(rows), torch.empty(rows, dtype=torch.long)
-    places = (logits.data_ptr(), highest.data_ptr(), place.data_ptr(), share.data_ptr() if shares else 0)
-    kernels.top(*places, rows, width, torch.get_num_threads())
-    return highest, place, share
+    highest, share, index = logits.new_empty(rows), logits.new_empty(rows), torch.empty(rows, dtype=torch.long)
+    addresses = addresses_of(logits, highest, index, share if shares else None)
+    kernels.top(*addresses, rows, width, torch.get_num_threads())
+    return highest, index, share
 
 
-# ------------------------------------------------------------ which of the two runs
+# ------------------------------------------------------------ choosing an implementation
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether our GPU kernels run this."""
+    """Whether our GPU kernels run operations on this tensor."""
     return tensor.is_cuda
 
 
 @functools.cache
 def _gpu(name: str) -> Any:
-    """The GPU's kernels, imported only where there is one: triton is not installed everywhere."""
+    """A module of GPU kernels, imported on first use: triton is not installed everywhere."""
     return importlib.import_module(f".cuda.kernels.{name}", __package__)
 
 
@@ -216,7 +168,7 @@ def _loaded() -> native.Native:
 
 
 def _kernels(*tensors: Tensor | None) -> native.Kernels | None:
-    """The native kernels, if there are any and all of these are float32 on the CPU."""
+    """The native kernels, if they are available and all of these tensors are float32 on the CPU."""
     for tensor in tensors:
         if tensor is not None and (tensor.dtype is not torch.float32 or not tensor.is_cpu):
             return None
@@ -228,12 +180,17 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _dense(k_plane: Tensor, v_plane: Tensor) -> bool:
-    """Planes are read and written in place, and outlive the call: whether they are contiguous never varies by rows."""
+    """Planes are read and written in place: whether they are contiguous does not depend on the rows."""
     return k_plane.is_contiguous() and v_plane.is_contiguous()
 
 
-def _whole(indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, of this type, on the CPU; asked first, because a conversion that does nothing takes microseconds."""
+def addresses_of(*tensors: Tensor | None) -> list[int]:
+    """Where each tensor's data starts, for a native call; 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def contiguous(indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, of this type, on the CPU. Tested first: a conversion that does nothing takes microseconds."""
     return indices.contiguous() if indices.dtype is dtype and indices.is_cpu else indices.to("cpu", dtype).contiguous()
 
 
@@ -244,18 +201,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _total(row: Tensor) -> Tensor:
-    """The sum of a row [n], in pieces that no thread count divides further."""
-    pieces: tuple[Tensor, ...] = row.split(_PIECE)
-    total = pieces[0].sum()
-    for piece in pieces[1:]:
-        total = total + piece.sum()
-    return total
-
-
 def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """row [n] of float32 or float64, weight [n]."""
-    return row * torch.rsqrt(_total(row * row) / row.shape[0] + eps) * weight
+    """row [n] of float32 or float64, weight [n]. Squares are summed in chunks that no thread count divides further."""
+    first, *others = (row * row).split(_CHUNK)
+    total = first.sum()
+    for chunk in others:
+        total = total + chunk.sum()
+    return row * torch.rsqrt(total / row.shape[0] + eps) * weight
 
 
 def _add_norm_torch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -268,28 +220,21 @@ def _add_norm_torch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
 
 
 def _rope_store_torch(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    slots: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: Norms | None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor,
+    heads: int, kv_heads: int, norms: Norms | None,
+) -> Tensor:  # fmt: skip
     rows, d, half = qkv.shape[0], k_plane.shape[-1], cos.shape[1]
     x = qkv.to(_wide(k_plane.dtype)).reshape(rows, heads + 2 * kv_heads, d).clone()  # [T, heads + 2 kv_heads, d]
-    turning = x[:, : heads + kv_heads]  # [T, heads + kv_heads, d], a view: v stays as it is
+    qk = x[:, : heads + kv_heads]  # [T, heads + kv_heads, d], a view: v stays as it is
     if norms:
         weights = [norms[0]] * heads + [norms[1]] * kv_heads
-        for row in turning:
+        for row in qk:
             for head, weight in zip(row, weights, strict=True):
                 head.copy_(_rms_norm(head, weight, norms[2]))
-    # Products and sums of two numbers are rounded alike wherever they stand: no need to go row by row.
-    first, second = turning[..., :half].clone(), turning[..., half : 2 * half].clone()  # [T, heads + kv_heads, r/2]
-    turning[..., :half] = first * cos[:, None] - second * sin[:, None]
-    turning[..., half : 2 * half] = second * cos[:, None] + first * sin[:, None]
+    # Elementwise products and sums are rounded alike in any call: no need to go row by row.
+    first, second = qk[..., :half].clone(), qk[..., half : 2 * half].clone()  # [T, heads + kv_heads, r/2]
+    qk[..., :half] = first * cos[:, None] - second * sin[:, None]
+    qk[..., half : 2 * half] = second * cos[:, None] + first * sin[:, None]
     x = x.to(k_plane.dtype)
     k_plane[slots], v_plane[slots] = x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
     return x[:, :heads].contiguous()
@@ -300,26 +245,18 @@ def _attend_torch(
 ) -> Tensor:
     count, heads, d = q.shape
     out = torch.empty((count, heads * d), dtype=dtype, device=q.device)  # [T, heads * d]
-    for t, keys in enumerate(_key_lists(rows)):
-        keys = keys[-window:] if window > 0 else keys  # [n]
+    for t, (line, context) in enumerate(zip(rows.lines.tolist(), rows.context.tolist(), strict=True)):
+        keys = rows.table[line, :context].long()  # [n] slots, in order
+        if rows.ancestors is not None:
+            own = rows.ancestors[t].long()
+            keys = torch.cat([keys, own[(own < 0).cumsum(0) == 0]])
+        keys = keys[-window:] if window > 0 else keys
         out[t] = _attend_row(q[t], k_plane[keys], v_plane[keys], scale).reshape(-1)
     return out
 
 
-def _key_lists(rows: Rows) -> list[Tensor]:
-    """For each row, the slots that it reads, in order: [n] each."""
-    lists = []
-    for t, (line, context) in enumerate(zip(rows.lines.tolist(), rows.context.tolist(), strict=True)):
-        keys = rows.table[line, :context].long()
-        if rows.ancestors is not None:
-            own = rows.ancestors[t].long()
-            keys = torch.cat([keys, own[(own < 0).cumsum(0) == 0]])
-        lists.append(keys)
-    return lists
-
-
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [heads, d]; k, v [n, kv_heads, d]; returns [heads, d]. Sums, not products of matrices: BLAS counts threads."""
+    """q [heads, d]; k, v [n, kv_heads, d]; returns [heads, d]. No matrix products: BLAS depends on threads."""
     wide, (heads, d), (n, kv_heads, _) = _wide(q.dtype), q.shape, k.shape
     if not n:
         return torch.zeros((heads, d), dtype=wide, device=q.device)
@@ -334,7 +271,8 @@ def _silu_mul_torch(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)  # [T, I]
     for t, row in enumerate(gate_up.to(_wide(gate_up.dtype))):
-        for at in range(0, width, _PIECE):  # gate [n], up [n]
-            gate, up = row[at : min(at + _PIECE, width)], row[width + at : width + min(at + _PIECE, width)]
-            out[t, at : at + _PIECE] = torch.nn.functional.silu(gate) * up
+        for start in range(0, width, _CHUNK):
+            stop = min(start + _CHUNK, width)
+            gate, up = row[start:stop], row[width + start : width + stop]  # [n] each
+            out[t, start:stop] = torch.nn.functional.silu(gate) * up
     return out

@@ -1,7 +1,4 @@
-"""The tensors of a pass, made from a batch when a model reads them.
-
-Captured passes take a batch's lists instead and never make these.
-"""
+"""The tensors of a pass, made from a batch when a model reads them. Captured passes take the batch's lists instead."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ..types import Batch
 
 @dataclass(frozen=True)
 class Rows:
-    """What a model runs."""
+    """The input of a model's pass: T rows, one token each."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T] root position + depth for nodes
@@ -26,8 +23,8 @@ class Rows:
     table: Tensor  # [lines, length] int32, slot of each committed position
     ancestors: Tensor | None  # [T, D] int32 slots of drafted ancestors, self last, then -1; None: no drafts
     want: Tensor  # [R] rows whose logits are needed
-    blocks: Any = None  # how the rows are grouped for kernels that need it; made by whoever runs them
-    batch: Batch | None = None  # the same as lists, where there are any
+    blocks: Any = None  # the rows grouped for GPU kernels: `kernels.attention.Blocks`
+    batch: Batch | None = None  # the same as lists, where the rows were made from a batch
 
     @property
     def count(self) -> int:
@@ -39,7 +36,7 @@ class _LazyRows(Rows):
     """Rows whose tensors are made on first use: kernels that read the batch's lists never use them."""
 
     def __init__(self, batch: Batch) -> None:
-        self.__dict__.update(batch=batch, blocks=None)  # the rest is missing, and so found by __getattr__
+        self.__dict__.update(batch=batch, blocks=None)  # the other fields come from __getattr__
 
     @property
     def count(self) -> int:
@@ -49,26 +46,18 @@ class _LazyRows(Rows):
     def __getattr__(self, name: str) -> Any:
         if name not in Rows.__dataclass_fields__:
             raise AttributeError(name)
-        self.__dict__.update(self._tensors())
-        return self.__dict__[name]
-
-    def _tensors(self) -> dict[str, Any]:
-        b = self.batch
-        assert b is not None
+        b = self.__dict__["batch"]
         depth = max(map(len, b.tails), default=0)
         padded = [tail + [-1] * (depth - len(tail)) for tail in b.tails] if depth else None
         tokens, positions, slots = torch.tensor((b.tokens, b.positions, b.slots), dtype=torch.long)
         lines, context = torch.tensor((b.lines, b.context), dtype=torch.int32)
-        return {
-            "tokens": tokens,
-            "positions": positions,
-            "slots": slots,
-            "lines": lines,
-            "context": context,
-            "table": b.table,
-            "ancestors": None if padded is None else torch.tensor(padded, dtype=torch.int32),  # [T, D]
-            "want": torch.tensor(b.want, dtype=torch.long),
-        }
+        ancestors = None if padded is None else torch.tensor(padded, dtype=torch.int32)  # [T, D]
+        want = torch.tensor(b.want, dtype=torch.long)
+        self.__dict__.update(
+            tokens=tokens, positions=positions, slots=slots, lines=lines, context=context,
+            table=b.table, ancestors=ancestors, want=want,
+        )  # fmt: skip
+        return self.__dict__[name]
 
 
 def rows_of(batch: Batch) -> Rows:

@@ -1,7 +1,5 @@
-"""Seeded tiny models, real in everything but size: for tests, docs and `check_drafter`.
-
-`toy(seed)` is a Llama with random weights in float64, small enough for thousands of passes a second; `blurred` is a
-weaker copy of it, which agrees with it often but not always, as a draft model does.
+"""Tiny seeded models for tests, docs and `check_drafter`: a Llama with random weights in float64, thousands of passes
+a second. With `blur`, its choices often but not always agree with those of the toy of the same seed.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ VOCABULARY = 48
 
 
 class RandomWeights:
-    """Weights drawn from a seed by name; `blur` mixes in other random numbers."""
+    """Weights drawn from a seed by name; `blur` (0 to 1) is the share of other random numbers in them."""
 
     def __init__(self, config: ModelConfig, seed: int, blur: float = 0.0) -> None:
         self.config, self.seed, self.blur = config, seed, blur
@@ -25,9 +23,10 @@ class RandomWeights:
         return name.endswith(".weight") and not (self.config.tied and name.startswith("lm_head"))
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        exact = self._draw(name, self.seed)
-        mixed = exact if not self.blur else (1 - self.blur) * exact + self.blur * self._draw(name, self.seed + 1)
-        return mixed.to(dtype)
+        weight = self._draw(name, self.seed)
+        if self.blur:
+            weight = (1 - self.blur) * weight + self.blur * self._draw(name, self.seed + 1)
+        return weight.to(dtype)
 
     def _draw(self, name: str, seed: int) -> Tensor:
         shape = self._shape(name)
@@ -38,24 +37,18 @@ class RandomWeights:
         return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        c = self.config
-        inner = c.heads * c.head_dim
-        shapes = {
-            "embed_tokens": (c.vocab_size, c.hidden_size),
-            "lm_head": (c.vocab_size, c.hidden_size),
-            "q_proj": (inner, c.hidden_size),
-            "k_proj": (c.kv_heads * c.head_dim, c.hidden_size),
-            "v_proj": (c.kv_heads * c.head_dim, c.hidden_size),
-            "o_proj": (c.hidden_size, inner),
-            "gate_proj": (c.intermediate_size, c.hidden_size),
-            "up_proj": (c.intermediate_size, c.hidden_size),
-            "down_proj": (c.hidden_size, c.intermediate_size),
-        }
-        return shapes.get(name.split(".")[-2], (c.hidden_size,))
+        c, kind = self.config, name.split(".")[-2]
+        inner, narrow = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        outputs = {"q_proj": inner, "k_proj": narrow, "v_proj": narrow, "embed_tokens": c.vocab_size}
+        outputs |= {"lm_head": c.vocab_size, "gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
+        inputs = {"o_proj": inner, "down_proj": c.intermediate_size}
+        if kind in outputs:
+            return outputs[kind], c.hidden_size
+        return (c.hidden_size, inputs[kind]) if kind in inputs else (c.hidden_size,)
 
 
 def hash_of(name: str) -> int:
-    """A small stable hash: Python's own changes from run to run."""
+    """A hash that is the same in every process, unlike Python's own."""
     value = 0
     for character in name:
         value = (value * 131 + ord(character)) % 1_000_000_007
@@ -64,23 +57,13 @@ def hash_of(name: str) -> int:
 
 def toy_config(layers: int = 3, vocabulary: int = VOCABULARY, context: int = 512) -> ModelConfig:
     return ModelConfig(
-        architecture="llama",
-        vocab_size=vocabulary,
-        hidden_size=32,
-        layers=layers,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        norm_eps=1e-6,
-        rope_theta=10_000.0,
-        tied=False,
-        context_length=context,
-        eos_ids=frozenset({0}),
-    )
+        architecture="llama", vocab_size=vocabulary, hidden_size=32, intermediate_size=48, layers=layers,
+        heads=4, kv_heads=2, head_dim=8, norm_eps=1e-6, rope_theta=10_000.0, tied=False,
+        context_length=context, eos_ids=frozenset({0}),
+    )  # fmt: skip
 
 
 def toy(seed: int = 1, blur: float = 0.0, dtype: torch.dtype = torch.float64, layers: int = 3) -> Transformer:
-    """A tiny target; with blur, a drafter for the toy of the same seed."""
+    """A tiny target; with blur, a draft model for the toy of the same seed."""
     config = toy_config(layers)
     return Transformer(config, RandomWeights(config, seed, blur), dtype)

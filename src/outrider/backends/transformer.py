@@ -1,8 +1,8 @@
 """One decoder for the Llama family: Llama 2/3, SmolLM2/3, Mistral, Qwen2/2.5, Qwen3, by configuration.
 
 The promise: a row's logits are the same bits whichever rows share its pass (float32 and bfloat16 on a CPU with
-oneDNN and on a GPU; see `linear` and `ops`). The residual stream is kept in float32 even when weights are bfloat16, and
-on a CPU so are keys and values.
+oneDNN and on a GPU; see `linear` and `ops`). The residual stream is float32 even when weights are bfloat16, and so are
+K and V on a CPU.
 It knows rows and planes, not sequences, drafts or text.
 """
 
@@ -18,15 +18,15 @@ from ..engine.cache import Plane
 from ..errors import ModelError
 from ..models.config import ModelConfig
 from ..types import Output
-from . import WHOLE, Model, Part, PlaneShape, numbered, ops
+from . import WHOLE, Model, Part, PlaneShape, ops, with_index
 from .linear import linear, summed
 from .rows import Rows
 
-Delta = Any  # what a block adds to the stream: [T, H], on a GPU as unsummed parts; or None
+Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None
 
 
 class WeightSource(Protocol):
-    """Named tensors; names are Hugging Face's without the leading `model.`"""
+    """Tensors by Hugging Face's names, without the leading `model.`"""
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
 @dataclass(frozen=True)
 class Layer:
     attention_norm: Tensor  # [H]
-    qkv: Any  # products, as `linear` makes them
+    qkv: Any  # a product, as made by `linear`
     head_norms: tuple[Tensor, Tensor, float] | None  # Qwen3: RMS norms of q and k [d], eps
     out: Any
     mlp_norm: Tensor  # [H]
@@ -47,7 +47,7 @@ class Layer:
 
 
 class Transformer(Model):
-    """A causal decoder; all state between passes lives in the plane it is given."""
+    """A causal decoder; all state between passes is in the plane."""
 
     def __init__(
         self,
@@ -55,42 +55,38 @@ class Transformer(Model):
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        length: int | None = None,  # longest position that will be asked for
-        eight_bits: bool = False,  # on a GPU: the layers' weights as int8 with a scale for each output
+        length: int | None = None,  # positions of the longest sequence
+        int8: bool = False,  # on a GPU: the layers' weights as int8 with a scale for each output
     ) -> None:
-        self.config, self.device = config, numbered(device)
-        self.compute, self.dtype = dtype, torch.int8 if eight_bits else dtype  # of products; of most weights
+        self.config, self.device = config, with_index(device)
+        self.compute, self.dtype = dtype, torch.int8 if int8 else dtype  # of products; of most weights
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
-        self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
-        load = _Loader(config, weights, dtype, self.stream, self.device, eight_bits)
+        load = _Loader(config, weights, dtype, self.stream, self.device, int8)
         self.embedding = load.tensor("embed_tokens.weight")  # [V, H]
         self.layers = [load.layer(i) for i in range(config.layers)]
         self.norm = load.norm("norm.weight")
         self.head = linear(self.embedding if config.tied else load.tensor("lm_head.weight"))
-        self.cos, self.sin = _rope_tables(config, length or config.context_length, self.stream, self.device)
+        self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
+        self.cos, self.sin = rope_tables(config, length or config.context_length, self.stream, self.device)
 
     @property
     def plane_shape(self) -> PlaneShape:
-        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, self.kept)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every product in here is row-invariant on this machine."""
-        return bool(self.head.exact)
+        dtype = self.compute if self.device.type == "cuda" else self.stream
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     @torch.inference_mode()
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
         plane.count_pass()
-        # x [T, H] is the residual stream; `delta` [T, H] is what the last block adds, folded in by the next norm.
+        # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
         x = self.embedding[rows.tokens].to(self.stream) if x is None else x.clone()
-        cos, sin = self.cos[rows.positions], self.sin[rows.positions]  # [T, rotary/2]
+        rope = self.cos[rows.positions], self.sin[rows.positions]  # [T, rotary/2] each
         delta: Delta = None
         hidden: dict[int, Tensor] = {}
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
-                delta = self._attention(self.layers[i], x, delta, rows, (plane.k[i], plane.v[i]), (cos, sin))
+                delta = self._attention(i, x, delta, rows, plane, rope)
             if i not in part.skip_mlp:
                 delta = self._mlp(self.layers[i], x, delta)
             if i in plane.streams:
@@ -102,15 +98,9 @@ class Transformer(Model):
         return Output(self._logits(x, delta, rows.want)[:, : part.vocab] if part.head else x.new_zeros(0), hidden)
 
     def _attention(
-        self,
-        layer: Layer,
-        x: Tensor,
-        delta: Delta,
-        rows: Rows,
-        kv: tuple[Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
+        self, i: int, x: Tensor, delta: Delta, rows: Rows, plane: Plane, rope: tuple[Tensor, Tensor]
     ) -> Delta:
-        c = self.config
+        c, layer, kv = self.config, self.layers[i], (plane.k[i], plane.v[i])
         h = ops.add_norm(x, delta, layer.attention_norm, c.norm_eps, self.compute)
         cos, sin = rope if layer.rope else (rope[0][:, :0], rope[1][:, :0])
         q = ops.rope_store(layer.qkv(h), cos, sin, *kv, rows.slots, c.heads, c.kv_heads, layer.head_norms)
@@ -127,20 +117,16 @@ class Transformer(Model):
         return summed(self.head(h)).to(self.stream)  # [R, V]
 
 
+@dataclass(frozen=True)
 class _Loader:
-    """Weights by name, fused where one product can do the work of several."""
+    """Weights by name; projections of the same input are fused into one product."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: WeightSource,
-        dtype: torch.dtype,
-        stream: torch.dtype,
-        device: torch.device,
-        eight_bits: bool,
-    ) -> None:
-        self.config, self.source, self.dtype, self.stream, self.device = config, source, dtype, stream, device
-        self.eight_bits = eight_bits
+    config: ModelConfig
+    source: WeightSource
+    dtype: torch.dtype
+    stream: torch.dtype  # of norms
+    device: torch.device
+    int8: bool
 
     def tensor(self, name: str) -> Tensor:
         return self.source.get(name, self.dtype).to(self.device)
@@ -154,28 +140,28 @@ class _Loader:
         if biased and len(biased) < len(names):
             raise ModelError(f"{prefix} has a bias for {biased} only; this variant of the model is not supported.")
         bias = torch.cat([self.tensor(f"{prefix}.{n}.bias") for n in names]) if biased else None
-        return linear(weight, bias, self.eight_bits)
+        return linear(weight, bias, self.int8)
 
     def layer(self, i: int) -> Layer:
-        c, at = self.config, f"layers.{i}"
-        norms = None
+        c, layer = self.config, f"layers.{i}"
+        attention, norms = f"{layer}.self_attn", None
         if c.qk_norm:
-            norms = (self.norm(f"{at}.self_attn.q_norm.weight"), self.norm(f"{at}.self_attn.k_norm.weight"), c.norm_eps)
+            norms = (self.norm(f"{attention}.q_norm.weight"), self.norm(f"{attention}.k_norm.weight"), c.norm_eps)
         return Layer(
-            attention_norm=self.norm(f"{at}.input_layernorm.weight"),
-            qkv=self.fused(f"{at}.self_attn", ("q_proj", "k_proj", "v_proj")),
+            attention_norm=self.norm(f"{layer}.input_layernorm.weight"),
+            qkv=self.fused(attention, ("q_proj", "k_proj", "v_proj")),
             head_norms=norms,
-            out=self.fused(f"{at}.self_attn", ("o_proj",)),
-            mlp_norm=self.norm(f"{at}.post_attention_layernorm.weight"),
-            gate_up=self.fused(f"{at}.mlp", ("gate_proj", "up_proj")),
-            down=self.fused(f"{at}.mlp", ("down_proj",)),
+            out=self.fused(attention, ("o_proj",)),
+            mlp_norm=self.norm(f"{layer}.post_attention_layernorm.weight"),
+            gate_up=self.fused(f"{layer}.mlp", ("gate_proj", "up_proj")),
+            down=self.fused(f"{layer}.mlp", ("down_proj",)),
             rope=i not in c.no_rope_layers,
             window=c.window(i),
         )
 
 
-def _rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin for every position, once: a lookup is the same bits in any pass, a cosine need not be."""
+def rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not."""
     angles = torch.arange(length, dtype=torch.float64)[:, None] * config.inverse_frequencies()[None]  # [L, r/2]
     factor = config.attention_factor
     return (angles.cos() * factor).to(dtype).to(device), (angles.sin() * factor).to(dtype).to(device)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backends import Model
+from ..backends.loaded_weights import weight_bytes
 from ..backends.machine import choose_device
-from ..backends.weigh import weigh
 from ..errors import ConfigError
 from ..types import Draft, Sequence
 from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
@@ -59,7 +59,7 @@ class SmallModel(Drafter):
         self.traits = replace(
             self.traits,
             unread=self.rollout.recorded is not None and not self.tree,
-            memory=lambda: Memory(weigh(self.model, beside=space.target), self.rollout.plane.bytes),
+            memory=lambda: Memory(weight_bytes(self.model, excluding=space.target), self.rollout.plane.bytes),
         )
 
     def draft(self, request: DraftRequest) -> Draft:

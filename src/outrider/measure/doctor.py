@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
-from ..backends.weigh import weigh
+from ..backends.loaded_weights import weight_bytes
 from ..config import DTYPES
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
@@ -133,7 +133,7 @@ def memory_use(llm: LLM) -> list[MemoryUse]:
 
     Drafters are made beside a small cache and dropped: nothing runs, and the engine stays as it is.
     """
-    uses = [MemoryUse("target", weigh(llm.target), llm.engine.target.plane.bytes)]
+    uses = [MemoryUse("target", weight_bytes(llm.target), llm.engine.target.plane.bytes)]
     for name in names():
         cache = Cache(_TRIAL_SLOTS, 1, llm.engine.cache.length, llm.engine.cache.device)
         plane = cache.add_plane(*llm.target.plane_shape)

@@ -159,7 +159,7 @@ def scored_text(llm: LLM, answers: Answers) -> Text:
     """The target's answers in a cache on its device: layer-skip sets are scored on them."""
     if llm.target.device.type != "cuda":
         return Text(llm.target, answers)
-    from ..backends.cuda.uncaptured import UncapturedPasses  # needs triton, which is not installed everywhere
+    from ..backends.cuda.graphs import UncapturedPasses  # needs triton, which is not installed everywhere
 
     return Text(llm.target, answers, device=UncapturedPasses)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.backends.output import output_norm, output_rows
+from outrider.backends.loaded_weights import output_norm, output_rows
 from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.head.network import Head

@@ -1,52 +1,165 @@
-"""Passes as they are, on a CPU (or any device without captured graphs).
+"""Passes on a CPU (or any device without captured graphs), and the first layers run ahead of them.
 
-`launch` starts a pass and `wait` gives its output. Where the drafter has something to do meanwhile, the pass runs in a
-worker thread (torch releases the interpreter lock inside its operations); otherwise it runs inline, which is faster.
+`launch` starts a pass and `wait` returns its output. An overlapped pass runs in a worker thread (torch releases the
+interpreter lock inside its operations); others run inline, which is faster.
+
+`FirstLayers` runs the first layers of a pass ahead of it: for the last token of each sequence and for a chain of
+drafted ones after it, in the slots of the pass, so that their K/V is the target's own. Promise: a state is reused only
+for a row that the pass would have computed to the same bits: the same token in the same slot after the same rows, with
+no other pass over the plane since. All other rows are computed. It knows tokens and slots, not the use of the states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
-from ...engine.cache import Plane
-from ...types import Batch, Output
-from .. import Model, ops
-from ..rows import rows_of
-from .first_layers import FirstLayers
+import torch
+from torch import Tensor
+
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache, Plane
+from ...types import Batch, Output, Sequence
+from .. import Model, Part, ops
+from ..rows import Rows, rows_of
 
 
-class Pending:
-    """A pass under way."""
+@dataclass(frozen=True)
+class PendingPass:
+    """A pass that was launched."""
 
-    def __init__(self, wait: Callable[[], Output]) -> None:
-        self.wait = wait
+    wait: Callable[[], Output]
 
 
 class Eager:
-    """Runs one model over its plane; where a pass has begun, it goes on from there."""
+    """Runs one model over its plane; rows whose first layers have run resume from there."""
 
     def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
         self.model, self.plane, self.first_layers = model, plane, first_layers
         self._worker: ThreadPoolExecutor | None = None
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
         def run() -> Output:
-            output = self._pass(batch, taps)
+            if self.first_layers is not None:
+                output = self.first_layers.finish(batch, taps)
+            else:
+                output = self.model.forward(rows_of(batch), self.plane, taps=taps)
             highest, greedy = ops.top(output.logits)
             plain = (seq.params.plain and seq.matcher is None for seq in batch.choosers)
             choices = [c if bare else -1 for c, bare in zip(greedy.tolist(), plain, strict=True)]
             return replace(output, highest=highest.tolist(), choices=choices)
 
         if not overlapped:
-            return Pending(run)
+            return PendingPass(run)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "target")
-        future: Future[Output] = self._worker.submit(run)
-        return Pending(future.result)
+        return PendingPass(self._worker.submit(run).result)
 
-    def _pass(self, batch: Batch, taps: tuple[int, ...]) -> Output:
-        if self.first_layers is not None:
-            return self.first_layers.finish(batch, taps)
-        return self.model.forward(rows_of(batch), self.plane, taps=taps)
+
+@dataclass
+class StartedChain:
+    """One sequence's rows whose first layers have run: its last token first, then drafted ones."""
+
+    line: int  # in the table
+    length: int  # tokens of the sequence; -1: nothing can be reused
+    passes: int  # the plane's count of passes when the last row was written
+    tokens: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)  # [H] each
+
+
+class FirstLayers:
+    """Runs the first layers ahead of a pass, and keeps their states until that pass."""
+
+    def __init__(self, model: Model, cache: Cache, plane: Plane) -> None:
+        self.model, self.cache, self.plane = model, cache, plane
+        self.layers = 0  # how many have run
+        self.chains: dict[int, StartedChain] = {}  # by sequence
+        self.saved = 0  # rows that resumed since the start
+
+    def roots(self, seqs: list[Sequence], layers: int) -> Tensor:
+        """The first layers over each sequence's last token; the plane must hold all tokens before it: [B, H]."""
+        if layers != self.layers:
+            self.chains, self.layers = {}, layers
+        batch = BatchBuilder(self.cache)
+        for seq in seqs:
+            batch.pending(seq, len(seq.tokens) - 1, len(seq.tokens), want=False)
+            self.chains[seq.id] = StartedChain(self.cache.rows[seq.id].line, len(seq.tokens), -1)
+        return self._run(batch, seqs)
+
+    def nodes(self, seqs: list[Sequence], tokens: list[int]) -> Tensor:
+        """The first layers over one more drafted token of each started chain: [B, H]."""
+        batch = BatchBuilder(self.cache)
+        for seq, token in zip(seqs, tokens, strict=True):
+            drafted = [*self.chains[seq.id].tokens[1:], token]
+            batch.nodes(seq, drafted, list(range(-1, len(drafted) - 1)), [len(drafted) - 1], range(len(drafted)))
+        return self._run(batch, seqs)
+
+    def _run(self, batch: Batch, seqs: list[Sequence]) -> Tensor:
+        before = self.plane.passes
+        states = first_states(self.model, rows_of(batch), self.plane, self.layers)  # [B, H]
+        for seq, token, slot, state in zip(seqs, batch.tokens, batch.slots, states, strict=True):
+            chain = self.chains[seq.id]
+            if chain.tokens and chain.passes != before:  # another pass has written since
+                chain.length = -1
+            chain.passes = self.plane.passes
+            chain.tokens.append(token)
+            chain.slots.append(slot)
+            chain.states.append(state)
+        for other in self.chains.values():  # chains write to their own slots only
+            if other.passes == before:
+                other.passes = self.plane.passes
+        return states
+
+    def finish(self, batch: Batch, taps: tuple[int, ...]) -> Output:
+        """The whole pass over these rows. Rows that have started resume; all states are dropped."""
+        kept, rows = self._reusable(batch, taps), rows_of(batch)
+        self.chains = {}
+        if not kept:
+            return self.model.forward(rows, self.plane, taps=taps)
+        self.saved += len(kept)
+        x = self._states(rows, kept)
+        output = self.model.forward(rows, self.plane, Part(start=self.layers), x, taps)
+        if self.layers - 1 in taps:
+            output.hidden[self.layers - 1] = x
+        return output
+
+    def _states(self, rows: Rows, kept: dict[int, Tensor]) -> Tensor:
+        """The residual stream of all rows after the first layers: [T, H]. Rows that have not started run now."""
+        states = torch.stack(list(kept.values()))  # [S, H]
+        missing = [i for i in range(rows.count) if i not in kept]
+        if not missing:
+            return states
+        x = states.new_empty(rows.count, states.shape[1])
+        x[list(kept)] = states
+        i = torch.tensor(missing)
+        own = (rows.tokens[i], rows.positions[i], rows.slots[i], rows.lines[i], rows.context[i])
+        ancestors = None if rows.ancestors is None else rows.ancestors[i]
+        others = Rows(*own, rows.table, ancestors, torch.empty(0, dtype=torch.long))
+        x[missing] = first_states(self.model, others, self.plane, self.layers)
+        return x
+
+    def _reusable(self, b: Batch, taps: tuple[int, ...]) -> dict[int, Tensor]:
+        """States [H] of the rows of this pass that have started. A row resumes only if all rows before it in its chain
+        do."""
+        kept: dict[int, Tensor] = {}
+        if not self.chains or min(taps, default=self.layers) < self.layers - 1:
+            return kept
+        reached = dict.fromkeys(self.chains, 0)  # sequence -> rows of its chain that resume, so far
+        for i, seq in enumerate(b.owners):
+            chain, at = self.chains.get(seq.id), reached.get(seq.id, 0)
+            if chain is None or chain.passes != self.plane.passes or at == len(chain.tokens):
+                continue
+            row = (b.tokens[i], b.positions[i], b.slots[i], b.context[i], b.lines[i])
+            started = (chain.tokens[at], chain.length - 1 + at, chain.slots[at], chain.length, chain.line)
+            if row == started and b.tails[i] == chain.slots[1 : at + 1]:
+                kept[i] = chain.states[at]
+                reached[seq.id] = at + 1
+        return kept
+
+
+def first_states(model: Model, rows: Rows, plane: Plane, layers: int) -> Tensor:
+    """The residual stream after the first layers: [T, H]."""
+    last = layers - 1
+    return model.forward(rows, plane, Part(stop=layers, head=False), taps=(last,)).hidden[last]

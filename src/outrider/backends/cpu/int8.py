@@ -1,8 +1,8 @@
-"""The decoder in eight bits, on a CPU: the whole pass in one native call, or in torch where there is no compiler.
+"""The int8 decoder on a CPU: the whole pass in one native call, or in torch where there is no compiler.
 
 The promise: a row's logits are the same bits whichever rows share its pass, for every number of rows and threads.
-Integer sums have no order; rows are quantised one by one; the rest is `ops`'s promise. Between native and torch the
-last bits may differ, so one process uses one of them. Residual stream, K and V are float32, as in `Transformer`.
+Integer sums do not depend on order; rows are quantised one by one; for the rest see `ops`. Native and torch may differ
+in the last bits, so one process uses one of them. Residual stream, K and V are float32, as in `Transformer`.
 It knows rows and planes, not sequences, drafts or text.
 """
 
@@ -24,26 +24,27 @@ from ...models.config import ModelConfig
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..rows import Rows
-from ..transformer import _rope_tables
-from . import native, quantise as quant, quantised_file as quant_file
+from ..transformer import rope_tables
+from . import native, quantise as quant
 from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
 
-_PIECE = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks
+_CHUNK = 16 * quant.OUTPUTS  # rows of a weight that are rounded at once: whole blocks that fit the CPU's cache
 _SKIP_ATTENTION, _SKIP_MLP = 1, 2  # as in native/pass.h
 
 
 class Int8Transformer(Model):
-    """A causal decoder; all state between passes lives in the plane it is given."""
+    """A causal decoder; all state between passes is in the plane."""
 
     dtype = compute = torch.int8
+    exact = True  # every product is row-invariant on every machine
 
     def __init__(self, config: ModelConfig, tensors: Tensors, length: int | None = None) -> None:
-        """tensors: as `quant.calibrated` makes them; length: the longest position that will be asked for."""
+        """tensors: as made by `quant.calibrated`; length: positions of the longest sequence."""
         self.config, self.tensors, self.device = config, tensors, torch.device("cpu")
-        self.cos, self.sin = _rope_tables(config, length or config.context_length, torch.float32, self.device)
+        self.cos, self.sin = rope_tables(config, length or config.context_length, torch.float32, self.device)
         kernels = ops._loaded().kernels
         self.native = None if kernels is None else NativePass(self, kernels)
         self.torch = TorchPass(self) if kernels is None else None
@@ -57,36 +58,32 @@ class Int8Transformer(Model):
         folder: Path | None = None,
         progress: Progress | None = None,
     ) -> Int8Transformer:
-        """From a model's files, or from what an earlier call has kept of them in `folder` (default: our cache)."""
+        """From a model's files, or from their quantised form in `folder` (default: our cache)."""
+
+        config = checkpoint.config
 
         def build() -> Tensors:
             ids = calibration_ids(checkpoint, settings.calibration)
-            return quant.calibrated(checkpoint.config, checkpoint.weights, ids, settings, progress)
+            return quant.calibrated(config, checkpoint.weights, ids, settings, progress)
 
-        name = quant_file.identity(checkpoint.path, checkpoint.config, settings)
-        return cls(checkpoint.config, quant_file.quantised(name, build, folder), length)
+        return cls(config, quant.stored(quant.identity(checkpoint.path, config, settings), build, folder), length)
 
     @property
     def plane_shape(self) -> PlaneShape:
         return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
-
-    @property
-    def exact(self) -> bool:
-        """Every product in here is row-invariant on every machine."""
-        return True
 
     @torch.inference_mode()
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
         plane.count_pass()
-        runs = self.native or self.torch
-        assert runs is not None
-        return runs(rows, plane, part, x, taps)
+        run = self.native or self.torch
+        assert run is not None
+        return run(rows, plane, part, x, taps)
 
 
 def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
-    """Tokens of our own prompts, of every kind of text."""
+    """Tokens of the bundled prompts, which have every kind of text."""
     from ...models.prompts import bundled
 
     ids: list[int] = []
@@ -97,18 +94,15 @@ def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
     return [i for i in ids if i < checkpoint.config.vocab_size][:count]
 
 
-# ------------------------------------------------------------ in one native call
-
-
 class Addresses:
-    """Where things are that native code reads; they stay there as long as this lives."""
+    """Addresses of memory that native code reads. This object keeps that memory alive."""
 
     def __init__(self, *held: object) -> None:
-        self._held: list[object] = [*held]  # what the addresses point to
+        self._held: list[object] = [*held]
         self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
 
     def _addresses(self, plane: Plane) -> int:
-        """Where each layer's k and v begin. A plane's tensors stay where they are as long as it lives."""
+        """The address of the addresses of each layer's k and v."""
         held = self._planes.get(plane)
         if held is None or held[0] != plane.k[0].data_ptr():
             pairs = zip(plane.k, plane.v, strict=True)
@@ -121,15 +115,14 @@ class Addresses:
         return held.buffer_info()[0]
 
     def _linear(self, q: Quantised) -> tuple[int, ...]:
-        """As int8.h's Linear."""
+        """The fields of `Linear` in int8.h."""
         self._held.append(q)
-        bias = 0 if q.bias is None else q.bias.data_ptr()
-        places = (q.weight.data_ptr(), q.scale.data_ptr(), bias, q.outliers.data_ptr())
-        return (*places, q.outputs, q.inputs, q.outliers.shape[0])
+        addresses = ops.addresses_of(q.weight, q.scale, q.bias, q.outliers)
+        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0])
 
 
 class NativePass(Addresses):
-    """Holds the addresses of all weights, in the order that native/pass.h gives them."""
+    """The addresses of all weights, in the order of native/pass.h."""
 
     def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
         super().__init__(model.tensors, model.cos, model.sin)
@@ -140,84 +133,49 @@ class NativePass(Addresses):
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, count = self.config, rows.slots.shape[0]
         stop = c.layers if part.stop is None else part.stop
-        long, ancestors = torch.int64, rows.ancestors
-        ancestors = None if ancestors is None else ops._whole(ancestors, torch.int32)
-        table = ops._whole(rows.table, torch.int32)
+        ancestors = None if rows.ancestors is None else ops.contiguous(rows.ancestors, torch.int32)
+        table = ops.contiguous(rows.table, torch.int32)
         x = None if x is None else x.to(torch.float32).contiguous()
         indices = (rows.tokens, rows.positions, rows.slots, rows.lines, rows.context, rows.want)
-        whole = [ops._whole(index, long) for index in indices]  # kept until the call is over
+        inputs = [*(ops.contiguous(index, torch.int64) for index in indices), table, ancestors, x]
         ids = min(part.vocab or c.vocab_size, c.vocab_size)
         if ids not in self._models:
             self._models[ids] = self._pack(ids)
-        logits = torch.empty(whole[5].shape[0] if part.head else 0, ids)  # [R, V]
+        logits = torch.empty(rows.want.shape[0] if part.head else 0, ids)  # [R, V]
         hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
-        skips = _skips(part, stop)
+        skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
+        if attention or mlp:
+            skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
+        depth, slots = 0 if ancestors is None else ancestors.shape[1], plane.k[0].shape[0]
         self.kernels.int8_pass(
-            self._models[ids],
-            *(index.data_ptr() for index in whole),
-            table.data_ptr(),
-            0 if ancestors is None else ancestors.data_ptr(),
-            0 if x is None else x.data_ptr(),
-            0,
-            self._addresses(plane),
-            logits.data_ptr() if part.head else 0,
-            0 if tapped is None else tapped.buffer_info()[0],
-            0 if skips is None else skips.buffer_info()[0],
-            table.shape[1],
-            0 if ancestors is None else ancestors.shape[1],
-            plane.k[0].shape[0],
-            count,
-            logits.shape[0],
-            part.start,
-            stop,
-            torch.get_num_threads(),
-        )
+            self._models[ids], *ops.addresses_of(*inputs), 0, self._addresses(plane),
+            logits.data_ptr() if part.head else 0, *(0 if a is None else a.buffer_info()[0] for a in (tapped, skips)),
+            table.shape[1], depth, slots, count, logits.shape[0], part.start, stop, torch.get_num_threads(),
+        )  # fmt: skip
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 
     def _pack_model(self, model: Int8Transformer, ids: int) -> int:
-        """With a head of the first so many ids: they are its first rows, where they are."""
+        """The model with the output product of the first `ids` ids, which are its first rows."""
         c, tensors = self.config, model.tensors
         layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
-        places = [tensors[name].data_ptr() for name in ("norm", "embedding")]
-        rope = (model.cos.data_ptr(), model.sin.data_ptr())
+        addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
         head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        fields = (
-            self._keep(layers),
-            *places,
-            *rope,
-            *head,
-            *sizes,
-            self.length,
-            c.norm_eps,
-            0,
-            0,
-            0,
-            c.vocab_size,
-            *[0] * 7,
-        )
-        return self._keep(struct.pack(native.MODEL, *fields))
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 7)
+        return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
 
     def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
-        at, c = f"layers.{i}.", self.config
+        prefix, c = f"layers.{i}.", self.config
         names = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-        norms = [tensors[at + name].data_ptr() if at + name in tensors else 0 for name in names]
-        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, at + name, c))]
+        norms = ops.addresses_of(*(tensors.get(prefix + name) for name in names))
+        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, prefix + name, c))]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
 
 
-def _skips(part: Part, stop: int) -> array[int] | None:
-    if not part.skip_attention and not part.skip_mlp:
-        return None
-    no_attention, no_mlp = part.skip_attention, part.skip_mlp
-    return array("B", [_SKIP_ATTENTION * (i in no_attention) + _SKIP_MLP * (i in no_mlp) for i in range(stop)])
+class TorchProduct(NamedTuple):
+    """A product's unpacked weights."""
 
-
-# ------------------------------------------------------------ the same in torch
-
-
-class _Product(NamedTuple):
     highs: Tensor  # [O, N] int8
     lows: Tensor  # [K, N] int8
     scale: Tensor  # [N]
@@ -225,37 +183,35 @@ class _Product(NamedTuple):
     outliers: Tensor  # [O]
 
     @staticmethod
-    def of(q: Quantised, gated: bool = False) -> _Product:
+    def of(q: Quantised, gated: bool = False) -> TorchProduct:
         flat = q.weight.transpose(1, 2).reshape(q.scale.shape[0], -1)  # [N, O + K, padded]
         signed, count = (flat.to(torch.int16) - 128).to(torch.int8), q.outliers.shape[0]
         order = torch.arange(q.outputs)
         if gated:  # all gates, then all ups
             order = order.view(-1, 2, quant.HALF).transpose(0, 1).reshape(-1)
         highs, lows = signed[order, :count].T.contiguous(), signed[order, count : count + q.inputs].T.contiguous()
-        return _Product(highs, lows, q.scale[order], None if q.bias is None else q.bias[order], q.outliers)
+        return TorchProduct(highs, lows, q.scale[order], None if q.bias is None else q.bias[order], q.outliers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [T, N]; every number on its own, so a row's neighbours do not show."""
+        """x [T, K] -> [T, N]; every element is computed on its own."""
         highs, lows, scale = quant.quantise_rows(x, self.outliers)
-        whole = self.whole(lows)
+        total = torch._int_mm(lows, self.lows)  # [T, N] int32
         if self.outliers.shape[0]:
-            whole = whole + 256 * torch._int_mm(highs, self.highs)
-        y = (whole.float() * scale[:, None]) * self.scale
+            total = total + 256 * torch._int_mm(highs, self.highs)
+        y = (total.float() * scale[:, None]) * self.scale
         return y if self.bias is None else y + self.bias
-
-    def whole(self, lows: Tensor) -> Tensor:
-        """Sums of bytes [T, K] with the weights: [T, N] int32."""
-        return torch._int_mm(lows, self.lows)
 
 
 class TorchPass:
-    """Layer by layer through `ops`: for machines without a compiler, and to test against."""
+    """Layer by layer through `ops`: for machines without a compiler, and as a reference in tests."""
 
     def __init__(self, model: Int8Transformer) -> None:
         self.config, self.tensors, self.cos, self.sin = model.config, model.tensors, model.cos, model.sin
         names = [f"layers.{i}.{name}" for i in range(model.config.layers) for name in PRODUCTS] + ["head"]
-        get = {name: quant.product(self.tensors, name, self.config) for name in names}
-        self.products = {name: _Product.of(q, name.endswith("gate_up")) for name, q in get.items()}
+        self.products = {
+            name: TorchProduct.of(quant.product(self.tensors, name, self.config), name.endswith("gate_up"))
+            for name in names
+        }
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c = self.config
@@ -293,28 +249,30 @@ class TorchPass:
         return self.products[f"{at}down"](ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))
 
 
-# ------------------------------------------------------------ a single product
-
-
-class EightBits:
-    """y = x Wᵀ with rounded weights and rows, as `linear` makes products. x [T, in] -> [T, out] float32."""
+class Int8Linear:
+    """y = x Wᵀ with int8 weights and rows, called like `linear.Linear`. x [T, in] -> [T, out] float32."""
 
     exact = True
 
     def __init__(self, weight: Tensor, gates: bool = False) -> None:
         self.outputs, self.gates = weight.shape[0], gates
-        self.packed = _rounded(quant._interleaved(weight) if gates else weight)
+        weight = quant.interleave(weight) if gates else weight
+        none = torch.zeros(weight.shape[1])
+        chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
+        packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
+        self.packed = Quantised(packed, scale, None, chunks[0].outliers, *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]
 
-    def finely(self, x: Tensor) -> Tensor:
+    def with_int16_rows(self, x: Tensor) -> Tensor:
         """The same with two bytes for every input."""
-        x = x.float()
+        x, weight = x.float(), self._torch.lows
         scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 32639  # [T, 1]
         whole = (x / scale).round().nan_to_num(0, 0, 0)  # [T, in]
         high = ((whole + 128) / 256).floor()
-        y = self._torch.whole(high.to(torch.int8)) * 256.0 + self._torch.whole((whole - 256 * high).to(torch.int8))
+        low = whole - 256 * high
+        y = torch._int_mm(high.to(torch.int8), weight) * 256.0 + torch._int_mm(low.to(torch.int8), weight)
         return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
 
     def gated(self, x: Tensor) -> Tensor:
@@ -324,13 +282,5 @@ class EightBits:
         return ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1))
 
     @cached_property
-    def _torch(self) -> _Product:
-        return _Product.of(self.packed, self.gates)
-
-
-def _rounded(weight: Tensor) -> Quantised:
-    """weight [N, K] in pieces: a head is read while somebody waits, and what fits the cache is rounded faster."""
-    nothing = torch.zeros(weight.shape[1])
-    pieces = [quant.quantise(piece.float(), None, nothing, 0) for piece in weight.split(_PIECE)]
-    bytes_, scales = torch.cat([piece.weight for piece in pieces]), torch.cat([piece.scale for piece in pieces])
-    return Quantised(bytes_, scales, None, pieces[0].outliers, weight.shape[0], weight.shape[1])
+    def _torch(self) -> TorchProduct:
+        return TorchProduct.of(self.packed, self.gates)

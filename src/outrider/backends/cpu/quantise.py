@@ -1,31 +1,45 @@
-"""Weights in eight bits: what they are, and how a model's are found.
+"""Weights in int8: their format, the calibration of a model, and the file of its quantised weights.
 
 A weight is scale[n] * w with a signed byte w, one scale per output. A row of inputs is scale * q with signed bytes
-too, except in a few inputs of each product (outliers, found by running some text through the float model), whose q has
-two bytes: they would otherwise leave the other inputs only a few levels. `quantise_rows` says what that means in torch;
+too, except for a few inputs of each product (outliers, found by running some text through the float model), whose q has
+two bytes: they would otherwise leave the other inputs only a few levels. `quantise_rows` defines this in torch;
 native/int8.h does the same.
 
-The promise: layers are read, calibrated and freed one by one, so that a model need not fit into memory in float. It
-knows weights' names and the order in which kernels want them; it does not know planes, passes or files.
+The promise: layers are read, calibrated and freed one by one, so that a model need not fit into memory in float. The
+file is made once; a damaged or unfinished one is made again, and two processes may open it at once. It knows the names
+of weights and the order in which kernels read them; it does not know planes or passes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import mmap
+import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...models.config import ModelConfig
+from ...models.paths import cache_folder
 from .. import ops
 from ..rows import Rows
-from ..transformer import WeightSource, _rope_tables
+from ..transformer import WeightSource, rope_tables
 
+FORMAT = 1  # of the file; a change makes old files be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
+_HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 Tensors = dict[str, Tensor]
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -33,10 +47,10 @@ Progress = Callable[[int, int], None]  # layers done, layers in all
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes."""
+    """What determines the quantised weights."""
 
-    # Of each product, one input in so many has two bytes, 64 at most. Measured on SmolLM2: `down` and `qkv` are the
-    # ones that suffer without, and each of these costs as many bytes of every output's weights.
+    # One input in so many of each product is an outlier, 64 at most. Measured on SmolLM2: `down` and `qkv` lose the
+    # most without them. Each outlier adds one byte to every output's weights.
     qkv: int = 18
     out: int = 72
     gate_up: int = 36
@@ -45,7 +59,7 @@ class Settings:
     calibration: int = 512  # tokens of text
 
     def outliers(self, name: str, inputs: int) -> int:
-        """How many, of a product like "head" or "layers.3.qkv": a multiple of 4."""
+        """Outliers of a product, such as "head" or "layers.3.qkv": a multiple of 4."""
         share: int = getattr(self, name.rpartition(".")[2])
         return min(_MOST_OUTLIERS, -(-inputs // share // 4) * 4) if share else 0
 
@@ -61,36 +75,32 @@ class Quantised:
     scale: Tensor  # [blocks * 32]
     bias: Tensor | None  # [blocks * 32]
     outliers: Tensor  # [O] int64: which inputs have two bytes
-    outputs: int  # those of a gated pair count twice, padding to whole blocks included
+    outputs: int  # of a gated pair: gates and ups, padded to whole blocks
     inputs: int
 
 
-# ------------------------------------------------------------ one product
-
-
 def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int, gated: bool = False) -> Quantised:
-    """weight [N, K] and bias [N] floats; largest [K]: how large each input gets. gated: the first half are gates."""
+    """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates."""
     if gated:
-        weight, bias = _interleaved(weight), None if bias is None else _interleaved(bias)
+        weight, bias = interleave(weight), None if bias is None else interleave(bias)
     outputs, inputs = weight.shape
-    scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row stays one in its scale, and so in its results
+    scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
     scale[scale == 0] = 1
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
-    strong = (
-        largest.argsort(descending=True, stable=True)[: min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)].sort().values
-    )  # [O]
+    count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
+    strong = largest.argsort(descending=True, stable=True)[:count].sort().values  # [O]
     both = F.pad(torch.cat([whole[:, strong], whole], 1), (0, -inputs % 4, 0, -outputs % OUTPUTS))
     blocks = (both + 128).to(torch.uint8).view(-1, OUTPUTS, both.shape[1] // 4, 4).transpose(1, 2)
-    more = (0, -outputs % OUTPUTS)
-    bias = None if bias is None else F.pad(bias.float(), more)
-    return Quantised(blocks.contiguous(), F.pad(scale.float(), more), bias, strong, outputs, inputs)
+    padding = (0, -outputs % OUTPUTS)
+    bias = None if bias is None else F.pad(bias.float(), padding)
+    return Quantised(blocks.contiguous(), F.pad(scale.float(), padding), bias, strong, outputs, inputs)
 
 
-def _interleaved(both: Tensor) -> Tensor:
+def interleave(both: Tensor) -> Tensor:
     """[2I, ...] gates then ups -> [ceil(I/16) * 32, ...]: 16 gates, their 16 ups, and so on; padded with zeros."""
     gate, up = both.chunk(2)
-    more = [0, 0] * (both.dim() - 1) + [0, -gate.shape[0] % HALF]
-    pairs = [F.pad(x, more).view(-1, HALF, *both.shape[1:]) for x in (gate, up)]  # [I/16, 16, ...] each
+    padding = [0, 0] * (both.dim() - 1) + [0, -gate.shape[0] % HALF]
+    pairs = [F.pad(x, padding).view(-1, HALF, *both.shape[1:]) for x in (gate, up)]  # [I/16, 16, ...] each
     return torch.stack(pairs, 1).reshape(-1, *both.shape[1:])
 
 
@@ -109,9 +119,6 @@ def quantise_rows(x: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return highs.to(torch.int8), lows.to(torch.int8), scale + (x * 0).sum(1)
 
 
-# ------------------------------------------------------------ a whole model
-
-
 def calibrated(
     config: ModelConfig,
     weights: WeightSource,
@@ -119,7 +126,7 @@ def calibrated(
     settings: Settings = DEFAULT,
     progress: Progress | None = None,
 ) -> Tensors:
-    """Every tensor of the quantised model by name. `ids`: text whose inputs say which of them are outliers."""
+    """Every tensor of the quantised model by name. `ids`: the tokens of a text that determine the outliers."""
     run = _Calibration(config, weights, ids[: settings.calibration], settings)
     with torch.inference_mode():
         for i in range(config.layers):
@@ -131,7 +138,7 @@ def calibrated(
 
 
 class _Calibration:
-    """Carries the residual stream of a text from layer to layer, and leaves the layers quantised behind it."""
+    """Runs a text through the float model, layer by layer, and quantises each layer from its inputs."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ids: list[int], settings: Settings) -> None:
         self.config, self.source, self.settings = config, weights, settings
@@ -140,7 +147,7 @@ class _Calibration:
         self.x = self.tensors["embedding"][tokens].float()  # [n, H]
         n = tokens.shape[0]
         order = torch.arange(n)
-        self.rope = _rope_tables(config, n, torch.float32, self.x.device)
+        self.rope = rope_tables(config, n, torch.float32, self.x.device)
         line, table = torch.zeros(n, dtype=torch.long), order[None].int().contiguous()
         self.rows = Rows(tokens, order, order, line, order + 1, table, None, order)
 
@@ -164,35 +171,33 @@ class _Calibration:
     def head(self) -> None:
         h = self._norm("norm.weight", "norm")
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
-        self._keep("head", quantise(weight, None, h.abs().amax(0), self._outliers("head", h)))
+        self._quantise("head", weight, None, h)
 
-    def _vector(self, name: str, ours: str) -> Tensor:
-        self.tensors[ours] = self.source.get(name, torch.float32).contiguous()
-        return self.tensors[ours]
+    def _vector(self, name: str, key: str) -> Tensor:
+        self.tensors[key] = self.source.get(name, torch.float32).contiguous()
+        return self.tensors[key]
 
-    def _norm(self, name: str, ours: str) -> Tensor:
-        return ops.add_norm(self.x, None, self._vector(name, ours), self.config.norm_eps, torch.float32)
+    def _norm(self, name: str, key: str) -> Tensor:
+        return ops.add_norm(self.x, None, self._vector(name, key), self.config.norm_eps, torch.float32)
 
-    def _product(self, prefix: str, names: tuple[str, ...], ours: str, x: Tensor) -> Tensor:
-        """x Wᵀ + b in float; its quantised weights are kept."""
+    def _product(self, prefix: str, names: tuple[str, ...], key: str, x: Tensor) -> Tensor:
+        """x Wᵀ + b in float; its quantised weights are stored under `key`."""
         weight = torch.cat([self.source.get(f"{prefix}{n}.weight", torch.float32) for n in names])  # [N, K]
         biased = self.source.has(f"{prefix}{names[0]}.bias")
         bias = torch.cat([self.source.get(f"{prefix}{n}.bias", torch.float32) for n in names]) if biased else None
-        gated = ours.endswith("gate_up")
-        self._keep(ours, quantise(weight, bias, x.abs().amax(0), self._outliers(ours, x), gated))
+        self._quantise(key, weight, bias, x)
         return F.linear(x, weight, bias)
 
-    def _outliers(self, name: str, x: Tensor) -> int:
-        return self.settings.outliers(name, x.shape[1])
-
-    def _keep(self, name: str, q: Quantised) -> None:
-        self.tensors |= {f"{name}.weight": q.weight, f"{name}.scale": q.scale, f"{name}.outliers": q.outliers}
+    def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
+        outliers = self.settings.outliers(key, x.shape[1])
+        q = quantise(weight, bias, x.abs().amax(0), outliers, gated=key.endswith("gate_up"))
+        self.tensors |= {f"{key}.weight": q.weight, f"{key}.scale": q.scale, f"{key}.outliers": q.outliers}
         if q.bias is not None:
-            self.tensors[f"{name}.bias"] = q.bias
+            self.tensors[f"{key}.bias"] = q.bias
 
 
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
-    """One product of a model, by its name: "head", or "layers.3.qkv"."""
+    """One product of a model, by its name: "head" or "layers.3.qkv"."""
     c, kind = config, name.rpartition(".")[2]
     inner, pair = c.heads * c.head_dim, -(-c.intermediate_size // HALF) * OUTPUTS
     outputs, inputs = {
@@ -204,3 +209,90 @@ def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
     }[kind]
     parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]
     return Quantised(parts[0], parts[1], tensors.get(f"{name}.bias"), parts[2], outputs, inputs)
+
+
+# ------------------------------------------------------------ on disk
+
+
+def identity(path: Path, config: ModelConfig, settings: Settings = DEFAULT) -> str:
+    """A hash of everything that determines the bytes: names, sizes and times of the model's files, and the settings."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    # Frozen sets are sorted: their order changes from process to process.
+    values = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(config).items()}
+    return hashlib.sha256(repr((FORMAT, facts, sorted(values.items()), settings)).encode()).hexdigest()[:24]
+
+
+def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) -> Tensors:
+    """The tensors stored under this name; built and stored first if the file is missing or damaged."""
+    folder = folder or cache_folder() / "int8"
+    path = folder / f"{name}.safetensors"
+    with suppress(OSError, SafetensorError, ValueError, KeyError):
+        return _read(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return in_one_arena(build())
+    lock = FileLock(path.with_suffix(".lock"))
+    with suppress(NotImplementedError, OSError):  # a file system without locks: each process builds
+        lock.acquire()
+    try:
+        with suppress(OSError, SafetensorError, ValueError, KeyError):
+            return _read(path)  # another process has built it meanwhile
+        tensors = build()
+        with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
+            _write(path, tensors)
+    finally:
+        lock.release()
+    return in_one_arena(tensors)
+
+
+def _read(path: Path) -> Tensors:
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        checksums = json.loads((file.metadata() or {})["sums"])
+        tensors = in_one_arena({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
+        raise ValueError(f"{path} is damaged")
+    return tensors
+
+
+def _write(path: Path, tensors: Tensors) -> None:
+    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        checksums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})
+        save_file(tensors, name, metadata={"sums": checksums})
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """As fast as memory: the sum of the tensor as 64-bit numbers, modulo 2^64."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+
+
+def in_one_arena(tensors: Tensors) -> Tensors:
+    """Copies in one allocation, each aligned to a cache line, in huge pages where the system provides them."""
+    sizes = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors.values()]
+    arena = _arena(sum(sizes))
+    copies, offset = {}, 0
+    for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+        view = arena[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        copies[name] = view.copy_(tensor)
+        offset += size
+    return copies
+
+
+def _arena(size: int) -> Tensor:
+    """[size] bytes that start on a huge page. Private memory: shared memory gets small pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size + 64, dtype=torch.uint8)[:size]
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -flat.data_ptr() % _HUGE_PAGE
+    return flat[start : start + size]

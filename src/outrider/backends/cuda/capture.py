@@ -1,7 +1,7 @@
-"""What captured passes stand on: inputs sent in one copy, results received in one copy, work recorded as a graph.
+"""Graph capture: work recorded once and replayed, with its inputs sent in one copy and its results received in one.
 
-On a device without graphs (a CPU under triton's interpreter) the same work simply runs, which is how it is tested; a
-test may also supply a `Driver` with a clock of its own. It knows bytes, streams and graphs; it knows neither models nor
+On a device without graphs (a CPU under triton's interpreter) the same work runs directly, which is how it is tested; a
+test may also supply a `Driver` with its own clock. It knows bytes, streams and graphs; it knows neither models nor
 sequences.
 """
 
@@ -10,40 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..gc_pause import no_collection
+from ..machine import gc_paused
 
 Field = tuple[torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
-_CAPTURING = Lock()  # one capture at a time, whichever thread records
-_COPIES = 4  # host buffers in turn: one may still be in flight while the next is filled
-
-
-class Event(Protocol):
-    """A moment in the device's stream of work."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds."""
-        ...
-
-
-class Recording(Protocol):
-    """Work that can be run again and again."""
-
-    def replay(self) -> Any: ...
+_CAPTURING = Lock()  # one capture at a time in the process
+_COPIES = 4  # host buffers, used in rotation: one may still be in flight while the next is filled
 
 
 class _Immediate:
-    """Events and recordings where work is done at once."""
+    """Events (as `torch.cuda.Event`) and recordings (as `_Graph`) of a device that runs work at once."""
 
     def __init__(self, work: Callable[[], Any] = lambda: None) -> None:
         self.replay = work
@@ -64,59 +46,61 @@ class Driver:
     def __init__(self, device: torch.device) -> None:
         self.device, self.captures = device, device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if self.captures else None
-        if self.captures:  # memory that all recordings share: they never run at the same time
+        if self.captures:  # all recordings share one memory pool: they never run at the same time
             self._pool = torch.cuda.graph_pool_handle()
-            # torch refuses to record into a pool whose recordings have all been dropped: this one never is.
+            # torch cannot record into a pool whose recordings have all been dropped: this one is kept.
             self._first = self.record(lambda: torch.zeros(1, device=device))
 
     def allocated(self) -> None:
-        """Pinned memory was allocated, which takes the host milliseconds."""
+        """Called after an allocation of pinned memory, which takes the host milliseconds."""
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self.captures else _Immediate()
 
-    def record(self, work: Callable[[], Any]) -> Recording:
+    def record(self, work: Callable[[], Any]) -> Any:
+        """Work that is run by its `replay()`, which returns the result's tensors."""
         return _Graph(work, self.device, self._pool) if self.captures else _Immediate(work)
 
 
-class Form:
-    """Named arrays on the host and their twins on the device, which travel together in one copy."""
+class PinnedBuffer:
+    """Named arrays in pinned host memory and their mirrors on the device, copied together in one transfer."""
 
     def __init__(self, driver: Driver, fields: dict[str, Field]) -> None:
         device = driver.device
-        places, size = {}, 0
-        for name, (dtype, shape) in fields.items():
-            places[name] = size
-            size += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = sum(_aligned(field) for field in fields.values())
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(_COPIES)]
         driver.allocated()
-        self._twin = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._views = [_views(host, fields, places) for host in self._hosts]
-        self._arrays = [{name: view.numpy() for name, view in views.items()} for views in self._views]
-        self.device: dict[str, Tensor] = _views(self._twin, fields, places)
-        self._turn = 0
+        self._mirror = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._arrays = [{k: view.numpy() for k, view in _views(host, fields).items()} for host in self._hosts]
+        self.device = _views(self._mirror, fields)
+        self._current = 0
         self._sent = [driver.event() for _ in range(_COPIES)]
 
     def next(self) -> dict[str, npt.NDArray[Any]]:
-        """The next host buffer, to be filled and sent, or to be received into."""
-        self._turn = (self._turn + 1) % _COPIES
-        self._sent[self._turn].synchronize()  # long since, unless many passes were started without waiting for one
-        return self._arrays[self._turn]
+        """The next host copy, to be filled and sent, or to be received into."""
+        self._current = (self._current + 1) % _COPIES
+        self._sent[self._current].synchronize()  # waits only if many passes were started without waiting for one
+        return self._arrays[self._current]
 
     def send(self) -> None:
-        self._twin.copy_(self._hosts[self._turn], non_blocking=True)
-        self._sent[self._turn].record()
+        self._mirror.copy_(self._hosts[self._current], non_blocking=True)
+        self._sent[self._current].record()
 
     def receive(self) -> None:
-        self._hosts[self._turn].copy_(self._twin, non_blocking=True)
+        self._hosts[self._current].copy_(self._mirror, non_blocking=True)
 
 
-def _views(buffer: Tensor, fields: dict[str, Field], places: dict[str, int]) -> dict[str, Tensor]:
-    views = {}
+def _aligned(field: Field) -> int:
+    """Bytes of a field with its padding."""
+    return -(-prod(field[1]) * field[0].itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(buffer: Tensor, fields: dict[str, Field]) -> dict[str, Tensor]:
+    views, offset = {}, 0
     for name, (dtype, shape) in fields.items():
-        part = buffer[places[name] : places[name] + prod(shape) * dtype.itemsize]
-        views[name] = part.view(dtype).view(shape)
+        views[name] = buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        offset += _aligned((dtype, shape))
     return views
 
 
@@ -124,15 +108,17 @@ class _Graph:
     """Work that was captured once and is replayed."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
-        stream = torch.cuda.Stream(device, priority=_priority(device))
+        # Recorded work of the engine's own stream goes before that of other streams.
+        own = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        stream = torch.cuda.Stream(device, priority=-1 if own else 0)
         stream.wait_stream(torch.cuda.current_stream(device))
         # Not torch.cuda.graph: it empties caches and collects garbage first, which takes longer than the capture.
-        # Without a collection: another engine's graphs must not be freed in the middle of a capture.
-        with _CAPTURING, no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
+        # The collector is paused: another engine's graphs must not be freed during a capture.
+        with _CAPTURING, gc_paused(), torch.cuda.device(device), torch.cuda.stream(stream):
             work()  # kernels are compiled and libraries initialise outside the capture
             stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            # By default a capture fails when another thread allocates meanwhile: one may draft in its own stream.
+            # By default a capture fails when another thread allocates; one may work in its own stream.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._result = work()
@@ -145,13 +131,7 @@ class _Graph:
         return self._result
 
 
-def _priority(device: torch.device) -> int:
-    """Of recorded work: what the engine's own stream runs goes before what others do beside it."""
-    return -1 if torch.cuda.current_stream(device) == torch.cuda.default_stream(device) else 0
-
-
-def filled(array: npt.NDArray[Any], values: Any, rest: Any) -> None:
-    """Write values to the front of an array and `rest` behind them."""
-    n = len(values)
-    array[:n] = values
-    array[n:] = rest
+def fill_padded(array: npt.NDArray[Any], values: Any, padding: Any) -> None:
+    """Write the values to the front of the array and padding to the rest."""
+    array[: len(values)] = values
+    array[len(values) :] = padding

@@ -1,16 +1,19 @@
-"""Passes on a GPU as captured graphs: one launch for the whole of it, one small copy back.
+"""Passes on a GPU as captured graphs: one launch for a whole pass, one small copy back.
 
-A pass is recorded once for each shape (rows, wanted rows), padded to a ladder of sizes, and replayed
-with new numbers: what to feed, where K/V goes, who sees whom, how each row's sequence chooses. The graph brings the
-device's table up to date, runs the model, and lets every row choose; the host gets choices, never logits, unless it
-asks. Padding writes to a slot that nobody owns.
+A pass is recorded once for each shape (rows and wanted rows, padded to a few sizes) and replayed with new inputs:
+tokens, slots, what each row attends to, how it samples. The graph updates the device's table, runs the model and
+samples every wanted row; the host receives choices, and logits only where it reads them. Padding rows write to a slot
+that no sequence owns.
 
-The text does not depend on any of this: kernels treat each row as if it were alone. The runner knows rows, not who
-drafted them; tokens that the host has not read are found where they were chosen.
+Promise: the text does not depend on any of this, because kernels compute each row as if it were alone. Tokens that the
+host has not read are taken from the device's unread tokens. It knows rows, not how they were drafted.
+
+`UncapturedPasses` runs rows once, operation by operation: recording a pass takes longer than running it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,44 +21,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.rows import Rows
-from ...engine.cache import Plane
+from ...engine.cache import Cache, Plane
 from ...engine.sampling import adjusts, filters
 from ...types import Batch, Output, Sequence
 from .. import WHOLE, Model, Part
-from .capture import Field, Form, filled
+from ..rows import Rows, rows_of
+from .capture import Driver, Field, PinnedBuffer, fill_padded
 from .kernels import attention, elementwise, sampling
 from .kernels.attention import Blocks
 from .kernels.sampling import Laws
 from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, DeviceState, seconds
 
-LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-SOME = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
-CHEAP_ROWS = 64  # a pass reads its weights; from here on it takes time to compute too
-PATIENCE = 16  # times that a shape is asked for before it is recorded, if a larger one is there
-LAW: dict[str, torch.dtype] = {
+ROW_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+WANTED_SIZES = (16, 64, 256, 1024)  # wanted rows of a pass that does not want all of them
+CHEAP_ROWS = 64  # up to here a pass takes the time of reading its weights; beyond, computing takes time too
+TIMED_CHAIN = 4  # tokens of a chain that is timed
+MISSES = 16  # requests for a shape before it is recorded, if a larger one is recorded
+SAMPLING: dict[str, torch.dtype] = {
     "seed": I64, "position": I64, "temperature": F64, "top_k": I64, "top_p": F64, "min_p": F64
 }  # fmt: skip
 
 
-def rung(n: int) -> int:
+def padded_size(n: int) -> int:
     """The size that a number of rows is padded to."""
-    return next((size for size in LADDER if size >= n), -(-n // 256) * 256)
+    return next((size for size in ROW_SIZES if size >= n), -(-n // 256) * 256)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Everything that a recording depends on."""
+class PassShape:
+    """Everything that a recorded pass depends on."""
 
     rows: int
-    wanted: int  # as many as there are rows: all of them, in their order
+    wanted: int  # equal to `rows`: all of them, in their order
     depth: int
-    filtered: bool  # whether some row's law has a top-k, top-p or min-p
+    filtered: bool  # whether some row samples with top-k, top-p or min-p
     part: Part
     taps: tuple[int, ...]
 
-    def holds(self, other: Shape) -> bool:
-        """Whether a pass of that shape can be padded to this one, at a bearable price."""
+    def holds(self, other: PassShape) -> bool:
+        """Whether a pass of the other shape can be padded to this one at little cost."""
         same = (self.part, self.taps, self.wanted == self.rows) == (other.part, other.taps, other.wanted == other.rows)
         return (
             same
@@ -66,196 +70,154 @@ class Shape:
         )
 
 
-class Pass:
+class RecordedPass:
     """One recorded pass over a model."""
 
-    def __init__(self, graphs: Graphs, shape: Shape) -> None:
+    def __init__(self, graphs: Graphs, shape: PassShape) -> None:
         self.graphs, self.shape = graphs, shape
         t, r, driver = shape.rows, shape.wanted, graphs.state.driver
         fields: dict[str, Field] = dict.fromkeys(("tokens", "positions", "slots"), (I64, (t,)))
         fields |= {"info": (I32, (t, 8)), "tail": (I32, (t, shape.depth)), "want": (I64, (r,))}
-        fields |= {name: (dtype, (r,)) for name, dtype in LAW.items()}
+        fields |= {name: (dtype, (r,)) for name, dtype in SAMPLING.items()}
         fields |= {"place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
-        self.form = Form(driver, fields)
-        self.reply = Form(driver, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
+        self.inputs = PinnedBuffer(driver, fields)
+        self.results = PinnedBuffer(driver, {"choices": (I64, (r,)), "tokens": (I64, (t,)), "highest": (F32, (r,))})
         self.fill(None, (), ())
-        self.form.send()
+        self.inputs.send()
         self.recording = graphs.state.record(self._work)
 
     def _work(self) -> Output:
-        d, state, shape = self.form.device, self.graphs.state, self.shape
-        known = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
+        d, results, state, shape = self.inputs.device, self.results.device, self.graphs.state, self.shape
+        tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
         blocks = Blocks(d["info"], d["tail"], state.table, state.scratch(self.graphs.model))
-        none = d["slots"]
-        rows = Rows(known, d["positions"], d["slots"], none, none, state.table, None, d["want"], blocks=blocks)
+        unused = d["slots"]
+        rows = Rows(tokens, d["positions"], d["slots"], unused, unused, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
-        self.reply.device["tokens"].copy_(known)
+        results["tokens"].copy_(tokens)
         if shape.part.head:
-            choices, highest, _ = sampling.choose(output.logits, Laws(*(d[name] for name in LAW)), shape.filtered)
-            self.reply.device["choices"].copy_(choices)
-            self.reply.device["highest"].copy_(highest)
+            laws = Laws(*(d[name] for name in SAMPLING))
+            choices, highest, _ = sampling.choose(output.logits, laws, shape.filtered)
+            results["choices"].copy_(choices)
+            results["highest"].copy_(highest)
             if shape.wanted <= MOST_AHEAD:
                 state.unread[state.choices_at : state.choices_at + shape.wanted].copy_(choices)
         return output
 
-    def fill(self, p: Batch | None, speakers: Listing[Sequence], blocks: Listing[Block]) -> None:
-        """Write the numbers of these rows (or of none) and padding behind them."""
-        a, state = self.form.next(), self.graphs.state
-        fill_rows(a, p, blocks, state)
-        fill_laws(a, speakers, [p.positions[i] + 1 for i in p.want] if p else [])
+    def fill(self, batch: Batch | None, choosers: Listing[Sequence], blocks: Listing[Block]) -> None:
+        """Write the inputs of these rows (or of none), padded."""
+        arrays = self.inputs.next()
+        fill_rows(arrays, batch, blocks, self.graphs.state)
+        fill_sampling(arrays, choosers, [batch.positions[i] + 1 for i in batch.want] if batch else [])
 
 
 class Graphs:
-    """A runner: one model over its plane, every pass captured."""
+    """Runs one model over its plane; every pass is captured."""
 
     def __init__(self, model: Model, plane: Plane, state: DeviceState) -> None:
         self.model, self.plane, self.state = model, plane, state
-        self.together = attention.rows_per_block(model.config.heads, model.config.kv_heads)
-        self.passes: dict[Shape, Pass] = {}
-        self.missed: dict[Shape, int] = {}
+        self.rows_per_block = attention.rows_per_block(model.config.heads, model.config.kv_heads)
+        self.passes: dict[PassShape, RecordedPass] = {}
+        self.missed: dict[PassShape, int] = {}  # requests for a shape that was not recorded
         self.started: StartedPass | None = None
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
         started, self.started = self.started, None
-        if started is not None and started.is_for(batch, taps):
-            pending = started.pending
-        else:
-            pending = self._start("verify", batch, WHOLE, taps)
+        pending = started.pending if started is not None and started.is_for(batch, taps) else self._start(batch, taps)
         if steady:
             self.started = self._start_next(batch, taps)
         return pending
 
     def warm(self, rows: int) -> None:
-        """Record what decoding runs, up to so many rows, before anybody waits for it."""
-        for size in LADDER:
-            if size <= rung(rows):
-                shape = Shape(size, size, DEPTHS[0], False, WHOLE, ())
-                if shape not in self.passes:
-                    self.passes[shape] = Pass(self, shape)
-        self.state.clock.taken()  # no step's time
+        """Record the passes of plain decoding up to this many rows, before requests arrive."""
+        for size in ROW_SIZES:
+            shape = PassShape(size, size, DEPTHS[0], False, WHOLE, ())
+            if size <= padded_size(rows) and shape not in self.passes:
+                self.passes[shape] = RecordedPass(self, shape)
+        self.state.clock.take_phases()  # belong to no step
 
     def logits(self, batch: Batch, part: Part = WHOLE) -> Tensor:
-        """Logits of the wanted rows [R, V], on the device; with a part without a head, nothing. Nobody waits."""
-        phase = "draft" if part.head else "read"  # a drafter that catches up with a prompt is not drafting yet
-        pending = self._start(phase, batch, part, (), reply=False)
-        return pending.output.logits[: len(batch.want)]
+        """Logits of the wanted rows [R, V], on the device, without waiting; empty for a part without logits."""
+        phase = "draft" if part.head else "read"  # a pass without logits only fills the plane
+        return self._replay(phase, batch, part, ())[1].logits[: len(batch.want)]
 
     def states(self, batch: Batch, layers: int) -> Tensor:
-        """The residual stream of all rows after so many layers [T, H], on the device. Nobody waits."""
+        """The residual stream of all rows after the first `layers` layers [T, H], on the device, without waiting."""
         part, tap = Part(stop=layers, head=False), layers - 1
-        pending = self._start("draft", batch, part, (tap,), reply=False)
-        return pending.output.hidden[tap][: batch.count]
+        return self._replay("draft", batch, part, (tap,))[1].hidden[tap][: batch.count]
 
     def chains(self, part: Part, again: int, source: str) -> Any:
         from .chains import Chains
 
         return Chains(self, part, again, source)
 
-    def _start(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...], reply: bool = True) -> Pending:
-        blocks, choosers = grouped(batch, self.together), batch.choosers
-        step = self._recorded(self._shape(batch, choosers, blocks, part, taps))
-        step.fill(batch, choosers, blocks)
-        output = self.state.replay(phase, step.recording, step.form)
-        return Pending(self, step, output, batch, choosers, reply)
+    def _start(self, batch: Batch, taps: tuple[int, ...]) -> PendingPass:
+        return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
 
-    def _recorded(self, shape: Shape) -> Pass:
-        """The pass of this shape. Recording takes longer than a pass: a larger one will do for the first times."""
-        step = self.passes.get(shape)
-        if step is not None:
-            return step
-        self.missed[shape] = self.missed.get(shape, 0) + 1
-        if self.missed[shape] <= PATIENCE:
-            larger = [known for known in self.passes if known.holds(shape)]
-            if larger:
-                return self.passes[min(larger, key=lambda known: (known.rows, known.wanted))]
-        step = self.passes[shape] = Pass(self, shape)
-        return step
+    def _replay(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...]) -> tuple[RecordedPass, Output]:
+        blocks, choosers = group_rows(batch, self.rows_per_block), batch.choosers
+        recorded = self._recorded(_shape(batch, choosers, blocks, part, taps))
+        recorded.fill(batch, choosers, blocks)
+        return recorded, self.state.replay(phase, recorded.recording, recorded.inputs)
 
-    def _shape(
-        self,
-        p: Batch,
-        choosers: Listing[Sequence],
-        blocks: Listing[Block],
-        part: Part,
-        taps: tuple[int, ...],
-    ) -> Shape:
-        t, r = len(p.tokens), len(p.want)
-        size = rung(t)
-        wanted = size if r == t else next((n for n in SOME if n >= r), rung(r)) if r else 0
-        if r < t and wanted >= size:  # not all of them, so there must be more rows than that
-            size = rung(wanted + 1)
-        deepest = max((len(block[8]) for block in blocks), default=0)
-        return Shape(
-            size,
-            wanted,
-            next(depth for depth in DEPTHS if depth >= deepest),
-            any(filters(seq) for seq in choosers),
-            part if r else replace(part, head=False),
-            taps,
-        )
+    def _recorded(self, shape: PassShape) -> RecordedPass:
+        """The pass of this shape, or at first a larger one: recording takes longer than a pass."""
+        if shape not in self.passes:
+            self.missed[shape] = self.missed.get(shape, 0) + 1
+            larger = [other for other in self.passes if other.holds(shape)]
+            if larger and self.missed[shape] <= MISSES:
+                return self.passes[min(larger, key=lambda other: (other.rows, other.wanted))]
+            self.passes[shape] = RecordedPass(self, shape)
+        return self.passes[shape]
 
     def _start_next(self, p: Batch, taps: tuple[int, ...]) -> StartedPass | None:
-        """Start the next pass before the host knows this one's choices: one more token for everybody.
+        """Start the next pass before the host has read this one's choices: one more token for every sequence.
 
-        Its tokens are read where they are chosen; its slots are those that the cache would hand out next. If anything
-        turns out otherwise, the pass was in vain: what it wrote lies in slots and table places that nobody has, and
-        whoever gets them writes before reading.
+        Its tokens are this pass's choices, still unread; its slots are those that the cache will hand out next. If
+        another pass is launched instead, this one is discarded: it wrote to slots and table entries that no sequence
+        owns, and their next owner writes before it reads.
         """
         n = len(p.tokens)
         slots = self.state.cache.next_free(n)
         if len(p.want) < n or len(slots) < n or n > MOST_AHEAD or taps:
-            return None  # what taps show must last until somebody has looked
+            return None  # the next pass would overwrite taps that have not been read
         if not all(_goes_on(seq, self.state.cache.length) for seq in p.choosers):
             return None
-        more = Batch(p.table)
-        more.tokens = [-1 - self.state.choices_at - i for i in range(n)]
-        more.positions, more.context = [i + 1 for i in p.positions], [i + 1 for i in p.context]
-        more.slots, more.lines, more.tails, more.want, more.owners = slots, p.lines, [[]] * n, p.want, p.owners
-        places = (line * self.state.cache.length + at for line, at in zip(p.lines, more.positions, strict=True))
-        self.state.changes.update(zip(places, slots, strict=True))
-        return StartedPass(more, taps, self._start("verify", more, WHOLE, taps))
+        following = Batch(p.table)
+        following.tokens = [-1 - self.state.choices_at - i for i in range(n)]
+        following.positions, following.context = [i + 1 for i in p.positions], [i + 1 for i in p.context]
+        following.slots, following.lines, following.tails = slots, p.lines, [[]] * n
+        following.want, following.owners = p.want, p.owners
+        length = self.state.cache.length
+        entries = (line * length + position for line, position in zip(p.lines, following.positions, strict=True))
+        self.state.changes.update(zip(entries, slots, strict=True))
+        return StartedPass(following, taps, self._start(following, taps))
 
 
 @dataclass(frozen=True)
 class StartedPass:
-    """A pass that was started before its tokens were known to the host."""
+    """A pass that was started before the host knew its tokens."""
 
     batch: Batch
     taps: tuple[int, ...]
-    pending: Pending
+    pending: PendingPass
 
     def is_for(self, p: Batch, taps: tuple[int, ...]) -> bool:
-        """Whether these rows are the ones that were guessed (their tokens are: the host takes what was chosen)."""
-        mine = self.batch
-        return (
-            p.slots == mine.slots
-            and p.positions == mine.positions
-            and p.lines == mine.lines
-            and p.owners == mine.owners
-            and taps == self.taps
-        )
+        """Whether this is the pass over these rows. Their tokens are equal: the host takes the device's choices."""
+        own = self.batch
+        rows, expected = (p.slots, p.positions, p.lines, p.owners), (own.slots, own.positions, own.lines, own.owners)
+        return rows == expected and taps == self.taps
 
 
-class Pending:
-    """A pass under way."""
+class PendingPass:
+    """A pass that was launched, and the copy of its results to the host."""
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        step: Pass,
-        output: Output,
-        batch: Batch,
-        choosers: Listing[Sequence],
-        reply: bool,
-    ) -> None:
-        self.output, self.batch, self.choosers = output, batch, choosers
-        if reply:
-            state = graphs.state
-            self.arrays = step.reply.next()
-            step.reply.receive()
-            self.end = state.driver.event()
-            self.end.record(state.driver.stream)
-            self.phases = state.taken()
+    def __init__(self, state: DeviceState, recorded: RecordedPass, output: Output, batch: Batch) -> None:
+        self.output, self.batch = output, batch
+        self.arrays = recorded.results.next()
+        recorded.results.receive()
+        self.end = state.driver.event()
+        self.end.record(state.driver.stream)
+        self.phases = state.take_phases()
 
     def wait(self) -> Output:
         self.end.synchronize()
@@ -265,54 +227,65 @@ class Pending:
             self.output.logits[:r],
             {layer: hidden[:t] for layer, hidden in self.output.hidden.items()},
             self.arrays["highest"][:r].tolist(),
-            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.choosers, strict=True)],
+            [-1 if adjusts(seq) else c for c, seq in zip(choices, self.batch.choosers, strict=True)],
             self.arrays["tokens"][:t].tolist() if min(self.batch.tokens) < 0 else None,
             seconds(self.phases),
         )
 
 
-# ------------------------------------------------------------ from rows to what kernels read
+def _shape(
+    p: Batch, choosers: Listing[Sequence], blocks: Listing[Block], part: Part, taps: tuple[int, ...]
+) -> PassShape:
+    t, r = len(p.tokens), len(p.want)
+    rows = padded_size(t)
+    wanted = rows if r == t else next((n for n in WANTED_SIZES if n >= r), padded_size(r)) if r else 0
+    if r < t and wanted >= rows:  # `wanted` equal to `rows` would mean all of them
+        rows = padded_size(wanted + 1)
+    deepest = max((len(block[8]) for block in blocks), default=0)
+    depth = next(depth for depth in DEPTHS if depth >= deepest)
+    part = part if r else replace(part, head=False)
+    return PassShape(rows, wanted, depth, any(filters(seq) for seq in choosers), part, taps)
 
 
 def _goes_on(seq: Sequence, length: int) -> bool:
-    """Whether a sequence surely takes what the device chooses, needs no logits for it, and has room for one more."""
+    """Whether a sequence takes what the device chooses, without its logits, and has room for one more token."""
     plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
     return plain and seq.room > 1 and len(seq.tokens) + 1 < length
 
 
 def fill_rows(arrays: dict[str, Any], p: Batch | None, blocks: Listing[Block], state: DeviceState) -> None:
-    """The numbers of these rows (or of none), padding behind them, and what is new in the table."""
+    """Write these rows (or none), padded, and the changes of the table."""
     tokens, positions, slots, want = (p.tokens, p.positions, p.slots, p.want) if p else ([], [], [], [])
-    filled(arrays["tokens"], tokens, 0)
-    filled(arrays["positions"], positions, 0)
-    filled(arrays["slots"], slots, state.padding)
-    filled(arrays["want"], want, 0)
-    filled(arrays["info"], [block[:8] for block in blocks], 0) if blocks else arrays["info"].fill(0)
+    fill_padded(arrays["tokens"], tokens, 0)
+    fill_padded(arrays["positions"], positions, 0)
+    fill_padded(arrays["slots"], slots, state.padding)
+    fill_padded(arrays["want"], want, 0)
+    fill_padded(arrays["info"], [block[:8] for block in blocks], 0) if blocks else arrays["info"].fill(0)
     for i, (*_, tail) in enumerate(blocks):
         arrays["tail"][i, : len(tail)] = tail
     state.patch(arrays) if p else arrays["place"].fill(-1)
 
 
-def fill_laws(arrays: dict[str, Any], speakers: Listing[Sequence], positions: Any) -> None:
-    """How each wanted row chooses, for the token at its position."""
-    filled(arrays["position"], positions, 0)
-    filled(arrays["seed"], [seq.seed for seq in speakers], 0)
+def fill_sampling(arrays: dict[str, Any], choosers: Listing[Sequence], positions: Any) -> None:
+    """Write how each wanted row samples the token at its position."""
+    fill_padded(arrays["position"], positions, 0)
+    fill_padded(arrays["seed"], [seq.seed for seq in choosers], 0)
     for name, off in (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0)):
-        filled(arrays[name], [getattr(seq.params, name) for seq in speakers], off)
+        fill_padded(arrays[name], [getattr(seq.params, name) for seq in choosers], off)
 
 
 Block = tuple[int, int, int, int, int, int, int, int, Listing[int]]  # `attention.Blocks.info`, then the tail
 
 
-def grouped(p: Batch, together: int) -> list[Block]:
-    """Rows that one block of threads takes together.
+def group_rows(p: Batch, most: int) -> list[Block]:
+    """Groups of rows, `most` each, that one block of threads computes together.
 
-    A row joins the one before it if it sees what that one sees, and itself: a prompt, a chain, the trunk of a tree.
+    A row joins the one before it if it attends to the same keys and itself: a prompt, a chain, the trunk of a tree.
     """
     blocks: list[Block] = []
     start, count = 0, len(p.tokens)
     while start < count:
-        stop, limit = start + 1, min(start + together, count)
+        stop, limit = start + 1, min(start + most, count)
         while stop < limit and _follows(p, stop):
             stop += 1
         line, base, keys = p.lines[start], p.context[stop - 1], p.positions[start] + 1
@@ -322,8 +295,51 @@ def grouped(p: Batch, together: int) -> list[Block]:
 
 
 def _follows(p: Batch, row: int) -> bool:
-    """Whether a row sees exactly what the row before it sees, and itself."""
+    """Whether a row attends to exactly the keys of the row before it, and itself."""
     tail = p.tails[row]
     return p.lines[row] == p.lines[row - 1] and (
         tail[:-1] == p.tails[row - 1] if tail else p.positions[row] == p.positions[row - 1] + 1
     )
+
+
+class UncapturedPasses:
+    """Passes that are not recorded, over a plane of a cache whose sequences have all their slots; timed chains."""
+
+    def __init__(self, model: Model, cache: Cache, plane: Plane) -> None:
+        self.device = model.device
+        self.graphs = Graphs(model, plane, DeviceState(cache, Driver(self.device), 1))
+        self._chains: dict[Part, Any] = {}
+
+    def rows(self, batch: Batch) -> Rows:
+        """The batch on the model's device, grouped for its kernels."""
+        state, device, host = self.graphs.state, self.device, rows_of(batch)
+        groups = group_rows(batch, self.graphs.rows_per_block)
+        depth = next(n for n in DEPTHS if n >= max(len(group[8]) for group in groups))
+        info = torch.tensor([group[:8] for group in groups], dtype=I32)  # [N, 8]
+        tail = torch.zeros(len(groups), depth, dtype=I32)
+        for i, group in enumerate(groups):
+            tail[i, : len(group[8])] = torch.tensor(group[8], dtype=I32)
+        blocks = Blocks(info.to(device), tail.to(device), state.table, state.scratch(self.graphs.model))
+        tokens, positions, slots, want = (x.to(device) for x in (host.tokens, host.positions, host.slots, host.want))
+        return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=blocks)
+
+    def seconds(self, seq: Sequence, part: Part, repeats: int = 3) -> float:
+        """Seconds per token of a recorded chain of this part: the minimum of a few.
+
+        It writes to the slots of the sequence's last token and of its drafts.
+        """
+        if part not in self._chains:
+            self._chains[part] = self.graphs.chains(part, 1, "timing")
+            self._chain_seconds(part, seq)  # records
+        return min(self._chain_seconds(part, seq) for _ in range(repeats)) / TIMED_CHAIN
+
+    def _chain_seconds(self, part: Part, seq: Sequence) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._chains[part].draft([seq], [TIMED_CHAIN])
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

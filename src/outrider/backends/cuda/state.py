@@ -1,113 +1,111 @@
-"""What all passes of an engine share on one device: the table of slots, tokens that nobody has read, clocks.
+"""Device state: what all passes over a cache share on one device. The slot table, unread tokens, and timings.
 
-The promise: the device's table is the cache's as of the last launch, and what waits to be read outlasts a recording.
-It knows slots and moments; it knows neither models nor rows.
+The promise: the device's table equals the cache's as of the last launch, and unread tokens survive a recording. It
+knows neither layers nor rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ...engine.cache import Cache
 from .. import Model
-from .capture import Driver, Form, Recording, filled
+from .capture import Driver, PinnedBuffer, fill_padded
 from .kernels import attention
 
-MOST_AHEAD = 512  # rows of a pass that may be gone on from before it is read
-PATCH = 512  # places of the table that one pass can bring up to date on its way
+MOST_AHEAD = 512  # rows of a pass whose successor may be started before it is read
+PATCH = 512  # table entries that a recorded pass can update
 DEPTHS = (16, 64)  # of a draft
-DRAFTERS = 3  # that may leave unread drafts in the same step
-Phase = tuple[str, Any, Any, float]  # name, begin, end, share
+UNREAD_BUFFERS = 3  # clients that may leave unread tokens in the same step
+Phase = tuple[str, Any, Any, float]  # name, start event, end event, share
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 
 class DeviceState:
-    """What all passes of an engine share on one device: the table, tokens that nobody has read, clocks."""
+    """The table, unread tokens and timings of the passes over one cache on one device."""
 
     def __init__(
         self, cache: Cache, driver: Driver, batch: int, home: bool = True, clock: DeviceState | None = None
     ) -> None:
         self.driver, device = driver, driver.device
         self.cache, self.device, self.home = cache, device, home  # home: drafts are verified on this device
-        self.clock = clock or self  # whose phases what runs here is counted among
+        self.clock = clock or self  # the state that collects the phases of this one
         lines, length = cache.table.shape
-        self.table = torch.zeros(lines + 1, length, dtype=I32, device=device)  # the last line is padding's
+        self.table = torch.zeros(lines + 1, length, dtype=I32, device=device)  # the last line is padding
         self.table[:lines] = cache.table.to(device)
-        self.changes: dict[int, int] = {}
+        self.changes: dict[int, int] = {}  # index in the flat table -> slot, since the last pass
         cache.changes.append(self.changes)
+        self.padding = cache.slots  # the slot that padding rows write to
         self.lanes = 2 * batch  # of a batch padded to the next size
-        # In `unread`: each drafter's drafts first, then the last pass's choices.
-        self.choices_at = DRAFTERS * self.lanes * DEPTHS[-1]
+        # `unread` holds the buffer of each client, then the last pass's choices.
+        self._buffer = self.lanes * DEPTHS[-1]
+        self.choices_at = UNREAD_BUFFERS * self._buffer
         self._claimed = 0
         self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
-        self.phases: list[Phase] = []  # what was started since the last `taken`
+        self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
-    @property
-    def padding(self) -> int:
-        """The slot that nobody owns."""
-        return self.cache.slots
-
     def claim(self) -> int:
-        """Where a drafter's places in `unread` begin. One too many shares with the first: a wrong draft, no more."""
+        """Where a client's buffer in `unread` starts. Clients in excess share buffers, at the price of wrong drafts."""
         self._claimed += 1
-        return (self._claimed - 1) % DRAFTERS * self.lanes * DEPTHS[-1]
+        return (self._claimed - 1) % UNREAD_BUFFERS * self._buffer
 
     def scratch(self, model: Model) -> attention.Scratch:
         shape = (model.config.heads, model.config.head_dim)
         if shape not in self._scratch:
-            rows, length = attention.SCRATCH_ROWS, self.cache.length
-            self._scratch[shape] = attention.Scratch(rows, *shape, length, self.device)
+            self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, self.cache.length, self.device)
         return self._scratch[shape]
 
     def patch(self, arrays: dict[str, Any]) -> None:
-        """What has changed in the table goes into a form; a whole prompt's worth goes ahead of it."""
+        """Write the table's changes into a pass's input arrays; too many for these are copied to the table at once."""
         if len(self.changes) > PATCH:
-            places = torch.tensor(list(self.changes)).to(self.device)
-            self.table.view(-1)[places] = torch.tensor(list(self.changes.values()), dtype=I32).to(self.device)
+            indices = torch.tensor(list(self.changes)).to(self.device)
+            self.table.view(-1)[indices] = torch.tensor(list(self.changes.values()), dtype=I32).to(self.device)
             self.changes.clear()
-        filled(arrays["place"], list(self.changes), -1)
-        filled(arrays["slot"], list(self.changes.values()), 0)
+        fill_padded(arrays["place"], list(self.changes), -1)
+        fill_padded(arrays["slot"], list(self.changes.values()), 0)
         self.changes.clear()
 
-    def record(self, work: Callable[[], Any]) -> Recording:
-        """Capture work. It runs once for that, on padding; what waits to be read must outlast it.
+    def record(self, work: Callable[[], Any]) -> Any:
+        """Capture work, which runs once on padding for that; unread tokens are restored afterwards.
 
-        It takes as long as dozens of passes, once: a phase of its own, so that nobody takes it for a price.
+        It takes as long as dozens of passes, and is a phase of its own: the time is no pass's cost.
         """
-        begin, end = self.driver.event(), self.driver.event()
-        begin.record(self.driver.stream)
-        unread = self.unread.clone()
-        recording = self.driver.record(work)
-        self.unread.copy_(unread)
-        end.record(self.driver.stream)
-        self.clock.phases.append(("record", begin, end, 1.0))
+        with self._timed("record", 1.0):
+            unread = self.unread.clone()
+            recording = self.driver.record(work)
+            self.unread.copy_(unread)
         return recording
 
-    def replay(self, phase: str, recording: Recording, form: Form, share: float = 1.0) -> Any:
-        """Send the form and run; nobody waits. `share` is the part of it that somebody asked for."""
-        begin, end = self.driver.event(), self.driver.event()
-        begin.record(self.driver.stream)
-        form.send()
-        result = recording.replay()
-        end.record(self.driver.stream)
-        self.clock.phases.append((phase, begin, end, share))
-        return result
+    def replay(self, phase: str, recording: Any, inputs: PinnedBuffer, share: float = 1.0) -> Any:
+        """Send the inputs and run, without waiting. `share` is the part of the work that was requested."""
+        with self._timed(phase, share):
+            inputs.send()
+            return recording.replay()
 
-    def taken(self) -> list[Phase]:
+    @contextmanager
+    def _timed(self, phase: str, share: float) -> Iterator[None]:
+        start, end = self.driver.event(), self.driver.event()
+        start.record(self.driver.stream)
+        yield
+        end.record(self.driver.stream)
+        self.clock.phases.append((phase, start, end, share))
+
+    def take_phases(self) -> list[Phase]:
         """The phases since the last call."""
         phases, self.phases = self.phases, []
         return phases
 
 
 def seconds(phases: list[Phase]) -> dict[str, float]:
-    """What these phases took on the device, and as `spare` what nobody had asked for; they must be over."""
+    """Device seconds by phase, and as `spare` those of work that was not requested. All phases must have ended."""
     spent: dict[str, float] = {}
-    for phase, begin, end, share in phases:
-        taken = begin.elapsed_time(end) / 1e3
+    for phase, start, end, share in phases:
+        taken = start.elapsed_time(end) / 1e3
         spent[phase] = spent.get(phase, 0.0) + share * taken
         if share < 1:
             spent["spare"] = spent.get("spare", 0.0) + (1 - share) * taken

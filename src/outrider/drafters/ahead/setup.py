@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...backends import Model, Part
+from ...backends.loaded_weights import weight_bytes
 from ...backends.machine import choose_device
-from ...backends.weigh import weigh
 from ...errors import ConfigError
 from .. import Drafter, Workspace, lookup, names
 from ..model import SmallModel, load_draft_model, opened
@@ -140,7 +140,7 @@ def shares_gpu(one: torch.device, other: torch.device) -> bool:
 
 
 def _weighed(place: Place, space: Workspace, model: Any) -> Place:
-    place.mail["bytes"][0] = weigh(model, beside=space.target)
+    place.mail["bytes"][0] = weight_bytes(model, excluding=space.target)
     return place
 
 

@@ -174,14 +174,14 @@ def capture(forker: Forker, model: Model, lines: int) -> None:
 def main(memory: int, spec: dict[str, Any], build: Callable[[dict[str, Any]], Forker] = load) -> None:
     import torch
 
-    from ...backends.weigh import weigh
+    from ...backends.loaded_weights import weight_bytes
 
     mouth = Bell(os.dup(1))
     os.dup2(2, 1)  # whatever libraries print must not ring the bell
     torch.set_num_threads(spec["threads"])
     mail = Mail(Sizes(*spec["sizes"]), mmap.mmap(memory, Sizes(*spec["sizes"]).bytes))
     forker = build(spec)
-    mail["bytes"][0] = weigh(forker.model)
+    mail["bytes"][0] = weight_bytes(forker.model)
     Worker(mail, forker).serve(Bell(0), mouth)
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ...backends import Passes, ResumableLayers
-from ...backends.cpu.first_layers import first_states
+from ...backends.cpu.eager import first_states
 from ...backends.linear import packs
+from ...backends.loaded_weights import weight_bytes
 from ...backends.rows import rows_of
-from ...backends.weigh import weigh
 from ...engine.batch import BatchBuilder
 from ...errors import ConfigError
 from ...models.speculators import read_head
@@ -106,7 +106,7 @@ class EarlyExit(Drafter):
         first = reused or Alone(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)
         self.rollout.shown = space.record_guesses
-        memory = lambda: Memory(weigh(self.exit, beside=space.target))  # noqa: E731  K/V is the target's own
+        memory = lambda: Memory(weight_bytes(self.exit, excluding=space.target))  # noqa: E731  K/V is the target's own
         self.traits = replace(self.traits, memory=memory)
 
     def draft(self, request: DraftRequest) -> Draft:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...backends import Model
-from ...backends.output import embedding_of
-from ...backends.weigh import weigh
+from ...backends.loaded_weights import embedding_of, weight_bytes
 from ...errors import ConfigError
 from ...models.speculators import random_head
 from ...types import Draft, Sequence, Step
@@ -92,7 +91,7 @@ class TrainedHead(Drafter):
             taps=taps,
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
-            memory=lambda: Memory(weigh(self.rollout.head, beside=space.target), self.rollout.plane.bytes),
+            memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.asked: dict[int, int] = {}  # nodes, of each sequence in the last draft
         self.begun: Begun | None = None

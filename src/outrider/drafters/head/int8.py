@@ -3,7 +3,7 @@
 The promise: a row's scores are the same bits whichever rows share its pass, as in `int8`. Weights are rounded as they
 are read, without looking at any text: a head's mistakes cost acceptance, never a word, so no input is an outlier here.
 What a head is shown of its target's layers does have outliers: there, every input has two bytes. Where there is no
-compiler, `EightBits` products do the same in torch. It knows rows and planes, not sequences or drafts.
+compiler, `Int8Linear` products do the same in torch. It knows rows and planes, not sequences or drafts.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _listed(rows: Rows) -> tuple[list[list[int]], Tensor]:
     """The rows' numbers as lists, and the table of slots. Planned rows have them already: no tensor is made of them."""
     packing = rows.batch
     if packing is None:
-        return [getattr(rows, name).tolist() for name in _LISTS], ops._whole(rows.table, torch.int32)
-    return [getattr(packing, name) for name in _LISTS], ops._whole(packing.table, torch.int32)
+        return [getattr(rows, name).tolist() for name in _LISTS], ops.contiguous(rows.table, torch.int32)
+    return [getattr(packing, name) for name in _LISTS], ops.contiguous(packing.table, torch.int32)
 
 
 def _tails(rows: Rows) -> tuple[int, array[int] | None]:

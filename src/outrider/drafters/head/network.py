@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import PlaneShape, numbered, ops
-from ...backends.cpu.int8 import EightBits
+from ...backends import PlaneShape, ops, with_index
+from ...backends.cpu.int8 import Int8Linear
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
 from ...engine.cache import Plane
@@ -50,7 +50,7 @@ class Head:
         length: int | None = None,  # longest position that will be asked for
     ) -> None:
         check_head(config, tensors, "The head")
-        self.config, self.device, self.eight_bits = config, numbered(device), dtype is torch.int8
+        self.config, self.device, self.eight_bits = config, with_index(device), dtype is torch.int8
         self.compute = dtype = torch.float32 if self.eight_bits else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
         self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
@@ -83,7 +83,7 @@ class Head:
         """Features [T, H] from the target's hidden states, as wide as it is, after each tap."""
         joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
         if self.eight_bits:
-            return self.fc.finely(joined)  # type: ignore[no-any-return]
+            return self.fc.with_int16_rows(joined)  # type: ignore[no-any-return]
         return summed(self.fc(joined.to(self.compute))).to(self.stream)
 
     @torch.inference_mode()
@@ -150,7 +150,7 @@ class Head:
     def _product(self, *names: str) -> Any:
         if self.eight_bits:
             parts = [self._tensors[name].to(self.device) for name in names]
-            return EightBits(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
+            return Int8Linear(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
         return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
 
     def _layer(self, at: str) -> _Layer:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.cuda.capture import Field, Form, filled
-from ...backends.cuda.graphs import LAW, fill_laws, fill_rows, grouped
+from ...backends.cuda.capture import Field, PinnedBuffer, fill_padded
+from ...backends.cuda.graphs import SAMPLING, fill_rows, fill_sampling, group_rows
 from ...backends.cuda.kernels import elementwise, sampling
 from ...backends.cuda.kernels.sampling import Laws
 from ...backends.cuda.state import DEPTHS, F32, F64, I32, I64, PATCH
@@ -58,7 +58,7 @@ class First(ABC):
         fields: dict[str, Field] = dict.fromkeys(("tokens", "positions", "slots"), (I64, (t,)))
         fields |= {"info": (I32, (t, 8)), "tail": (I32, (t, deep)), "want": (I64, (shape.wanted,))}
         fields |= {"masked": (torch.bool, (t,)), "place": (I64, (PATCH,)), "slot": (I32, (PATCH,))}
-        self.form = Form(state.driver, fields | self.more())
+        self.form = PinnedBuffer(state.driver, fields | self.more())
         self.fill(None, [], [])
         self.form.send()
         self.recording = state.record(self._work)
@@ -69,8 +69,10 @@ class First(ABC):
     def fill(self, packed: BatchBuilder | None, seqs: list[Sequence], lengths: list[int]) -> None:
         """The numbers of these rows (or of none); lengths[i] tokens are drafted for each sequence."""
         a = self.form.next()
-        fill_rows(a, packed, [] if packed is None else grouped(packed, self.heads.graphs.together), self.heads.state)
-        filled(a["masked"], [] if packed is None else [bool(tail) for tail in packed.tails], False)
+        fill_rows(
+            a, packed, [] if packed is None else group_rows(packed, self.heads.graphs.rows_per_block), self.heads.state
+        )
+        fill_padded(a["masked"], [] if packed is None else [bool(tail) for tail in packed.tails], False)
         self._fill_more(a, seqs, lengths)
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
@@ -107,16 +109,18 @@ class Masks(First):
     """A block: all positions in one pass, and a choice for each."""
 
     def more(self) -> dict[str, Field]:
-        return {name: (dtype, (self.shape.wanted,)) for name, dtype in LAW.items()}
+        return {name: (dtype, (self.shape.wanted,)) for name, dtype in SAMPLING.items()}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
         speakers, positions = each_position(seqs, lengths)
-        fill_laws(a, speakers, positions)
+        fill_sampling(a, speakers, positions)
 
     def _work(self) -> None:
         d, at = self.form.device, self.heads.at
         scores, _ = self._first()
-        tokens, _, _ = sampling.choose(self._logits(scores), Laws(*(d[name] for name in LAW)), self.shape.drawn)  # [R]
+        tokens, _, _ = sampling.choose(
+            self._logits(scores), Laws(*(d[name] for name in SAMPLING)), self.shape.drawn
+        )  # [R]
         self.heads.state.unread[at : at + self.shape.wanted].copy_(tokens)
 
 
@@ -126,7 +130,7 @@ class Chain(First):
     def more(self) -> dict[str, Field]:
         b, k = self.shape.wanted, self.shape.length
         fields: dict[str, Field] = {"later_info": (I32, (k, b, 8)), "later_positions": (I64, (k, b))}
-        return fields | {name: (dtype, (k, b) if name == "position" else (b,)) for name, dtype in LAW.items()}
+        return fields | {name: (dtype, (k, b) if name == "position" else (b,)) for name, dtype in SAMPLING.items()}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
         """Pass j feeds guess j - 1, which stands at position n - 2 + j and sees the true rows and j guesses."""
@@ -134,7 +138,7 @@ class Chain(First):
         for name in ("later_info", "later_positions", "position"):
             a[name].fill(0)
         n, budget = np.array([len(seq.tokens) for seq in seqs], dtype=np.int64), np.array(lengths, dtype=np.int64)
-        fill_laws(a | {"position": a["position"][0]}, seqs, n)
+        fill_sampling(a | {"position": a["position"][0]}, seqs, n)
         j, lines = np.arange(k)[:, None], lines_of(self.heads, seqs)  # [K, 1], [B]
         a["position"][:, :b] = n + j
         fill_guesses(a["later_info"][:, :b], a["later_positions"][:, :b], self.heads, j, n, lines)
@@ -153,7 +157,7 @@ class Chain(First):
     def _choose(self, scores: Tensor, j: int) -> Tensor:
         """Everybody's token j [B], which is left among the unread. scores [B, D]."""
         d, b, at = self.form.device, self.shape.wanted, self.heads.at
-        law = Laws(*(d[name][j] if name == "position" else d[name] for name in LAW))
+        law = Laws(*(d[name][j] if name == "position" else d[name] for name in SAMPLING))
         tokens, _, _ = sampling.choose(self._logits(scores), law, self.shape.drawn)
         self.heads.state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
         return tokens
@@ -164,7 +168,7 @@ class Rankings(First):
 
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
         r, w = shape.wanted, shape.width
-        self.reply = Form(heads.state.driver, {"tokens": (I64, (r, w)), "chances": (F32, (r, w))})
+        self.reply = PinnedBuffer(heads.state.driver, {"tokens": (I64, (r, w)), "chances": (F32, (r, w))})
         super().__init__(heads, shape)
 
     def more(self) -> dict[str, Field]:
@@ -231,8 +235,8 @@ def each_position(seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequen
 def fill_noise(a: dict[str, Any], speakers: list[Sequence], positions: list[int]) -> None:
     """Each row's key, bit by bit, and its temperature."""
     keys = [key(seq.seed, p, CHOICE) for seq, p in zip(speakers, positions, strict=True)]
-    filled(a["key"].view(np.uint64), np.array(keys, dtype=np.uint64), 0)
-    filled(a["temperature"], [seq.params.temperature for seq in speakers], 0)
+    fill_padded(a["key"].view(np.uint64), np.array(keys, dtype=np.uint64), 0)
+    fill_padded(a["temperature"], [seq.params.temperature for seq in speakers], 0)
 
 
 def fill_guesses(info: Any, positions: Any, heads: Heads, depth: Any, n: Any, lines: Any) -> None:
@@ -252,7 +256,7 @@ def lines_of(heads: Heads, seqs: list[Sequence]) -> Any:
     return np.array([heads.state.cache.rows[seq.id].line for seq in seqs], dtype=np.int64)
 
 
-def received(reply: Form, heads: Heads) -> dict[str, Any]:
+def received(reply: PinnedBuffer, heads: Heads) -> dict[str, Any]:
     """What a replay has left in its reply, once it is over."""
     arrays = reply.next()
     reply.receive()

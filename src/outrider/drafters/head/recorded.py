@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cuda.chains import BATCHES, LENGTHS
-from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, rung
+from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, padded_size
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.state import DEPTHS
 from ...backends.rows import Rows
@@ -109,7 +109,7 @@ class Heads:
 
     def _masks(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         packed = self._masked_rows(seqs, starts, budget)
-        wished = HeadShape("masks", feed(len(packed.tokens)), rung(len(packed.want)), drawn=filtered)
+        wished = HeadShape("masks", feed(len(packed.tokens)), padded_size(len(packed.want)), drawn=filtered)
         step = self._recorded(wished, Masks)
         step.fill(packed, seqs, budget)
         self.state.replay("draft", step.recording, step.form)
@@ -121,7 +121,9 @@ class Heads:
         packed = self._masked_rows(seqs, self._read_ahead(seqs, starts), lengths)
         drawn = any(not seq.params.greedy for seq in seqs)
         width = min(width, self.ids.shape[0])
-        wished = HeadShape("rankings", feed(len(packed.tokens)), rung(len(packed.want)), width=width, drawn=drawn)
+        wished = HeadShape(
+            "rankings", feed(len(packed.tokens)), padded_size(len(packed.want)), width=width, drawn=drawn
+        )
         step = self._recorded(wished, Rankings)
         step.fill(packed, seqs, lengths)
         self.state.replay("draft", step.recording, step.form)
@@ -217,8 +219,8 @@ class Heads:
 
 def feed(rows: int) -> int:
     """The size that a first pass is padded to."""
-    return next((size for size in FEEDS if size >= rows), rung(rows))
+    return next((size for size in FEEDS if size >= rows), padded_size(rows))
 
 
 def lanes_for(sequences: int) -> int:
-    return next((n for n in BATCHES if n >= sequences), rung(sequences))
+    return next((n for n in BATCHES if n >= sequences), padded_size(sequences))

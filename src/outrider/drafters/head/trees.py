@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.cuda.capture import Field, Form
+from ...backends.cuda.capture import Field, PinnedBuffer
 from ...backends.cuda.state import DEPTHS, F64, I32, I64
 from ...types import Sequence
 from .passes import First, HeadShape, fill_guesses, fill_noise, likeliest, lines_of, received
@@ -47,7 +47,7 @@ class Growing(First):
 
     def __init__(self, heads: Heads, shape: HeadShape) -> None:
         nodes = (shape.wanted, shape.width + (shape.length - 1) * shape.width**2)
-        self.reply = Form(
+        self.reply = PinnedBuffer(
             heads.state.driver, {"tokens": (I64, nodes), "parents": (I64, nodes), "survival": (F64, nodes)}
         )
         super().__init__(heads, shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends.linear import summed
-from ...backends.output import product_rows
+from ...backends.loaded_weights import product_rows
 from ...backends.rows import Rows
 from ...engine.cache import Cache
 from .. import Workspace

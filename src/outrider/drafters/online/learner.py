@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.gc_pause import no_collection
+from ...backends.machine import gc_paused
 from .adapter import Frozen, Weights, copied
 from .buffer import TOP, Records, Ring, Seen, digested
 from .losses import Lesson, Schedule, lesson, loss
@@ -157,7 +157,7 @@ class Learner:
         begin, own = self.clock(), self.used()
         now = own
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self.aside.reading(), no_collection():
+            with torch.inference_mode(False), torch.enable_grad(), self.aside.reading(), gc_paused():
                 while self.due and self.aside.idle:
                     expected = _CAREFUL * self.costs.get(self._next, self.plan.cap)  # unknown: alone
                     elapsed = self.clock() - begin

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.cpu.int8 import EightBits
+from ...backends.cpu.int8 import Int8Linear
 from ...backends.linear import linear, summed
-from ...backends.output import embedding_of, output_norm, output_rows
+from ...backends.loaded_weights import embedding_of, output_norm, output_rows
 from ...engine.cache import Cache
 from ...types import Sequence, Step
 from .._rollout import DraftVocabularyRollout, Growth, Rollout
@@ -48,7 +48,7 @@ class Tap:
         self.device = output_norm(target).device
         whole = torch.float32 if dtype is torch.int8 else dtype
         table, eight_bits = output_rows(target, ids).to(whole), dtype is torch.int8
-        self.product, self.ids = EightBits(table) if eight_bits else linear(table), ids
+        self.product, self.ids = Int8Linear(table) if eight_bits else linear(table), ids
         self.compute, self.stream = whole, torch.promote_types(whole, torch.float32)
         kept = table if self.device.type == "cuda" else table.to(self.stream)
         norm = output_norm(target).to(self.stream)

@@ -1,0 +1,80 @@
+"""The weights of a loaded model: how many bytes they take, and its embedding, last norm and output rows as tensors.
+
+It reads float, packed and int8 models alike; it does not know what the rows are used for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .linear import summed
+
+_BASIS = 256  # unit vectors of one product
+
+
+def weight_bytes(model: Any, excluding: Any = None) -> int:
+    """Bytes of all tensors in `model` (any object of ours) that are not in `excluding`."""
+    seen: set[int] = set()
+    _unseen_bytes(excluding, seen)
+    return _unseen_bytes(model, seen)
+
+
+def _unseen_bytes(value: Any, seen: set[int]) -> int:
+    if isinstance(value, Tensor):  # views share a storage; packed weights have none, and are never views
+        key = value.untyped_storage().data_ptr() if value.layout is torch.strided else id(value)
+        size = 0 if key in seen else value.numel() * value.element_size()
+        seen.add(key)
+        return size
+    if isinstance(value, torch.nn.Module):
+        parts: list[Any] = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    else:
+        return 0
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    return sum(_unseen_bytes(part, seen) for part in parts)
+
+
+def output_rows(target: Any, ids: Tensor) -> Tensor:
+    """Rows of the output matrix for the ids [D]: floats [D, H] on the target's device."""
+    config = target.config
+    if config.tied:
+        return embedding_of(target)[ids.to(embedding_of(target).device)]
+    if hasattr(target, "head"):
+        return product_rows(target.head, config.hidden_size, target.compute, target.device, ids)
+    from .cpu import quantise as quant
+    from .cpu.int8 import TorchProduct
+
+    product = TorchProduct.of(quant.product(target.tensors, "head", config))
+    return product_rows(product, config.hidden_size, torch.float32, target.device, ids)
+
+
+def product_rows(product: Any, hidden: int, dtype: torch.dtype, device: torch.device, ids: Tensor | None) -> Tensor:
+    """A product's weight, or its rows for the ids [D, H], from its results for unit vectors: it may be packed."""
+    columns = []
+    for start in range(0, hidden, _BASIS):
+        unit = torch.eye(hidden, dtype=dtype, device=device)[start : start + _BASIS]  # [n, H]
+        result = summed(product(unit))  # [n, V]
+        columns.append(result if ids is None else result[:, ids.to(device)])
+    return torch.cat(columns).T.contiguous()
+
+
+def output_norm(target: Any) -> Tensor:
+    """The weight of the last norm [H]."""
+    norm: Tensor = target.norm if hasattr(target, "norm") else target.tensors["norm"]
+    return norm
+
+
+def embedding_of(target: Any) -> Tensor:
+    """The target's embedding [V, H]."""
+    embedding: Tensor | None = getattr(target, "embedding", None)
+    return target.tensors["embedding"] if embedding is None else embedding
