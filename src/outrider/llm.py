@@ -26,9 +26,9 @@ from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
 from .control.adaptive import Adaptive, Fixed
-from .control.drift import Monitor
 from .control.pass_costs import PassCosts
 from .drafters import Drafter, Workspace, about, make
+from .drafters._drift import Monitor
 from .engine.cache import Cache, Plane
 from .engine.request_drafts import Prediction
 from .engine.scheduler import Scheduler

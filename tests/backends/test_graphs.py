@@ -10,8 +10,7 @@ import torch
 
 from outrider.backends import WHOLE, ops
 from outrider.backends.cuda.capture import Driver
-from outrider.backends.cuda.chains import BATCHES
-from outrider.backends.cuda.graphs import Graphs, padded_size
+from outrider.backends.cuda.graphs import BATCHES, Graphs, padded_size
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer

@@ -21,7 +21,7 @@ def drafter_show(
     as_json: Json = False,
 ) -> None:
     """Print what a drafter learnt from how much text, and whether its acceptance has dropped since."""
-    from ..control import drift
+    from ..drafters import _drift as drift
     from ..drafters.online import store
 
     path = folder or store.kept_folder(model_name(model), {})

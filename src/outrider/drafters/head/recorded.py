@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...backends.cuda.chains import BATCHES, LENGTHS
-from ...backends.cuda.graphs import CHEAP_ROWS, Graphs, padded_size
+from ...backends.cuda.graphs import BATCHES, CHEAP_ROWS, LENGTHS, Graphs, padded_size
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.state import DEPTHS
 from ...backends.rows import Rows

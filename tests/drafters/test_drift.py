@@ -9,7 +9,7 @@ import pytest
 
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.control.drift import WARM, ChangeDetector, Monitor, read
+from outrider.drafters._drift import WARM, ChangeDetector, Monitor, read
 from outrider.llm import build_engine
 from outrider.types import SamplingParams, Sequence
 
