@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from .. import drafters
 from ..control.costs import Costs
+from ..control.expectation import expected_tokens
 from ..errors import ConfigError
-from ..measure.statistics import expected_tokens
 from ..models.checkpoint import Checkpoint
 from ..models.speculators import read_config, target_hash
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...backends import WHOLE, Model, Part
 from ...backends.rows import Rows, rows_of
+from ...control.expectation import expected_tokens
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
-from ...measure.statistics import expected_tokens
 from ...types import Sequence
 from .seeds import KINDS, seeds
 
