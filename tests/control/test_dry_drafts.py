@@ -138,4 +138,4 @@ def test_auto_glances_with_what_is_free_and_remembers_how_long_the_others_have_w
     seqs = [Sequence(i, [1, 2]) for i in range(2)]
     draft = auto.draft(DraftRequest(seqs, [4, 4], dry=True))
     assert [tree.tokens for tree in draft.trees] == [[], [7]]
-    assert (auto.waits[0, "head"].idle, auto.waits[1, "head"].idle) == (1, 0)
+    assert (auto.backoffs[0, "head"].idle, auto.backoffs[1, "head"].idle) == (1, 0)

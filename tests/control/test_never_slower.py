@@ -16,7 +16,7 @@ import torch
 from outrider.control.adaptive import Adaptive
 from outrider.control.costs import Costs
 from outrider.drafters import Drafter, DraftRequest, Traits
-from outrider.drafters.auto import AGAIN, UNASKED, Auto
+from outrider.drafters.auto import TAPS_OFF_AFTER, TAPS_ON_AFTER, Auto
 from outrider.drafters.head.rollout import Features
 from outrider.types import Draft, Output, SamplingParams, Sequence, Turn, chain
 
@@ -117,7 +117,7 @@ def live(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8
     for step in range(steps):
         before = drafter.total
         auto.draft(DraftRequest(seqs, [4] * batch, prices))
-        seconds = 1e-3 * bool(auto.asked) + 60e-6 * (drafter.total - before)
+        seconds = 1e-3 * bool(auto.calls) + 60e-6 * (drafter.total - before)
         for i, seq in enumerate(seqs):
             seq.tokens.append(1)
             if seq.room == 0:
@@ -143,17 +143,17 @@ def test_a_head_that_cannot_pay_is_tried_at_a_bounded_price(batch: int) -> None:
 def test_nothing_is_kept_for_a_head_that_nobody_asks_until_there_are_fewer() -> None:
     reads = Reads()
     auto = auto_with(reads)
-    live(auto, 8, UNASKED + 2)
+    live(auto, 8, TAPS_OFF_AFTER + 2)
     assert auto.traits.taps == ()  # the target shows nothing, and nothing is copied
     live(auto, 4, 1)
     assert auto.traits.taps == (1, 2)  # fewer than those that kept it silent
     live(auto, 8, 1)
     assert auto.traits.taps == ()  # that is remembered,
     shown = 0
-    for _ in range(AGAIN + UNASKED):
+    for _ in range(TAPS_ON_AFTER + TAPS_OFF_AFTER):
         live(auto, 8, 1)
         shown += auto.traits.taps == (1, 2)
-    assert 0 < shown <= 4 * UNASKED  # and found out anew after a long while
+    assert 0 < shown <= 4 * TAPS_OFF_AFTER  # and found out anew after a long while
     live(auto, 8, 2, row=0.0)
     assert auto.traits.taps == (1, 2)  # rows cost nothing any more: it is asked again
 
