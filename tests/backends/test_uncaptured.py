@@ -43,7 +43,7 @@ def test_a_text_on_a_device_is_scored_as_on_the_cpu(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(streams(there), stream, rtol=1e-4, atol=1e-4)
     exact = [k[: there.cache.slots].clone() for k in there.plane.k]
     assert there.device is not None
-    assert there.device.seconds(there.seqs[1][0], SKIP.part, 1) > 0  # type: ignore[call-arg]
-    kept = [slot for seq, _ in there.seqs for slot in there.cache.rows[seq.id].slots[:-1]]  # a draft feeds the last
+    assert there.device.seconds(there.seqs[1], SKIP.part, 1) > 0  # type: ignore[call-arg]
+    kept = [slot for seq in there.seqs for slot in there.cache.rows[seq.id].slots[:-1]]  # a draft feeds the last
     assert all(torch.equal(old[kept], new[kept]) for old, new in zip(exact, there.plane.k, strict=True))
     assert there._run(WHOLE).tolist() == choices

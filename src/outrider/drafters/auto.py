@@ -56,11 +56,9 @@ class Trust:
 
 @dataclass
 class CostStatistics:
-    """What a costly drafter usually claims, and the seconds of a call.
+    """What a costly drafter usually claims, and the seconds of a call, or of each drafted token if it claims nothing.
 
-    A call costs a base for its number of sequences (of a drafter without claims: for each drafted token) and the
-    reading of tokens that the drafter has not seen, a whole prompt at its first call. Reading is an investment that
-    has to pay off while the answer lasts.
+    Reading tokens that the drafter has not seen (at first a whole prompt) is counted apart: it serves many steps.
     """
 
     claims: list[float] = field(default_factory=lambda: [DEFAULT_CONFIDENCE**i for i in range(1, 5)])  # mean, by depth
@@ -126,7 +124,7 @@ class Backoff:
 
 
 class NoPrices:
-    """K is fixed: rows and seconds cost nothing."""
+    """Of a request with a fixed K: nothing costs anything."""
 
     speed = 0.0
 
@@ -148,23 +146,18 @@ class Auto(Cascade):
         self.trust_at: dict[tuple[str, int], Trust] = defaultdict(Trust)  # by drafter and level, over all sequences
         self.costs: dict[str, CostStatistics] = defaultdict(CostStatistics)
         self.backoffs: dict[tuple[int, str], Backoff] = defaultdict(Backoff)
-        # Of the current step:
-        self.proposed: dict[int, dict[str, Tree]] = {}  # by sequence and drafter
+        self.proposed: dict[int, dict[str, Tree]] = {}  # this step, by sequence and drafter
         self.calls: dict[str, tuple[int, int]] = {}  # costly drafter -> sequences, tokens that it had to read
         self.lengths: dict[str, int] = {}  # drafter without claims -> tokens drafted for each sequence
         self.unread: Tensor | None = None
         self.prices: Prices = NoPrices()
         self.worthwhile = False  # whether a costly drafter is expected to pay, not only tried
-        # Since the last worthwhile call:
-        self.idle_steps = self.largest_batch = 0
+        self.idle_steps = self.largest_batch = 0  # since the last worthwhile call
         self.batch_limit = NO_LIMIT  # sequences from which on no call is expected to pay
 
     @classmethod
     def _defaults(cls, workspace: Workspace) -> list[str]:
-        """Every registered drafter whose traits say so for these options, the free ones first.
-
-        Of two equal drafts the first is taken: suffix comes before ngram.
-        """
+        """Drafters whose traits say so, free ones first. Of equal drafts the first is taken: suffix before ngram."""
         known = {name: lookup(name).traits for name in reversed(names())}
         used = [name for name, traits in known.items() if traits.auto is not None and traits.auto(workspace)]
         return sorted(used, key=lambda name: not known[name].dry)
@@ -223,8 +216,6 @@ class Auto(Cascade):
             return tree
         return tree._replace(survival=self.costs[name].expected_survival(len(tree.tokens)))
 
-    # ------------------------------------------------------------ calling costly drafters
-
     def _call(self, drafter: Drafter, request: DraftRequest) -> None:
         """Let a costly drafter propose for the sequences that ask for it by name, and for those where it pays."""
         seqs, name = request.seqs, drafter.name
@@ -244,17 +235,15 @@ class Auto(Cascade):
     def _worth_calling(self, drafter: Drafter, request: DraftRequest) -> list[int]:
         """The sequences to call a costly drafter for; they share the cost of the call."""
         seqs, budgets, name = request.seqs, request.budgets, drafter.name
-        if not seqs:
-            return []
         gains = [self._gain(drafter, seq, budget, len(seqs)) for seq, budget in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
-        length = self._length(name, max(budgets), len(gaining)) if name in self.without_claims else 1
-        cost = self.prices.speed * self.costs[name].call_cost(len(gaining)) * length
-        if gaining and sum(gains[i] for i in gaining) > cost:
-            self.worthwhile = True
-            return gaining
-        # Without taps a trial would prove nothing.
-        return self._trial(drafter, seqs) if self.taps_on else []
+        if gaining:
+            length = self._length(name, max(budgets), len(gaining)) if name in self.without_claims else 1
+            cost = self.prices.speed * self.costs[name].call_cost(len(gaining)) * length
+            if sum(gains[i] for i in gaining) > cost:
+                self.worthwhile = True
+                return gaining
+        return self._trial(drafter, seqs) if seqs and self.taps_on else []  # without taps a trial proves nothing
 
     def _trial(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """No call is expected to pay: try the drafter where its backoff is over, if the trial is affordable."""
@@ -278,14 +267,11 @@ class Auto(Cascade):
         return due
 
     def _gain(self, drafter: Drafter, seq: Sequence, budget: int, sequences: int) -> float:
-        """Tokens that a costly drafter should add to the best free proposal, net of rows and reading.
-
-        Rows are priced as if all of the sequences had as many.
-        """
+        """Tokens that a costly drafter should add to the best free proposal, net of rows and reading."""
         stats, prices, name = self.costs[drafter.name], self.prices, drafter.name
 
         def price(rows: int) -> float:
-            return prices.price(rows * sequences) / sequences
+            return prices.price(rows * sequences) / sequences  # as if every sequence had as many
 
         free_name, free = self._best(seq)
         free_value = 0.0
@@ -298,21 +284,17 @@ class Auto(Cascade):
         return value(stats.expected_survival(length), self.trust[seq.id, name].share, price) - free_value - reading
 
     def _length(self, name: str, budget: int, sequences: int) -> int:
-        """Tokens to draft for each sequence with a drafter without claims, which does not stop by itself.
-
-        Its cost is counted by the token. Lengths above twice the longest so far are not considered.
-        """
+        """Tokens to draft for each sequence with a drafter without claims, which never stops by itself."""
         prices, stats = self.prices, self.costs[name]
         seconds = stats.call_cost(sequences)  # of one token for all sequences
         best, gain, tokens = 1, -math.inf, 0.0
-        for k, survival in enumerate(stats.expected_survival(min(budget, 2 * stats.longest or FIRST_LENGTH)), start=1):
+        longest = min(budget, 2 * stats.longest or FIRST_LENGTH)
+        for k, survival in enumerate(stats.expected_survival(longest), start=1):
             tokens += survival
             cost = (prices.price(k * sequences) + prices.speed * seconds * k) / max(sequences, 1)
             if tokens - cost > gain:
                 best, gain = k, tokens - cost
         return best
-
-    # ------------------------------------------------------------ learning from the verdict
 
     def observe(self, step: Step) -> None:
         prefill = any(turn.feed > 1 for turn in step.turns)  # its time is no part of the cost of a call

@@ -29,7 +29,7 @@ class Cascade(Drafter):
         self.free = [drafter for drafter in self.drafters if drafter.traits.dry]
         self.costly = [drafter for drafter in self.drafters if not drafter.traits.dry]
         self._failures: list[str] = []  # of members, in the current draft
-        self._merged: list[Traits] = []
+        self._merged: list[Traits] = []  # the members' traits that `traits` was made from
         self._merge_traits()
 
     @classmethod
@@ -50,11 +50,8 @@ class Cascade(Drafter):
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
             learning=next((traits.learning for traits in each if traits.learning is not None), None),
-            memory=self._memory,
+            memory=lambda: Memory(*map(sum, zip(*(d.traits.memory() for d in self.drafters), strict=True))),
         )
-
-    def _memory(self) -> Memory:
-        return Memory(*map(sum, zip(*(drafter.traits.memory() for drafter in self.drafters), strict=True)))
 
     def draft(self, request: DraftRequest) -> Draft:
         self._failures = []

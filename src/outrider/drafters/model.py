@@ -70,9 +70,8 @@ class SmallModel(Drafter):
             return self.translated.propose(seqs, budgets, self.width if tree else 0, self.depth)
         if self.padded and any(max(seq.tokens) >= self.model.config.vocab_size for seq in seqs):
             return Draft.empty(len(seqs))  # the target emitted padding, which the draft model has no row for
-        if tree:
-            return self.rollout.trees(seqs, budgets, self.width, self.depth)
-        return self.rollout.chains(seqs, budgets)
+        rollout = self.rollout
+        return rollout.trees(seqs, budgets, self.width, self.depth) if tree else rollout.chains(seqs, budgets)
 
     def backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
@@ -126,8 +125,7 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     if space.tokenizer is not None and not same_vocabulary(tokenizer, space.tokenizer):
         length = min(TOKENS_PER_TARGET_TOKEN * length, checkpoint.config.context_length)
     loaded: Any = load_model(checkpoint, dtype, length, device=device)
-    draft_model: Model = loaded.as_drafter()
-    return draft_model, tokenizer, checkpoint.name
+    return loaded.as_drafter(), tokenizer, checkpoint.name
 
 
 def _needs_translation(model: Model, tokenizer: Any, space: Workspace) -> bool:

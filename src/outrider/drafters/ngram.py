@@ -28,10 +28,9 @@ class NGram(Drafter):
     """Options: `ngram_max` (4) and `ngram_min` (2), the n-gram sizes; vLLM's `prompt_lookup_max` / `_min` work too."""
 
     traits = Traits(
-        options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"),
-        dry=True,
+        options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"), dry=True,
         auto=lambda workspace: True,
-    )
+    )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
         high = int(space.option("ngram_max", "prompt_lookup_max", default=4))

@@ -1,7 +1,7 @@
-"""Predicted outputs: drafts the text that the request itself expects as its answer (`SamplingParams.prediction`).
+"""Predicted outputs: drafts the text that the request itself expects as its answer.
 
-It drafts a chain while the answer follows the prediction, and nothing elsewhere. A request with a prediction is drafted
-from it first under every drafter (`engine.request_drafts`); under this name nothing else is drafted.
+The text is `SamplingParams.prediction`. A chain is drafted while the answer follows it, and nothing elsewhere. Every
+drafter tries a request's prediction first (`engine.request_drafts`); under this name nothing else is drafted.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ScoredSkip(NamedTuple):
 
 
 class PassRunner(Protocol):
-    """Runs scoring passes where the model is not called on the CPU."""
+    """Runs scoring passes on another device than the CPU."""
 
     def rows(self, packing: BatchBuilder) -> Rows: ...
 
@@ -190,8 +190,7 @@ def first_row(rows: Rows) -> Rows:
 class DraftCost:
     """Seconds of one drafted token, by the blocks and ids that run.
 
-    Measured with all blocks, without attention, without MLPs and with a quarter of the head. These passes take turns,
-    and the fastest of each counts: other load only ever adds.
+    Measured with passes in turns; the fastest of each counts, because other load only ever adds.
     """
 
     def __init__(
@@ -199,8 +198,7 @@ class DraftCost:
     ) -> None:
         """seconds: of a pass over one row with only this part; vocabulary: 0 where the head always runs whole;
         plain: seconds of a whole pass measured elsewhere, to which these measurements are scaled."""
-        every = frozenset(range(layers))
-        some = vocabulary // 4
+        every, some = frozenset(range(layers)), vocabulary // 4
         parts = (WHOLE, Part(skip_attention=every), Part(skip_mlp=every), *([Part(vocab=some)] if some else []))
         sweeps = [[seconds(part) for part in parts] for _ in range(SWEEPS)]
         whole, without_attention, without_mlp, *some_head = (float(min(taken)) for taken in zip(*sweeps, strict=True))
@@ -309,8 +307,7 @@ class Search:
             yield skip
 
     def _neighbour(self) -> Skip:
-        """Of a leader of any size: where little pays, the fastest set skips hardly anything, and slower sets lie
-        between it and a large one."""
+        """Of a leader of any size: slower sets may lie between the fastest set and a better, larger one."""
         skip = self.rng.choice(self._leaders()).skip
         if self.shortlists and self.rng.random() < 0.1:
             return replace(skip, vocab=self.rng.choice([None, *self.shortlists]))
@@ -348,16 +345,15 @@ def neighbour(skip: Skip, among: list[Block], rng: random.Random, layers: bool =
 class _Path(NamedTuple):
     """The hidden state after some layers, and the layers whose block was skipped."""
 
-    x: Tensor | None  # [T, H]; None before the first layer
+    x: Any  # [T, H]; None before the first layer
     skipped: tuple[int, ...] = ()
 
 
 def seeds(run: RunLayer, layers: int, kind: str, most: int) -> Iterator[tuple[int, ...]]:
     """The layers that skip their `kind` (see KINDS), for 1 to `most` of them; never the first or the last layer.
 
-    CLaSp's dynamic programme over a whole text: layer by layer, the best path with n skips either runs this layer after
-    the best path with n skips, or skips its block after the one with n - 1. Best is closest to the full model's state,
-    by cosine. It takes about as many passes as blocks may be skipped, and no logits.
+    CLaSp's dynamic programme: at each layer, the best path with n skips is the best one with n skips so far and this
+    layer, or the best one with n - 1 without its block, whichever state is closer to the full model's, by cosine.
     """
     blocks = frozenset(KINDS[kind])
     paths = [_Path(None)]  # by number of skips; the first is the full model
@@ -368,17 +364,14 @@ def seeds(run: RunLayer, layers: int, kind: str, most: int) -> Iterator[tuple[in
                 _Path(path.x if len(blocks) == 2 else run(layer, path.x, blocks), (*path.skipped, layer))
                 for path in paths[:most]
             ]
-            ran = [_nearest(ran[n : n + 1] + skipping[max(n - 1, 0) : n], ran[0]) for n in range(len(skipping) + 1)]
+            ran = [_nearest(ran[n : n + 1] + skipping[max(n - 1, 0) : n], ran[0].x) for n in range(len(skipping) + 1)]
         paths = ran
     for path in paths[1:]:
         yield path.skipped
 
 
-def _nearest(paths: list[_Path], full: _Path) -> _Path:
-    return paths[0] if len(paths) == 1 else max(paths, key=lambda path: _similarity(path.x, full.x))
-
-
-def _similarity(x: Tensor | None, full: Tensor | None) -> float:
-    assert x is not None
-    assert full is not None
-    return float(torch.nn.functional.cosine_similarity(x.float(), full.float(), dim=-1).mean())
+def _nearest(paths: list[_Path], full: Tensor) -> _Path:
+    if len(paths) == 1:
+        return paths[0]
+    similarity = torch.nn.functional.cosine_similarity
+    return max(paths, key=lambda path: float(similarity(path.x.float(), full.float(), dim=-1).mean()))

@@ -13,13 +13,17 @@ It knows ids and bytes; it knows neither models nor caches.
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence as Listing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...models.tokenizer import Tokenizer
 
 NONE = -1  # no such id
 TAIL = 24  # tokens at the end that are encoded again in each step, because new text may merge with them
@@ -27,29 +31,12 @@ MARKS = ("\n", ".", "a")  # put before a text so that the tokenizer does not enc
 LOOK_BACK = 4  # target tokens that a draft is encoded together with
 
 
-class TokenizerLike(Protocol):
-    """The part of a tokenizer that is used here (`models.tokenizer.Tokenizer` has it)."""
-
-    bos_id: int | None
-    eos_id: int | None
-    add_bos: bool
-
-    @property
-    def vocabulary(self) -> dict[str, int]: ...
-
-    def encode(self, text: str, special: bool = False) -> list[int]: ...
-
-    def id_to_bytes(self, token: int) -> bytes: ...
-
-    def is_special(self, token: int) -> bool: ...
-
-
-def bytes_of(tokenizer: TokenizerLike, ids: Iterable[int]) -> bytes:
+def bytes_of(tokenizer: Tokenizer, ids: Iterable[int]) -> bytes:
     """The bytes that these ids add to a text."""
     return b"".join(tokenizer.id_to_bytes(i) for i in ids)
 
 
-def byte_ends(tokenizer: TokenizerLike, ids: Listing[int], skip: int = 0) -> list[int]:
+def byte_ends(tokenizer: Tokenizer, ids: Listing[int], skip: int = 0) -> list[int]:
     """Where each token's bytes end, counted from `skip`."""
     ends, at = [], skip
     for i in ids:
@@ -72,13 +59,13 @@ def tokenizer_of(tokenizer: Any) -> Any:
     return Tokenizer(core, tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
-def same_vocabulary(draft: TokenizerLike, target: TokenizerLike) -> bool:
+def same_vocabulary(draft: Tokenizer, target: Tokenizer) -> bool:
     """Whether ids mean the same on both sides, control tokens aside: a wrong one of these only costs a draft."""
     first, second = draft.vocabulary, target.vocabulary
     return first == second or _ordinary(draft, first) == _ordinary(target, second)
 
 
-def _ordinary(tokenizer: TokenizerLike, vocabulary: dict[str, int]) -> dict[str, int]:
+def _ordinary(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> dict[str, int]:
     return {piece: i for piece, i in vocabulary.items() if not tokenizer.is_special(i)}
 
 
@@ -107,7 +94,7 @@ class Alignment:
 Token = tuple[bool, bytes]  # whether it is a control token, and its bytes
 
 
-def align(draft: TokenizerLike, target: TokenizerLike, draft_size: int, target_size: int) -> Alignment:
+def align(draft: Tokenizer, target: Tokenizer, draft_size: int, target_size: int) -> Alignment:
     """draft_size, target_size: how many ids each model has an embedding for."""
     draft_ids, target_ids = _ids_by_token(draft, draft_size), _ids_by_token(target, target_size)
     to_target, to_draft = [NONE] * draft_size, [NONE] * target_size
@@ -137,7 +124,7 @@ def align(draft: TokenizerLike, target: TokenizerLike, draft_size: int, target_s
     )
 
 
-def _ids_by_token(tokenizer: TokenizerLike, size: int) -> dict[Token, list[int]]:
+def _ids_by_token(tokenizer: Tokenizer, size: int) -> dict[Token, list[int]]:
     """Every token that a model has a row for: ids of the same bytes together, the usual spelling first."""
     ids: dict[Token, list[int]] = {}
     # SentencePiece spells what it has no token for as single bytes <0x..>: never the usual spelling.
@@ -152,7 +139,7 @@ def _ids_by_token(tokenizer: TokenizerLike, size: int) -> dict[Token, list[int]]
     return ids
 
 
-def _align_ends(draft: TokenizerLike, target: TokenizerLike, to_target: list[int], to_draft: list[int]) -> None:
+def _align_ends(draft: Tokenizer, target: Tokenizer, to_target: list[int], to_draft: list[int]) -> None:
     """Align EOS with EOS and BOS with BOS, whatever their names."""
     for draft_id, target_id in ((draft.eos_id, target.eos_id), (draft.bos_id, target.bos_id)):
         if draft_id is None or target_id is None or draft_id >= len(to_target) or target_id >= len(to_draft):
@@ -200,8 +187,9 @@ class Extensions:
 class TokenizerPair:
     """Two tokenizers and their alignment."""
 
-    def __init__(self, draft: TokenizerLike, target: TokenizerLike, alignment: Alignment) -> None:
+    def __init__(self, draft: Tokenizer, target: Tokenizer, alignment: Alignment) -> None:
         self.draft, self.target, self.alignment = draft, target, alignment
+        self.draft_size = len(alignment.to_target)
         self._draft_ids: list[int] = alignment.to_draft.tolist()
         self._encoded: dict[int, list[int]] = {}
 
@@ -224,8 +212,7 @@ class TokenizerPair:
 
     def in_model(self, ids: list[int]) -> list[int]:
         """Without ids that the draft model has no row for."""
-        size = len(self.alignment.to_target)
-        return [i for i in ids if i < size]
+        return [i for i in ids if i < self.draft_size]
 
     def to_target(self, tokens: list[int], overlap: bytes, drafted: bytes) -> list[int]:
         """Target ids of drafted bytes after these target tokens; `drafted` repeats the last bytes, `overlap`."""
@@ -258,7 +245,7 @@ class TokenizerPair:
         return [], ""
 
 
-def encode_continuation(tokenizer: TokenizerLike, text: str) -> list[int]:
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that follows another one: no space is put before it, and none is lost."""
     plain, wanted = tokenizer.encode(text), text.encode()
     if not text or bytes_of(tokenizer, plain) == wanted:
@@ -272,8 +259,8 @@ def encode_continuation(tokenizer: TokenizerLike, text: str) -> list[int]:
     return plain
 
 
-class MappedText:
-    """A growing text token by token: each target token as the draft token of the same bytes, or else encoded."""
+class Translation(ABC):
+    """A growing text of target tokens in draft ids."""
 
     def __init__(self, pair: TokenizerPair) -> None:
         self.pair = pair
@@ -282,29 +269,35 @@ class MappedText:
 
     def update(self, tokens: list[int]) -> list[int]:
         """Draft ids of all of these target tokens."""
-        if self.tokens != tokens[: len(self.tokens)]:
-            self.tokens, self.ids = [], []
-        new = tokens[len(self.tokens) :]
-        if not self.tokens:
-            self.ids = self.pair.opening(new)
-        for token in new:
-            draft_id = self.pair.draft_id(token)
-            self.ids += [draft_id] if draft_id != NONE else self.pair.encoded(token)
+        restart = not self.tokens or self.tokens != tokens[: len(self.tokens)]
+        new = tokens if restart else tokens[len(self.tokens) :]
+        if restart:
+            self._restart(self.pair.opening(new))
+        self._extend(new)
         self.tokens = list(tokens)
         return self.ids
 
+    def _restart(self, opening: list[int]) -> None:
+        self.ids = opening
 
-class RetokenisedText:
-    """A growing text as the draft model's tokenizer encodes it."""
+    @abstractmethod
+    def _extend(self, new: list[int]) -> None: ...
 
-    def __init__(self, pair: TokenizerPair) -> None:
-        self.pair = pair
-        self._restart()
 
-    def _restart(self) -> None:
-        self.tokens: list[int] = []  # the target's
-        self.ids: list[int] = []  # the draft model's; those before `settled` are final
-        self.settled = 0
+class MappedText(Translation):
+    """Token by token: each target token as the draft token of the same bytes, or else encoded."""
+
+    def _extend(self, new: list[int]) -> None:
+        for token in new:
+            draft_id = self.pair.draft_id(token)
+            self.ids += [draft_id] if draft_id != NONE else self.pair.encoded(token)
+
+
+class RetokenisedText(Translation):
+    """As the draft model's tokenizer encodes the text, without an incomplete character at the end."""
+
+    def _restart(self, opening: list[int]) -> None:
+        self.ids, self.settled = opening, len(opening)  # ids before `settled` are final
         self.tail = ""  # the text of ids[settled:]
         self.at_start = True  # the tail is the start of the text
         self.strip = getattr(self.pair.target, "strip", 0)  # leading spaces that the target's tokenizer has added
@@ -315,35 +308,22 @@ class RetokenisedText:
         """The first bytes of a character that is not complete yet."""
         return self.utf8.getstate()[0]
 
-    def update(self, tokens: list[int]) -> list[int]:
-        """Draft ids of all of these target tokens, without an incomplete character at the end."""
-        if self.tokens != tokens[: len(self.tokens)]:
-            self._restart()
-        new = tokens[len(self.tokens) :]
-        if not self.tokens:
-            self.ids = self.pair.opening(new)
-            self.settled = len(self.ids)
+    def _extend(self, new: list[int]) -> None:
         run: list[int] = []
         for token in new:
-            if self.pair.target.is_special(token):
-                self._add(run, final=True)
-                run = []
-                self._add_control(token)
-            else:
+            if not self.pair.target.is_special(token):
                 run.append(token)
-        self._add(run)
+                continue
+            self._encode(run, final=True)
+            run = []
+            draft_id = self.pair.draft_id(token)
+            self.ids += [draft_id] if draft_id != NONE else []
+            self.settled, self.tail = len(self.ids), ""
+            self.at_start = self.at_start and len(self.ids) <= 1  # after BOS the text starts
+        self._encode(run)
         self._settle()
-        self.tokens = list(tokens)
-        return self.ids
 
-    def _add_control(self, token: int) -> None:
-        """A control token: the draft model's, if it has one. Everything before it is final."""
-        draft_id = self.pair.draft_id(token)
-        self.ids += [draft_id] if draft_id != NONE else []
-        self.settled, self.tail = len(self.ids), ""
-        self.at_start = self.at_start and len(self.ids) <= 1  # after BOS the text starts
-
-    def _add(self, run: list[int], final: bool = False) -> None:
+    def _encode(self, run: list[int], final: bool = False) -> None:
         text = self.utf8.decode(bytes_of(self.pair.target, run), final)
         while self.strip and text:
             text, self.strip = (text[1:], self.strip - 1) if text[0] == " " else (text, 0)

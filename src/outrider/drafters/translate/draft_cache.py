@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from ...engine.cache import Cache, Plane
-from ...types import Sequence
+from ...types import Sequence, Tree
+from .alignment import Translation
 
 SPARE = 64  # slots beside one whole sequence, at least
-
-
-class Translation(Protocol):
-    """A growing text in draft ids (`alignment.MappedText`, `alignment.RetokenisedText`)."""
-
-    def update(self, tokens: list[int]) -> list[int]: ...
+EMPTY = Tree([], [])
 
 
 class DraftCache(Cache):
@@ -46,8 +41,7 @@ class DraftSequence:
     translation: Translation
     seq: Sequence  # the same id, draft tokens
     skip: int = 0  # draft tokens at the start that do not fit into the draft model's context
-    drafted: list[int] = field(default_factory=list)  # the last draft's tree, in draft tokens
-    parents: list[int] = field(default_factory=list)
+    last: Tree = EMPTY  # the last draft, in draft tokens
 
 
 class DraftSequences:
@@ -112,14 +106,14 @@ class DraftSequences:
             self.cache.commit(draft.seq, held, path)
         else:
             self.cache.trim(draft.seq, self.cache.sync(draft.seq, self.plane))
-        draft.drafted, draft.parents = [], []
+        draft.last = EMPTY
 
     def _accepted(self, draft: DraftSequence, new: list[int]) -> list[int]:
         """The path of the last draft that these new tokens follow."""
         path: list[int] = []
         at = -1
         for token in new:
-            nodes = enumerate(zip(draft.drafted, draft.parents, strict=True))
+            nodes = enumerate(zip(draft.last.tokens, draft.last.parents, strict=True))
             at = next((i for i, (drafted, parent) in nodes if parent == at and drafted == token), -2)
             if at < 0:
                 break

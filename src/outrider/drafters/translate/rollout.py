@@ -13,7 +13,6 @@ token may be drafted in place of the last one, and the rest of it is new.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,18 +26,20 @@ from ...errors import ConfigError
 from ...types import Draft, Sequence, Tree, chain
 from .. import Workspace
 from .._rollout import Growth, Rollout, catch_up
-from .alignment import NONE, MappedText, RetokenisedText, TokenizerLike, TokenizerPair, align, byte_ends, bytes_of
-from .draft_cache import SPARE, DraftCache, DraftSequence, DraftSequences, Translation
+from .alignment import NONE, MappedText, RetokenisedText, TokenizerPair, Translation, align, byte_ends, bytes_of
+from .draft_cache import SPARE, DraftCache, DraftSequence, DraftSequences
 
 TLI_SHARE = 0.9  # of the target's tokens that the draft model must have for tli, which can propose no others
 TINY = 1e-30  # in place of probability 0, whose logarithm is ten times slower
 TOKENS_PER_TARGET_TOKEN = 2  # draft tokens, at most
 
 
-class TranslatedRollout(Rollout, ABC):
+class TranslatedRollout(Rollout):
     """Common to both modes: draft sequences in a cache of their own, drafted for like any other sequence."""
 
-    mode = ""
+    mode: str
+    translation: type[Translation]
+    nodes_per_token = 1  # draft tokens that may be drafted for each target token
     draft_ids: Tensor  # [C] draft ids that may be chosen
     target_ids: Tensor  # [C] the target id that each stands for
 
@@ -51,20 +52,12 @@ class TranslatedRollout(Rollout, ABC):
         self.passes = space.passes(model, plane, cache)  # one captured pass at a time: the host chooses tokens
         self.pair = pair
         self.target_size = len(pair.alignment.to_draft)  # V
-        self.sequences = DraftSequences(cache, plane, self._translation)
+        self.sequences = DraftSequences(cache, plane, lambda: self.translation(pair))
         self.current: dict[int, DraftSequence] = {}  # by sequence id, in this draft
-
-    @abstractmethod
-    def _translation(self) -> Translation:
-        """What translates a new sequence."""
-
-    def _nodes(self, budget: int) -> int:
-        """How many draft tokens may be drafted for so many target tokens."""
-        return budget
 
     def propose(self, seqs: list[Sequence], budget: list[int], width: int = 0, depth: int = 0) -> Draft:
         """Trees if width > 0, else chains; empty for sequences that there is no room for."""
-        drafts = self.sequences.sync(seqs, [self._nodes(k) for k in budget])
+        drafts = self.sequences.sync(seqs, [self.nodes_per_token * k for k in budget])
         self.current = {draft.seq.id: draft for draft in drafts if draft is not None}
         ready = [i for i, draft in enumerate(drafts) if draft is not None and self.draft_ids.numel()]
         trees = [Tree([], [])] * len(seqs)
@@ -96,7 +89,7 @@ class TranslatedRollout(Rollout, ABC):
 class IntersectionRollout(TranslatedRollout):
     """tli: only tokens that both vocabularies have."""
 
-    mode = "tli"
+    mode, translation = "tli", MappedText
 
     def __init__(self, model: Model, space: Workspace, pair: TokenizerPair) -> None:
         super().__init__(model, space, pair)
@@ -104,11 +97,8 @@ class IntersectionRollout(TranslatedRollout):
         self.to_draft = dict(zip(self.target_ids.tolist(), self.draft_ids.tolist(), strict=True))
         self.to_target = dict(zip(self.draft_ids.tolist(), self.target_ids.tolist(), strict=True))
 
-    def _translation(self) -> Translation:
-        return MappedText(self.pair)
-
     def _translated(self, draft: DraftSequence, tree: Tree) -> Tree:
-        draft.drafted, draft.parents = tree.tokens, tree.parents
+        draft.last = tree
         return tree._replace(tokens=[self.to_target[i] for i in tree.tokens])
 
     def _target_logits(self, logits: Tensor) -> tuple[Tensor, float]:
@@ -160,22 +150,16 @@ class RetokenisedGrowth(Growth):
 class RetokenisedRollout(TranslatedRollout):
     """slem: any draft token; the text is encoded in target tokens."""
 
-    mode = "slem"
+    mode, translation, nodes_per_token = "slem", RetokenisedText, TOKENS_PER_TARGET_TOKEN
 
     def __init__(self, model: Model, space: Workspace, pair: TokenizerPair) -> None:
         super().__init__(model, space, pair)
         self.draft_ids = torch.nonzero(pair.alignment.begins != NONE).flatten()
         self.target_ids = pair.alignment.begins[self.draft_ids]
 
-    def _translation(self) -> Translation:
-        return RetokenisedText(self.pair)
-
-    def _nodes(self, budget: int) -> int:
-        return TOKENS_PER_TARGET_TOKEN * budget
-
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        grown = [RetokenisedGrowth(seq, self._nodes(k), target_budget=k) for seq, k in zip(seqs, budget, strict=True)]
-        live = grown
+        pairs = zip(seqs, budget, strict=True)
+        live = grown = [RetokenisedGrowth(seq, self.nodes_per_token * k, target_budget=k) for seq, k in pairs]
         for growth, (before, last) in zip(grown, self._feed_last_two(seqs), strict=True):
             self._start(growth, before, last)
         while live := [g for g in live if len(g.tokens) < g.budget and self._goes_on(g)]:
@@ -260,8 +244,7 @@ class RetokenisedRollout(TranslatedRollout):
 
     def _chain(self, growth: RetokenisedGrowth) -> Tree:
         """The chain in target tokens; each survives as often as the draft token that its last byte belongs to."""
-        draft = self.current[growth.seq.id]
-        draft.drafted, draft.parents = growth.tokens, growth.parents
+        self.current[growth.seq.id].last = Tree(growth.tokens, growth.parents)
         drafted = byte_ends(self.pair.draft, growth.tokens)
         survival, at = [], 0
         for end in byte_ends(self.pair.target, growth.target_tokens, len(growth.overlap)):
@@ -282,7 +265,7 @@ def max_length(model: Model) -> int:
 MODES: dict[str, type[TranslatedRollout]] = {"tli": IntersectionRollout, "slem": RetokenisedRollout}
 
 
-def make_rollout(model: Model, space: Workspace, tokenizer: TokenizerLike) -> TranslatedRollout:
+def make_rollout(model: Model, space: Workspace, tokenizer: Any) -> TranslatedRollout:
     """A rollout in the mode of the option `translate`; `auto` chooses by the share of common tokens."""
     alignment = align(tokenizer, space.tokenizer, model.config.vocab_size, space.target.config.vocab_size)
     mode = str(space.option("translate", default="auto"))
