@@ -42,8 +42,8 @@ import torch
 
 from gpu_common import TWINS
 from outrider import LLM, SamplingParams
-from outrider.drafters.layerskip.drafter import usual
-from outrider.drafters.layerskip.search import STEPS, Found, Search, Skip
+from outrider.drafters.layerskip.drafter import middle_layers
+from outrider.drafters.layerskip.search import STEPS, ScoredSkip, Search, Skip
 from outrider.measure.bench import EncodedPrompt, encode_prompts
 from outrider.measure.environment import environment
 from outrider.measure.plots import Axes, Point, Series, lines
@@ -88,32 +88,34 @@ def searched(
         now = time.perf_counter() - ready
         if s.best is not None and (now - shown[0] > 10 or now >= seconds):
             shown[0] = now
-            say(f"{now:5.0f} s: {len(s.known)} sets, the best: {s.best.speedup:.3f} × expected {described(s.best)}")
+            best = f"{s.best.speedup:.3f} × expected {described(s.best)}"
+            say(f"{now:5.0f} s: {len(s.agreements)} sets, the best: {best}")
 
     search.run(lambda: time.perf_counter() - ready >= seconds, progress)
     spent = time.perf_counter() - ready
-    facts = {"prompts": len(prompts), "tried": len(search.known), "seconds": spent, "getting_ready_s": ready - begin}
-    return search, facts | {"seconds_a_set": spent / len(search.known)}
+    tried = len(search.agreements)
+    facts = {"prompts": len(prompts), "tried": tried, "seconds": spent, "getting_ready_s": ready - begin}
+    return search, facts | {"seconds_a_set": spent / tried}
 
 
-def described(found: Found) -> str:
+def described(found: ScoredSkip) -> str:
     ids = "all" if found.skip.vocab is None else f"the first {found.skip.vocab}"
     return f"(K = {found.k}, {len(found.skip.blocks)} blocks skipped, {ids} ids, agrees {found.agreement:.3f})"
 
 
-def as_json(search: Search, found: Found) -> dict[str, Any]:
-    own = {"time_left_out": search.spares(found.skip), "blocks": len(found.skip.blocks), "k": found.k}
+def as_json(search: Search, found: ScoredSkip) -> dict[str, Any]:
+    own = {"time_left_out": search.skipped_share(found.skip), "blocks": len(found.skip.blocks), "k": found.k}
     return own | {"agreement": found.agreement, "expected": found.speedup} | found.skip.options
 
 
-def frontier(search: Search) -> list[Found]:
+def frontier(search: Search) -> list[ScoredSkip]:
     """The fastest set for every share of skipped time, smallest share first."""
     return [search.fastest[step] for step in sorted(search.fastest)]
 
 
 def plot(search: Search, name: str) -> str:
     best = frontier(search)
-    at = [round(100 * round(STEPS * search.spares(found.skip)) / STEPS) for found in best]
+    at = [round(100 * round(STEPS * search.skipped_share(found.skip)) / STEPS) for found in best]
     series = [
         Series("agreement", [Point(x, found.agreement) for x, found in zip(at, best, strict=True)]),
         Series("expected × plain", [Point(x, found.speedup) for x, found in zip(at, best, strict=True)]),
@@ -188,8 +190,8 @@ class Contender:
         return TimedRun(self.llm.last.generated, first - begin, end - first, self.llm.last.stats)
 
 
-def contenders(base: LLM, found: Found, given: argparse.Namespace) -> list[Contender]:
-    best, unsearched = found.skip.options, {"skip_layers": sorted(usual(base.target.config.layers))}
+def contenders(base: LLM, found: ScoredSkip, given: argparse.Namespace) -> list[Contender]:
+    best, unsearched = found.skip.options, {"skip_layers": sorted(middle_layers(base.target.config.layers))}
     ks: list[Any] = [k if k == "auto" else int(k) for k in given.k.split(",")]
     ks += [] if found.k in ks else [found.k]
     fixed = max((k for k in ks if k != "auto" and k <= 3), default=found.k)
@@ -253,7 +255,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 def refined(base: LLM, prompts: list[EncodedPrompt], search: Search, share: float, given: argparse.Namespace) -> Any:
     """Serve a stream of prompts from the default set on; the refined set is scored on the search's text."""
-    layers = sorted(usual(base.target.config.layers))
+    layers = sorted(middle_layers(base.target.config.layers))
     llm = base.using(drafter=SKIPPER, k=given.refine_k, refine=share, skip_layers=layers)
     drafter: Any = llm.engine.drafter
     first, stats = drafter.refinement.skip, []
@@ -318,21 +320,22 @@ def told_of(base: LLM, search: Search, facts: dict[str, Any], elsewhere: float) 
     """The search's results, printed and for the JSON line."""
     best, every = search.best, frozenset(range(base.target.config.layers))
     assert best is not None
-    print(f"{base.name}, {base.dtype}, {base.device}: {len(search.known)} sets in {facts['seconds']:.0f} s")
+    print(f"{base.name}, {base.dtype}, {base.device}: {len(search.agreements)} sets in {facts['seconds']:.0f} s")
     for each in frontier(search):
-        print(f"  {search.spares(each.skip):4.0%} of the time skipped: {each.speedup:.3f} × expected {described(each)}")
+        skipped = search.skipped_share(each.skip)
+        print(f"  {skipped:4.0%} of the time skipped: {each.speedup:.3f} × expected {described(each)}")
     print(
         f"best: {best.skip.options}, {best.speedup:.3f} × expected {described(best)}; agrees {elsewhere:.3f} elsewhere"
     )
     return facts | {
         "best": as_json(search, best),
         "agreement_on_the_race_text": elsewhere,
-        "plain_ms": 1e3 * search.cost(1),
-        "draft_ms_nothing_left_out": 1e3 * search.price(Skip()),
-        "attention_share": search.spares(Skip(attention=every)),
-        "mlp_share": search.spares(Skip(mlp=every)),
-        "head_share": search.spares(Skip(vocab=1)),
-        "rows_ms": {rows: 1e3 * search.cost(rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16)},
+        "plain_ms": 1e3 * search.pass_cost(1),
+        "draft_ms_nothing_left_out": 1e3 * search.draft_cost(Skip()),
+        "attention_share": search.skipped_share(Skip(attention=every)),
+        "mlp_share": search.skipped_share(Skip(mlp=every)),
+        "head_share": search.skipped_share(Skip(vocab=1)),
+        "rows_ms": {rows: 1e3 * search.pass_cost(rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16)},
         "frontier": [as_json(search, each) for each in frontier(search)],
     }
 

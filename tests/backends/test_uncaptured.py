@@ -12,7 +12,7 @@ from outrider.backends import WHOLE, ops
 from outrider.backends.cuda.graphs import UncapturedPasses
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.drafters.layerskip.search import Skip, Text
+from outrider.drafters.layerskip.search import ScoredText, Skip
 
 from support.kernels import DEVICE, GPU
 
@@ -25,25 +25,25 @@ def model(device: torch.device | str) -> Transformer:
     return Transformer(config, RandomWeights(config, 1, 0.0), torch.float32, device)
 
 
-def streams(text: Text) -> torch.Tensor:
+def streams(text: ScoredText) -> torch.Tensor:
     """Two layers, the second without its MLP, as seeds are looked for."""
     return text._layer(1, text._layer(0, None, frozenset()), frozenset({"mlp"})).cpu()
 
 
 def test_a_text_on_a_device_is_scored_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Text(model("cpu"), ANSWERS)
+    here = ScoredText(model("cpu"), ANSWERS)
     score, choices, stream = here.agreement(SKIP), here.choices.tolist(), streams(here)
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
         monkeypatch.setattr("outrider.backends.cuda.graphs.TIMED_CHAIN", 2)
-    there = Text(model(DEVICE), ANSWERS, device=UncapturedPasses)
+    there = ScoredText(model(DEVICE), ANSWERS, device=UncapturedPasses)
     assert there.positions == here.positions == 3
     assert there.choices.tolist() == choices
     assert there.agreement(SKIP) == score
     torch.testing.assert_close(streams(there), stream, rtol=1e-4, atol=1e-4)
     exact = [k[: there.cache.slots].clone() for k in there.plane.k]
     assert there.device is not None
-    assert there.device.seconds(there.seqs[1][0], SKIP.part, 1) > 0  # type: ignore[call-arg]
-    kept = [slot for seq, _ in there.seqs for slot in there.cache.rows[seq.id].slots[:-1]]  # a draft feeds the last
+    assert there.device.seconds(there.seqs[1], SKIP.part, 1) > 0  # type: ignore[call-arg]
+    kept = [slot for seq in there.seqs for slot in there.cache.rows[seq.id].slots[:-1]]  # a draft feeds the last
     assert all(torch.equal(old[kept], new[kept]) for old, new in zip(exact, there.plane.k, strict=True))
     assert there._run(WHOLE).tolist() == choices

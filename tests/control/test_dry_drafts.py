@@ -138,4 +138,4 @@ def test_auto_makes_dry_drafts_with_free_drafters_and_counts_the_steps_of_the_ot
     seqs = [Sequence(i, [1, 2]) for i in range(2)]
     draft = auto.draft(DraftRequest(seqs, [4, 4], dry=True))
     assert [tree.tokens for tree in draft.trees] == [[], [7]]
-    assert (auto.waits[0, "head"].idle, auto.waits[1, "head"].idle) == (1, 0)
+    assert (auto.backoffs[0, "head"].idle, auto.backoffs[1, "head"].idle) == (1, 0)

@@ -15,7 +15,7 @@ import torch
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits
-from outrider.drafters.auto import AGAIN, UNASKED, Auto
+from outrider.drafters.auto import TAPS_OFF_AFTER, TAPS_ON_AFTER, Auto
 from outrider.drafters.head.rollout import Features
 from outrider.types import Draft, Output, SamplingParams, Sequence, Turn, chain
 
@@ -116,7 +116,7 @@ def run_steps(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float 
     for step in range(steps):
         before = drafter.total
         auto.draft(DraftRequest(seqs, [4] * batch, prices))
-        seconds = 1e-3 * bool(auto.asked) + 60e-6 * (drafter.total - before)
+        seconds = 1e-3 * bool(auto.calls) + 60e-6 * (drafter.total - before)
         for i, seq in enumerate(seqs):
             seq.tokens.append(1)
             if seq.room == 0:
@@ -142,17 +142,17 @@ def test_trials_of_a_head_that_cannot_pay_have_a_bounded_cost(batch: int) -> Non
 def test_no_features_are_kept_for_an_unused_head_until_the_batch_shrinks() -> None:
     drafter = CountingDrafter()
     auto = auto_with(drafter)
-    run_steps(auto, 8, UNASKED + 2)
+    run_steps(auto, 8, TAPS_OFF_AFTER + 2)
     assert auto.traits.taps == ()  # nothing is copied
     run_steps(auto, 4, 1)
     assert auto.traits.taps == (1, 2)  # a smaller batch
     run_steps(auto, 8, 1)
     assert auto.traits.taps == ()  # still known,
     shown = 0
-    for _ in range(AGAIN + UNASKED):
+    for _ in range(TAPS_ON_AFTER + TAPS_OFF_AFTER):
         run_steps(auto, 8, 1)
         shown += auto.traits.taps == (1, 2)
-    assert 0 < shown <= 4 * UNASKED  # and tried again after a long while
+    assert 0 < shown <= 4 * TAPS_OFF_AFTER  # and tried again after a long while
     run_steps(auto, 8, 2, row=0.0)
     assert auto.traits.taps == (1, 2)  # rows cost nothing any more
 

@@ -1,4 +1,4 @@
-"""`auto` picks the drafter that has been right, and scores those it did not pick."""
+"""`auto` picks the drafter with the best recent acceptance, and scores the others too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_claims_default_to_halves() -> None:
     assert claims(chain([1], survival=[0.9])) == [0.9]
 
 
-def test_trust_follows_what_came_true() -> None:
+def test_trust_follows_acceptance() -> None:
     trust = Trust()
     for _ in range(50):
         trust.add(claimed=2.0, accepted=0)
@@ -38,7 +38,7 @@ def test_trust_follows_what_came_true() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_costly_drafter_speaks_where_the_free_ones_are_silent(temperature: float) -> None:
+def test_a_costly_drafter_drafts_where_the_free_ones_find_nothing(temperature: float) -> None:
     target = toy()
     params = SamplingParams(temperature=temperature, max_tokens=40)
     scenario = Scenario("together")
@@ -48,7 +48,7 @@ def test_a_costly_drafter_speaks_where_the_free_ones_are_silent(temperature: flo
     assert decode(engine, scenario, params) == reference(target, scenario, params)
     alone = build_engine(target, Config(drafter="auto", k=5))
     decode(alone, scenario, params)
-    assert engine.index < alone.index  # the model earned its keep
+    assert engine.index < alone.index  # the model saved steps
 
 
 def test_auto_cannot_contain_itself() -> None:

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search that tries everything, and against callers who forget, repeat and lie."""
+"""Prompt lookup against a brute-force search, and with calls that are skipped, repeated and wrong."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def drafter(**options: object) -> NGram:
     return NGram(Workspace(None, None, None, options))  # type: ignore[arg-type]
 
 
-def ask(it: NGram, seq: Sequence, room: int) -> Tree:
-    return it.draft(DraftRequest([seq], [room])).trees[0]
+def draft(it: NGram, seq: Sequence, budget: int) -> Tree:
+    return it.draft(DraftRequest([seq], [budget])).trees[0]
 
 
-def brute_force(tokens: list[int], low: int, high: int, room: int) -> tuple[int, list[int]]:
+def brute_force(tokens: list[int], low: int, high: int, budget: int) -> tuple[int, list[int]]:
     """The longest n-gram first, its occurrences from the latest backwards; (n, what followed)."""
     for n in range(high, low - 1, -1):
         for start in range(len(tokens) - 1, n - 1, -1):
             if tokens[start - n : start] == tokens[-n:]:
                 copied = list(tokens)
-                for i in range(room):
+                for i in range(budget):
                     copied.append(copied[start + i])
                 return n, copied[len(tokens) :]
     return 0, []
 
 
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
-def test_it_finds_what_a_full_search_finds(tokens: list[int], low: int, more: int, room: int) -> None:
-    n, expected = brute_force(tokens, low, low + more, room)
-    tree = ask(drafter(ngram_min=low, ngram_max=low + more), Sequence(0, tokens), room)
+def test_it_finds_what_brute_force_finds(tokens: list[int], low: int, more: int, budget: int) -> None:
+    n, expected = brute_force(tokens, low, low + more, budget)
+    tree = draft(drafter(ngram_min=low, ngram_max=low + more), Sequence(0, tokens), budget)
     assert tree.tokens == expected
     assert tree.is_chain
     assert tree.source == ("ngram" if n else "")
@@ -49,23 +49,23 @@ def test_it_finds_what_a_full_search_finds(tokens: list[int], low: int, more: in
 
 
 def test_the_latest_occurrence_and_the_longest_match_win() -> None:
-    assert ask(drafter(), Sequence(0, [1, 2, 7, 1, 2, 8, 1, 2]), 1).tokens == [8]
-    assert ask(drafter(), Sequence(0, [5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2]), 1).tokens == [7]
+    assert draft(drafter(), Sequence(0, [1, 2, 7, 1, 2, 8, 1, 2]), 1).tokens == [8]
+    assert draft(drafter(), Sequence(0, [5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2]), 1).tokens == [7]
 
 
-def test_a_period_goes_on() -> None:
-    assert ask(drafter(), Sequence(0, [9, 1, 2, 3, 1, 2, 3]), 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+def test_a_period_continues() -> None:
+    assert draft(drafter(), Sequence(0, [9, 1, 2, 3, 1, 2, 3]), 7).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_nothing_found_or_nothing_allowed_is_an_empty_tree() -> None:
     seqs = [Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])]
-    draft = drafter().draft(DraftRequest(seqs, [5, 0, 5]))
-    assert [tree.tokens for tree in draft.trees] == [[], [], []]
+    drafts = drafter().draft(DraftRequest(seqs, [5, 0, 5]))
+    assert [tree.tokens for tree in drafts.trees] == [[], [], []]
 
 
 def test_a_batch_is_drafted_sequence_by_sequence() -> None:
-    draft = drafter().draft(DraftRequest([Sequence(0, [1, 2, 3, 1, 2]), Sequence(1, [4, 5, 6, 4, 5])], [2, 1]))
-    assert [tree.tokens for tree in draft.trees] == [[3, 1], [6]]
+    drafts = drafter().draft(DraftRequest([Sequence(0, [1, 2, 3, 1, 2]), Sequence(1, [4, 5, 6, 4, 5])], [2, 1]))
+    assert [tree.tokens for tree in drafts.trees] == [[3, 1], [6]]
 
 
 actions = st.lists(
@@ -74,39 +74,39 @@ actions = st.lists(
 
 
 @given(texts, actions)
-def test_whatever_was_called_before_the_tokens_decide(tokens: list[int], calls: list[tuple[str, list[int]]]) -> None:
+def test_the_tokens_decide_whatever_was_called_before(tokens: list[int], calls: list[tuple[str, list[int]]]) -> None:
     it, seq = drafter(), Sequence(0, list(tokens))
     for action, new in calls:
         if action == "grow":
             seq.tokens.extend(new)
         elif action == "cut":
             del seq.tokens[len(new) :]
-            ask(it, seq, 4)
+            draft(it, seq, 4)
         elif action in ("reuse", "copy"):
             seq = Sequence(0, list(new if action == "reuse" else seq.tokens))
         elif action == "draft":
-            ask(it, seq, 4)
+            draft(it, seq, 4)
         else:
             getattr(it, action)(seq)
-        if len(new) % 2:  # otherwise the drafter learns of it only later
-            assert ask(it, seq, 4) == ask(drafter(), seq, 4)
-    assert ask(it, seq, 4) == ask(drafter(), seq, 4)
+        if len(new) % 2:  # otherwise the drafter sees it only later
+            assert draft(it, seq, 4) == draft(drafter(), seq, 4)
+    assert draft(it, seq, 4) == draft(drafter(), seq, 4)
 
 
 def test_an_end_rewritten_in_place_is_noticed() -> None:
     it, seq = drafter(), Sequence(0, [1, 2, 3, 1, 2])
-    assert ask(it, seq, 1).tokens == [3]
+    assert draft(it, seq, 1).tokens == [3]
     seq.tokens[2:] = [4, 1, 5, 1, 2]
-    assert ask(it, seq, 1).tokens == [4]
+    assert draft(it, seq, 1).tokens == [4]
 
 
-def test_sequences_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "KEPT", 3)
+def test_sequences_that_never_end_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MAX_SEQUENCES", 3)
     it = drafter()
     for i in range(10):
-        ask(it, Sequence(i, [1, 2, 3, 1, 2]), 1)
-    assert len(it._notes) == 3
-    assert ask(it, Sequence(0, [1, 2, 3, 1, 2]), 1).tokens == [3]
+        draft(it, Sequence(i, [1, 2, 3, 1, 2]), 1)
+    assert len(it._indexes) == 3
+    assert draft(it, Sequence(0, [1, 2, 3, 1, 2]), 1).tokens == [3]
 
 
 def test_options_by_our_names_and_by_vllms() -> None:
@@ -124,5 +124,5 @@ def test_it_is_fast() -> None:
     started = time.perf_counter()
     for i in range(1000):
         seq.tokens.append(i % 7)
-        ask(it, seq, 8)
+        draft(it, seq, 8)
     assert time.perf_counter() - started < 1.0  # 1 ms each; about 0.01 ms is usual

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Draft, Drafter, register
+from outrider.control.expectation import break_even, expected_tokens
 from outrider.drafters import DraftRequest
 from outrider.measure.bench import PLAIN, Bench, BenchPlan, EncodedPrompt, encode_prompts, measure, result
 from outrider.measure.plots import ticks
@@ -24,8 +25,6 @@ from outrider.measure.statistics import (
     Setup,
     TimedRun,
     bench_row,
-    break_even,
-    expected_tokens,
     interval,
     knee,
     rows_as_json,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outrider.control.expectation import break_even, expected_tokens
 from outrider.engine.trace import Line, Trace, read, recorded
-from outrider.measure.statistics import break_even, expected_tokens
 from outrider.types import Stats, Tree
 from outrider.web import page as make_page, read_lines
 

@@ -1,14 +1,19 @@
-"""A moving average that outliers barely move."""
+"""A moving average that outliers barely move.
+
+A sample counts as at most `clip` times the average, so that one outlier (a descheduled thread, a cold cache) moves it
+little. Samples are positive, such as seconds.
+"""
 
 from __future__ import annotations
 
 
-class Ema:
-    """An exponential moving average of positive samples, such as seconds. The first sample is taken as it is.
+def moved(mean: float, sample: float, rate: float, clip: float = 3.0) -> float:
+    """The average after one more sample."""
+    return mean + rate * (min(sample, clip * mean) - mean)
 
-    A sample counts as at most `clip` times the average, so that one outlier (a descheduled thread, a cold cache) moves
-    it little.
-    """
+
+class Ema:
+    """Such an average. The first sample is taken as it is."""
 
     def __init__(self, rate: float, clip: float = 3.0) -> None:
         self.rate, self.clip = rate, clip
@@ -16,6 +21,5 @@ class Ema:
 
     def add(self, x: float) -> float:
         """Returns the new average."""
-        old = x if self.value is None else self.value
-        self.value = old + self.rate * (min(x, self.clip * old) - old)
+        self.value = moved(x if self.value is None else self.value, x, self.rate, self.clip)
         return self.value

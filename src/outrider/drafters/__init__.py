@@ -1,8 +1,8 @@
 """Every drafting method, one file or one folder each, and the registry that finds them.
 
-A new drafter is one file (or folder) here, or a class anywhere behind `@register("name")`, or an entry point in the
-group `outrider.drafters`; nothing else is edited. What a drafter promises is in `engine.drafter`. A method's folder is
-whole: deleting it deletes the method.
+A new drafter is one file or folder here, a class anywhere behind `@register("name")`, or an entry point in the group
+`outrider.drafters`; nothing else is edited. The contract of a drafter is in `engine.drafter`. A method's folder is
+complete: deleting it deletes the method.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ..params import SamplingParams
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a drafter may use: the target and its K/V, the shared slots, and the options it was given."""
+    """What a drafter is built with: the target and its K/V, the shared slots, and its options."""
 
     target: Model
     cache: Cache
     plane: Plane  # the target's own
     options: dict[str, Any] = field(default_factory=dict)
-    tokenizer: Any = None  # the target's, where there is text
+    tokenizer: Any = None  # the target's; None for a target without text
     passes: Callable[..., Passes | None] = lambda model, plane, cache=None: None  # None: call the model itself
     first_layers: ResumableLayers | None = None  # None: the backend runs the target's passes whole
-    record_guesses: bool = False  # a listener reads what else was thought likely (`Tree.guesses`)
+    record_guesses: bool = False  # fill `Tree.guesses` for a listener that records them
 
     def option(self, *names: str, default: Any) -> Any:
-        """The first of these options that was given: an option may have one name here and another elsewhere."""
+        """The first of these options that is set: an option may have one name here and another in other engines."""
         return next((self.options[name] for name in names if self.options.get(name) is not None), default)
 
 
@@ -54,7 +54,7 @@ D = TypeVar("D", bound=type[Drafter])
 
 
 def register(name: str) -> Callable[[D], D]:
-    """Class decorator: make a drafter known by name."""
+    """Class decorator: add a drafter to the registry under this name."""
 
     def add(cls: D) -> D:
         cls.name = name
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
-    """A drafter's class, by name or as it is."""
+    """The drafter class of this name; a class is returned unchanged."""
     if not isinstance(drafter, str):
         return drafter
     _discover()
@@ -81,7 +81,7 @@ def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
 
 
 def about(drafter: str | type[Drafter]) -> str:
-    """What it does: the first sentence of its module, or of the folder that it is in."""
+    """Its description for users: the first line of its module's docstring, or of its folder's."""
     module = lookup(drafter).__module__
     folder = module.rpartition(".")[0]
     doc = sys.modules[folder if folder.count(".") > 1 and folder.startswith(__name__) else module].__doc__ or ""
@@ -98,9 +98,9 @@ def make(drafter: str | type[Drafter], workspace: Workspace) -> Drafter:
         )
     try:
         return cls(workspace)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"The drafter '{cls.name}' cannot be built with these options: {error}.") from error
 
 
@@ -110,7 +110,7 @@ def suits(drafter: str | type[Drafter], target: Model) -> bool:
 
 
 def check_options(drafter: str | type[Drafter], options: Iterable[str]) -> None:
-    """Refuse an option that no registered drafter takes: a misspelt one would silently do nothing."""
+    """Raise for an option that no registered drafter takes: a misspelt one would silently do nothing."""
     if lookup(drafter).traits.options is None:
         return
     known = {name for other in _REGISTRY.values() for name in other.traits.options or ()}
@@ -129,5 +129,5 @@ def _discover() -> None:
     for point in entry_points(group="outrider.drafters"):
         try:
             register(point.name)(point.load())
-        except Exception as error:  # a broken plug-in must not take the others along
+        except Exception as error:  # a broken plug-in must not disable the others
             warnings.warn(f"The drafter plug-in '{point.name}' ({point.value}) cannot be loaded: {error}", stacklevel=2)

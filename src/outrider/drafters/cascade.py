@@ -1,7 +1,7 @@
-"""Several drafters in a row: each sequence takes the first draft that is not empty.
+"""Asks several drafters in order and takes the first draft that is not empty.
 
-Put the cheap and sure one first: a suffix match costs nothing, and a model drafts where nothing repeats. A member that
-raises is counted, and the others go on.
+The cheap and precise drafter belongs first: a suffix match costs nothing, and a model drafts where nothing repeats. A
+member that raises is reported as a failure, and the others still draft.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from . import Drafter, DraftRequest, Memory, Traits, Workspace, make, register
 
 @register("cascade")
 class Cascade(Drafter):
-    """Options: cascade, a list of drafter names (default suffix, then ngram), and whatever those drafters take."""
+    """Options: cascade, a list of drafter names (default suffix, then ngram), and the options of those drafters."""
 
     traits = Traits(options=("cascade",))
 
     def __init__(self, workspace: Workspace) -> None:
-        given = workspace.option(self.name, default=self._defaults(workspace))
-        names = [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
+        members = workspace.option(self.name, default=self._defaults(workspace))
+        names = [name.strip() for name in (members.split(",") if isinstance(members, str) else members)]
         if not names or {"cascade", "auto"} & set(names):
             raise ConfigError(f"'{self.name}' needs at least one drafter, and none that chooses among others.")
         self.drafters = [make(name, workspace) for name in names]
         self.free = [drafter for drafter in self.drafters if drafter.traits.dry]
         self.costly = [drafter for drafter in self.drafters if not drafter.traits.dry]
-        self._failures: list[str] = []  # of members, in the draft at hand
-        self._merged: list[Traits] = []
+        self._failures: list[str] = []  # of members, in the current draft
+        self._merged: list[Traits] = []  # the members' traits that `traits` was made from
         self._merge_traits()
 
     @classmethod
@@ -37,7 +37,7 @@ class Cascade(Drafter):
         return ("suffix", "ngram")
 
     def _merge_traits(self) -> None:
-        """Members may replace their traits while they draft and observe."""
+        """Called after members drafted or observed, when they may have replaced their traits."""
         each = [drafter.traits for drafter in self.drafters]
         if [*map(id, each)] != [*map(id, self._merged)]:
             self._merged, self.traits = each, self._traits(each)
@@ -50,27 +50,24 @@ class Cascade(Drafter):
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
             learning=next((traits.learning for traits in each if traits.learning is not None), None),
-            memory=self._memory,
+            memory=lambda: Memory(*map(sum, zip(*(d.traits.memory() for d in self.drafters), strict=True))),
         )
-
-    def _memory(self) -> Memory:
-        return Memory(*map(sum, zip(*(drafter.traits.memory() for drafter in self.drafters), strict=True)))
 
     def draft(self, request: DraftRequest) -> Draft:
         self._failures = []
         trees, unread = [Tree([], [])] * len(request.seqs), None
         for drafter in self.free if request.dry else self.drafters:
-            open_ = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, request.seqs[i])]
-            proposed = self._ask(drafter, request.select(open_)) if open_ else None
+            empty = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, request.seqs[i])]
+            proposed = self._ask(drafter, request.select(empty)) if empty else None
             if proposed is not None:
                 unread = unread if proposed.unread is None else proposed.unread
-                for i, tree in zip(open_, proposed.trees, strict=True):
+                for i, tree in zip(empty, proposed.trees, strict=True):
                     trees[i] = tree
         self._merge_traits()
         return Draft.pack(trees, unread, self._failures)
 
     def _ask(self, drafter: Drafter, request: DraftRequest) -> Draft | None:
-        """A member's draft; None if it raised, which must not silence the others."""
+        """A member's draft; None if it raised."""
         try:
             draft = drafter.draft(request)
             if len(draft.trees) != len(request.seqs):

@@ -1,4 +1,7 @@
-"""Plain decoding: the empty draft, so that the baseline runs the same step."""
+"""Plain decoding: nothing is drafted.
+
+The baseline runs the same step as every drafter, with empty drafts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from . import Drafter, DraftRequest, Traits, register
 
 @register("off")
 class Off(Drafter):
-    """Never proposes anything."""
+    """No options."""
 
     traits = Traits(options=())
 

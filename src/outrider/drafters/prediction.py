@@ -1,8 +1,7 @@
-"""Predicted outputs: drafts what the request itself expects as its answer (`SamplingParams.prediction`).
+"""Predicted outputs: drafts the text that the request itself expects as its answer.
 
-It promises the chain that follows in the prediction where the answer stands in it. Without a prediction, and where the
-answer has left it, it drafts nothing. Every request with a prediction is drafted for from it first, whichever drafter
-is used (`engine.request_drafts`); under its own name nothing else is drafted.
+The text is `SamplingParams.prediction`. A chain is drafted while the answer follows it, and nothing elsewhere. Every
+drafter tries a request's prediction first (`engine.request_drafts`); under this name nothing else is drafted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from . import Drafter, DraftRequest, Traits, register
 
 @register("prediction")
 class FromPrediction(Drafter):
-    """No options: what is predicted is `SamplingParams.prediction`."""
+    """No options."""
 
     traits = Traits(options=(), dry=True)
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import drafters
+from ..control.expectation import expected_tokens
 from ..control.pass_costs import PassCosts
 from ..errors import ConfigError
-from ..measure.statistics import expected_tokens
 from ..models.checkpoint import Checkpoint
 from ..models.speculators import read_config, target_hash
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..backends.loaded_weights import weight_bytes
 from ..config import DTYPES
+from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
 from ..engine.cache import Cache
@@ -24,7 +25,6 @@ from ..llm import LLM
 from ..models.paths import cache_folder
 from .bench import BenchPlan, EncodedPrompt, Progress, make_setup, measure, pass_costs
 from .environment import environment, installed
-from .statistics import break_even
 
 KS = (1, 4, 8)
 GOOD, HINT, WRONG = "good", "hint", "wrong"

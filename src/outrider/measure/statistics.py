@@ -1,4 +1,4 @@
-"""Statistics of timed runs: speed, speedup over plain decoding, acceptance, bootstrap intervals, break-even.
+"""Statistics of timed runs: speed, speedup over plain decoding, acceptance, bootstrap intervals.
 
 Pure arithmetic on records; `bench` makes the runs. A prompt counts with the median of its rounds, prompts are summed,
 and intervals come from resampling prompts and rounds.
@@ -192,23 +192,3 @@ def interval(
 def _resampled(groups: Groups[T], dice: random.Random) -> list[list[T]]:
     chosen = dice.choices(groups, k=len(groups))
     return [dice.choices(group, k=len(group)) for group in chosen]
-
-
-def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens per pass when each of K drafted tokens is accepted with probability α once reached: 1 + α + … + α^K."""
-    return sum(alpha**i for i in range(k + 1))
-
-
-def break_even(cost: Callable[[int], float], k: int, draft: float = 0.0) -> float | None:
-    """The α from which drafting K tokens beats plain decoding; None when even a perfect drafter would lose.
-
-    `cost` gives the seconds of a pass by its rows, `draft` the seconds of drafting one token.
-    """
-    needed = (cost(k + 1) + k * draft) / cost(1)  # tokens per pass
-    if needed > k + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if expected_tokens(middle, k) >= needed else (middle, high)
-    return high

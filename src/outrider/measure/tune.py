@@ -14,7 +14,7 @@ from typing import Any
 
 from ..control.pass_costs import PassCosts
 from ..drafters import lookup
-from ..drafters.layerskip.search import NOTE, SHORTLISTS, Found, Price, Search, Skip, Text
+from ..drafters.layerskip.search import NOTE, SHORTLISTS, DraftCost, ScoredSkip, ScoredText, Search, Skip
 from ..errors import ConfigError, OutriderError
 from ..llm import LLM
 from ..models.tuning_profile import note
@@ -39,7 +39,7 @@ class TuneResult:
     best: BenchRow | None
     rows: list[BenchRow]  # best first
     by_category: list[BenchRow]  # of the best
-    search: Found | None
+    search: ScoredSkip | None
     tried: int  # layer-skip sets
     interrupted: bool
     seconds: float
@@ -126,7 +126,7 @@ class Tuner:
         best = rows[0] if rows and clearly_faster(rows[0]) else None
         kinds = [] if best is None else [r for r in self.bench.rows() if _label(r) == _label(best)]
         search = self.search.best if self.search else None
-        tried = len(self.search.known) if self.search else 0
+        tried = len(self.search.agreements) if self.search else 0
         return TuneResult(best, rows, kinds, search, tried, self.interrupted, self.clock() - self.started)
 
     def _searched(self, progress: Progress, start: Skip | None) -> list[Setup]:
@@ -152,16 +152,16 @@ class Tuner:
     def _report(self, search: Search, progress: Progress) -> None:
         if best := search.best:
             found = f"best skips {len(best.skip.blocks)}: {best.speedup:.2f} × expected"
-            progress(f"{len(search.known)} skip sets, {found}", self._used)
+            progress(f"{len(search.agreements)} skip sets, {found}", self._used)
 
 
-def scored_text(llm: LLM, answers: Answers) -> Text:
+def scored_text(llm: LLM, answers: Answers) -> ScoredText:
     """The target's answers in a cache on its device: layer-skip sets are scored on them."""
     if llm.target.device.type != "cuda":
-        return Text(llm.target, answers)
+        return ScoredText(llm.target, answers)
     from ..backends.cuda.graphs import UncapturedPasses  # needs triton, which is not installed everywhere
 
-    return Text(llm.target, answers, device=UncapturedPasses)
+    return ScoredText(llm.target, answers, device=UncapturedPasses)
 
 
 def skip_search(llm: LLM, answers: Answers, start: Skip | None = None, seed: int = 0) -> Search | None:
@@ -173,7 +173,7 @@ def skip_search(llm: LLM, answers: Answers, start: Skip | None = None, seed: int
     costs = PassCosts(pass_costs(llm), padded=text.device is not None)
     # Captured drafts are timed as they are drafted; on a CPU a drafted token takes a share of a plain pass.
     vocabulary = llm.target.config.vocab_size if text.device is None else 0
-    draft_cost = Price(text.seconds, layers, vocabulary, None if text.device is not None else costs(1))
+    draft_cost = DraftCost(text.seconds, layers, vocabulary, None if text.device is not None else costs(1))
     shortlists = [n for n in SHORTLISTS if n < vocabulary]
     return Search(layers, text.agreement, draft_cost, costs, start, seed, text.seeds(), shortlists)
 
@@ -212,7 +212,7 @@ def profile_of(result: TuneResult) -> dict[str, Any]:
     return profile if found is None else profile | {"skip_search": _search_facts(result, found)}
 
 
-def _search_facts(result: TuneResult, found: Found) -> dict[str, Any]:
+def _search_facts(result: TuneResult, found: ScoredSkip) -> dict[str, Any]:
     facts = {"tried": result.tried, "agreement": found.agreement, "expected_speedup": found.speedup, "k": found.k}
     return facts | found.skip.options
 

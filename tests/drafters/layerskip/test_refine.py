@@ -1,4 +1,4 @@
-"""Layer skipping that learns while it serves: it looks without being seen, within its time, and finds better sets."""
+"""Refining the skip set while serving: no text changes, its share of the time is kept, and better sets are found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.drafters.layerskip.refine import WINDOW, Refinement, Trial
-from outrider.drafters.layerskip.search import NOTE, Skip, Text, expected
+from outrider.drafters.layerskip.search import NOTE, ScoredText, Skip, expected_speedup
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.tuning_profile import note, noted
@@ -22,7 +22,7 @@ from outrider.types import Sequence
 
 
 class Uneven(RandomWeights):
-    """Layers 1, 2 and 3 say next to nothing: a set without them agrees with the model, one without layer 4 does not."""
+    """Layers 1, 2 and 3 add next to nothing: a set without them agrees with the model, one without layer 4 does not."""
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         weight = super().get(name, dtype)
@@ -54,12 +54,12 @@ def run(one: Engine, tokens: int = 300, temperature: float = 15.0, seed: int = 7
     return seq
 
 
-def test_the_text_stays_while_it_looks() -> None:
+def test_comparing_changes_no_text() -> None:
     assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, tokens=40)
 
 
 @pytest.mark.slow
-def test_the_text_stays_in_a_cascade_too() -> None:
+def test_comparing_in_a_cascade_changes_no_text() -> None:
     assert check_drafter("cascade", {"cascade": "exit,layerskip", "exit_layer": 1, "refine": 0.5}, tokens=36)
 
 
@@ -85,8 +85,8 @@ def test_the_whole_model_would_have_drafted_its_own_text(temperature: float) -> 
         assert torch.equal(old[taken], new[taken])
 
 
-class Known:
-    """A price list: every block left out saves as much."""
+class FixedCost:
+    """Draft costs where every skipped block saves the same."""
 
     whole = 1.0
 
@@ -94,29 +94,29 @@ class Known:
         return 1.0 - 0.08 * len(skip.blocks)
 
 
-def test_better_sets_take_over_within_the_time() -> None:
+def test_better_sets_are_adopted_within_the_share_of_the_time() -> None:
     one = engine(skip_mlp=[4], refine=0.5)
     found = refinement(one)
-    found.price = Known()  # type: ignore[assignment]
-    first, text = found.skip, Text(TARGET, [([1, 2, 3, i], run(plain(), 60, seed=i).generated) for i in range(4)])
+    found.draft_cost = FixedCost()  # type: ignore[assignment]
+    first, text = found.skip, ScoredText(TARGET, [([1, 2, 3, i], run(plain(), 60, seed=i).generated) for i in range(4)])
     for seed in range(6):
         seq = run(one, seed=seed)
-        assert found.spent <= 0.5 * found.passed + found.last
+        assert found.spent <= 0.5 * found.step_seconds + found.last
     assert found.adopted
 
     def speed(skip: Skip) -> float:
-        return expected(text.agreement(skip), Known()(skip), lambda rows: 1 + 0.05 * (rows - 1))[0]
+        return expected_speedup(text.agreement(skip), FixedCost()(skip), lambda rows: 1 + 0.05 * (rows - 1))[0]
 
     assert speed(found.skip) > speed(first)
     assert one.drafter.rollout.part == found.skip.part  # type: ignore[attr-defined]
     assert seq.generated == run(plain(), seed=seed).generated
-    assert not found.looked  # ended sequences are forgotten
+    assert not found.compared  # ended sequences are dropped
 
 
-def test_short_answers_are_looked_at_too() -> None:
+def test_short_answers_are_compared_too() -> None:
     one = engine(skip_layers=INNER, refine=0.5)
     found = refinement(one)
-    found.price = Known()  # type: ignore[assignment]
+    found.draft_cost = FixedCost()  # type: ignore[assignment]
     found.last = 1e-9  # there is time
     seen = []
     for seed in range(3):
@@ -124,7 +124,7 @@ def test_short_answers_are_looked_at_too() -> None:
         assert seq.generated == run(plain(), tokens=20, seed=seed).generated
         seen.append(found.spent)
     assert 0 < seen[0] <= seen[1] <= seen[2]
-    assert not found.looked
+    assert not found.compared
 
 
 def plain() -> Engine:
@@ -133,18 +133,18 @@ def plain() -> Engine:
 
 def test_a_neighbour_must_be_clearly_better() -> None:
     found = refinement(engine(skip_layers=INNER))
-    found.price = Known()  # type: ignore[assignment]
+    found.draft_cost = FixedCost()  # type: ignore[assignment]
     used, other = found.skip, Skip(frozenset({1, 2, 3}), frozenset({1, 2, 3, 4}))
 
-    def decide(positions: int, mine: int, its: int) -> Trial:
-        found.skip, found.trial = used, Trial(other, positions, mine, its)
+    def decide(positions: int, current: int, hits: int) -> Trial:
+        found.skip, found.trial = used, Trial(other, positions, current, hits)
         before = found.trial
         found._decide(before)
         return before
 
     early = decide(32, 20, 22)
-    assert found.trial is early  # nothing is decided yet
-    assert decide(32, 30, 10) is not found.trial  # clearly worse: given up
+    assert found.trial is early  # undecided
+    assert decide(32, 30, 10) is not found.trial  # clearly worse: dropped
     assert found.skip == used
     decide(96, 60, 61)
     assert found.skip == used
@@ -161,17 +161,17 @@ def test_it_can_be_switched_off() -> None:
         engine(refine=2)
 
 
-def test_a_searched_set_is_found_by_its_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_searched_set_is_loaded_for_its_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("outrider.models.tuning_profile.cache_folder", lambda: tmp_path)
     target: Any = toy(seed=3, layers=6)
     target.identity = lambda: "abc"
-    usual = refinement(engine(target)).skip
+    default = refinement(engine(target)).skip
     assert noted(NOTE, "abc") == {}
     path = note(NOTE, "abc", {"skip_attention": [2, 3], "skip_mlp": [4]})
     searched = Skip(frozenset({2, 3}), frozenset({4}))
-    assert refinement(engine(target)).skip == searched != usual
-    assert refinement(engine(target, skip_mlp=[1])).skip == Skip(mlp=frozenset({1}))  # what is asked for wins
-    assert refinement(engine()).skip == usual  # another target
+    assert refinement(engine(target)).skip == searched != default
+    assert refinement(engine(target, skip_mlp=[1])).skip == Skip(mlp=frozenset({1}))  # options win
+    assert refinement(engine()).skip == default  # another target
     for damage in ("{", "[]", '{"outrider_profile": 1}', path.read_text().replace("[4]", "[44]")):
         path.write_text(damage)
-        assert refinement(engine(target)).skip == usual
+        assert refinement(engine(target)).skip == default

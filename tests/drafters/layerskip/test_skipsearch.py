@@ -1,4 +1,4 @@
-"""The layer-skip search: its scoring pass is the drafter's own, and it finds what is there to be found."""
+"""The layer-skip search: its scoring pass agrees with the drafter's passes, and it finds planted sets."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters.layerskip.search import (
+    KINDS,
     SEED_SHARE,
     SWEEPS,
-    Found,
-    Price,
+    DraftCost,
+    ScoredSkip,
+    ScoredText,
     Search,
     Skip,
-    Text,
-    expected,
+    expected_speedup,
     neighbour,
+    seeds,
 )
-from outrider.drafters.layerskip.seeds import KINDS, seeds
 from outrider.llm import build_engine
 from outrider.measure.bench import pass_costs
 from outrider.models.prompts import bundled
@@ -35,7 +36,7 @@ from outrider.types import Sequence
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17])
 
 
-def say(model: Transformer, prompt: list[int], tokens: int = 20) -> list[int]:
+def generate(model: Transformer, prompt: list[int], tokens: int = 20) -> list[int]:
     engine = build_engine(model, Config(drafter="off"))
     seq = Sequence(1, prompt, SamplingParams(max_tokens=tokens))
     engine.add(seq)
@@ -51,18 +52,18 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module")
 def answers(model: Transformer) -> list[tuple[list[int], list[int]]]:
-    return [(prompt, say(model, prompt)) for prompt in PROMPTS]
+    return [(prompt, generate(model, prompt)) for prompt in PROMPTS]
 
 
 def test_the_full_model_chooses_its_own_text_again(model: Transformer, answers: list) -> None:
-    text = Text(model, answers)
+    text = ScoredText(model, answers)
     assert text.positions == 3 * 19
-    assert text.choices.tolist() == [token for _, said in answers for token in said[1:]]
+    assert text.choices.tolist() == [token for _, answer in answers for token in answer[1:]]
     assert text.agreement(Skip()) == (57 + 1) / (57 + 2)
 
 
 def test_scoring_leaves_no_trace(model: Transformer, answers: list) -> None:
-    text = Text(model, answers)
+    text = ScoredText(model, answers)
     skip = Skip(frozenset({2, 3}), frozenset({1}))
     first = text.agreement(skip)
     text.agreement(Skip(mlp=frozenset(range(6))))
@@ -71,62 +72,62 @@ def test_scoring_leaves_no_trace(model: Transformer, answers: list) -> None:
 
 
 def test_agreement_is_the_drafters_acceptance_at_the_first_position(model: Transformer, answers: list) -> None:
-    """What one parallel pass says is what drafting one token at a time meets."""
+    """One parallel pass measures what drafting one token at a time achieves."""
     skip = Skip(frozenset({2}), frozenset({3}))
     accepted = reached = 0
-    for prompt, said in answers:
+    for prompt, answer in answers:
         engine = build_engine(model, Config(drafter="layerskip", k=1, options=dict(skip.options)))
-        seq = Sequence(1, prompt, SamplingParams(max_tokens=len(said)))
+        seq = Sequence(1, prompt, SamplingParams(max_tokens=len(answer)))
         engine.add(seq)
         while engine.busy:
             engine.step()
-        assert seq.generated == said
+        assert seq.generated == answer
         accepted, reached = accepted + seq.stats.accepted, reached + seq.stats.reached
-    assert Text(model, answers).agreement(skip) == pytest.approx(accepted / reached, abs=0.15)
+    assert ScoredText(model, answers).agreement(skip) == pytest.approx(accepted / reached, abs=0.15)
 
 
 def test_long_and_short_answers(model: Transformer, answers: list) -> None:
-    assert Text(model, answers, most=12).positions == 12
-    assert Text(model, [([1, 2], [3])]).positions == 0  # nothing follows a single token
-    assert Text(model, []).positions == 0
+    assert ScoredText(model, answers, most=12).positions == 12
+    assert ScoredText(model, [([1, 2], [3])]).positions == 0  # nothing follows a single token
+    assert ScoredText(model, []).positions == 0
 
 
-def test_price_falls_with_every_block(monkeypatch: pytest.MonkeyPatch, model: Transformer, answers: list) -> None:
-    text = Text(model, answers)
+def test_cost_falls_with_every_block(monkeypatch: pytest.MonkeyPatch, model: Transformer, answers: list) -> None:
+    text = ScoredText(model, answers)
     monkeypatch.setattr(text, "seconds", lambda part: 10 - 0.5 * len(part.skip_attention) - len(part.skip_mlp))
-    price = Price(text.seconds, 6)
-    assert (price.whole, price.attention, price.mlp) == (10, 0.5, 1.0)
-    assert price(Skip(frozenset({1, 2}), frozenset({3}))) == 8.0
+    cost = DraftCost(text.seconds, 6)
+    assert (cost.whole, cost.attention, cost.mlp) == (10, 0.5, 1.0)
+    assert cost(Skip(frozenset({1, 2}), frozenset({3}))) == 8.0
 
 
-def test_a_price_is_the_fastest_of_passes_in_turns_and_as_long_as_plain_ones() -> None:
-    asked: list[str] = []
+def test_a_cost_is_the_fastest_of_passes_in_turns_scaled_to_a_plain_pass() -> None:
+    timed: list[str] = []
 
     def seconds(part: Part) -> float:
         kind = "attention" if part.skip_attention else "mlp" if part.skip_mlp else "head" if part.vocab else "whole"
-        asked.append(kind)
-        busy = 3.0 if len(asked) < 4 * (SWEEPS - 1) else 0.0  # only the last sweep is undisturbed
+        timed.append(kind)
+        busy = 3.0 if len(timed) < 4 * (SWEEPS - 1) else 0.0  # only the last sweep is undisturbed
         return {"whole": 8.0, "attention": 6.0, "mlp": 2.0, "head": 7.4}[kind] + busy
 
-    price = Price(seconds, 4, vocabulary=400, plain=4.0)
-    assert asked == ["whole", "attention", "mlp", "head"] * SWEEPS
-    assert (price.whole, price.attention, price.mlp) == (4.0, 0.25, 0.75)
-    assert price(Skip(mlp=frozenset({1}), vocab=100)) == pytest.approx(4.0 - 0.75 - 0.3)
-    assert price(Skip(vocab=400)) == 4.0
+    cost = DraftCost(seconds, 4, vocabulary=400, plain=4.0)
+    assert timed == ["whole", "attention", "mlp", "head"] * SWEEPS
+    assert (cost.whole, cost.attention, cost.mlp) == (4.0, 0.25, 0.75)
+    assert cost(Skip(mlp=frozenset({1}), vocab=100)) == pytest.approx(4.0 - 0.75 - 0.3)
+    assert cost(Skip(vocab=400)) == 4.0
 
 
 def test_a_shortlist_is_found_where_it_pays() -> None:
-    """Half of the price is the head, and the first 64 ids are all that is ever said."""
+    """Half of the cost is the head, and only the first 64 ids are ever chosen."""
     blocks = frozenset({("mlp", 2), ("mlp", 3)})
 
     def agreement(skip: Skip) -> float:
         missing = 0.3 if skip.vocab is not None and skip.vocab < 64 else 0.0
         return 0.9 - missing - 0.2 * len(skip.blocks ^ blocks)
 
-    price = lambda skip: 1.0 - 0.05 * len(skip.blocks) - (0.5 * (1 - skip.vocab / 256) if skip.vocab else 0)  # noqa: E731
+    cost = lambda skip: 1.0 - 0.05 * len(skip.blocks) - (0.5 * (1 - skip.vocab / 256) if skip.vocab else 0)  # noqa: E731
     seeds_given = [Skip(mlp=frozenset({2})), Skip(mlp=frozenset({2, 3}))]
-    one = Search(6, agreement, price, lambda rows: 1.0, seeds=seeds_given, shortlists=[32, 64, 128])
-    found = one.run(lambda: len(one.known) > 12)
+    one = Search(6, agreement, cost, lambda rows: 1.0, seeds=seeds_given, shortlists=[32, 64, 128])
+    found = one.run(lambda: len(one.agreements) > 12)
     assert (found.skip.vocab, found.skip.blocks) == (64, blocks)
     assert found.skip.options == {"skip_attention": [], "skip_mlp": [2, 3], "draft_vocab": 64}
     assert found.skip.part.vocab == 64
@@ -136,7 +137,7 @@ def test_a_shortlist_is_found_where_it_pays() -> None:
 def test_the_first_ids_alone_are_the_same_bits(kind: str, folder: Path) -> None:
     llm = LLM(folder, drafter="off", dtype=kind) if kind == "int8" else None
     target = toy(seed=3, layers=3) if llm is None else llm.target
-    text = Text(target, [([1, 2, 3], [4, 5, 6, 7])])
+    text = ScoredText(target, [([1, 2, 3], [4, 5, 6, 7])])
     whole = target.forward(text.rows, text.plane).logits
     for ids in (1, 33, target.config.vocab_size):
         some = target.forward(text.rows, text.plane, Part(vocab=ids)).logits
@@ -151,7 +152,7 @@ def test_a_drafter_with_a_shortlist_changes_no_text() -> None:
 
 
 class Quiet(RandomWeights):
-    """Layers 2, 3 and 5 say next to nothing."""
+    """Layers 2, 3 and 5 add next to nothing."""
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         weight = super().get(name, dtype)
@@ -159,10 +160,10 @@ class Quiet(RandomWeights):
         return weight * 0.001 if quiet and name.endswith(("o_proj.weight", "down_proj.weight")) else weight
 
 
-def test_seeds_leave_out_what_says_least() -> None:
+def test_seeds_skip_the_least_important_layers() -> None:
     config = toy_config(8)
     target = Transformer(config, Quiet(config, 3), torch.float64)
-    text = Text(target, [(prompt, say(target, prompt)) for prompt in PROMPTS])
+    text = ScoredText(target, [(prompt, generate(target, prompt)) for prompt in PROMPTS])
     found = list(text.seeds())
     most = round(SEED_SHARE * 8)
     assert len(found) == 3 * most
@@ -175,14 +176,14 @@ def test_seeds_leave_out_what_says_least() -> None:
         for skip in own[:3]:
             assert skip.attention | skip.mlp <= {2, 3, 5}
             assert text.agreement(skip) > 0.9
-    assert torch.equal(text._run(WHOLE), text.choices)  # looking for them leaves no trace
+    assert torch.equal(text._run(WHOLE), text.choices)  # computing them leaves no trace
 
 
 def test_seeds_by_hand() -> None:
-    """A stream of two numbers. Layer 1 turns it and layer 2 turns it back: together they are not missed."""
+    """A state of two numbers. Layer 1 rotates it and layer 2 rotates it back: together they are not missed."""
     turns = {0: 0.0, 1: 1.0, 2: -1.0, 3: 0.3, 4: 0.0}
 
-    def run(layer: int, x: torch.Tensor | None, left: frozenset[str]) -> torch.Tensor:
+    def run(layer: int, x: torch.Tensor | None, skipped: frozenset[str]) -> torch.Tensor:
         angle = torch.tensor(turns[layer])
         x = torch.tensor([[1.0, 0.0]]) if x is None else x
         return x @ torch.stack([torch.stack([angle.cos(), angle.sin()]), torch.stack([-angle.sin(), angle.cos()])])
@@ -191,39 +192,39 @@ def test_seeds_by_hand() -> None:
 
 
 def test_a_large_set_is_reached_though_small_ones_lie_before_it() -> None:
-    """Leaving out little is nearly as fast as nothing; in between it is slower; from a seed the best is found."""
+    """Small sets are nearly as fast as none, and those in between are slower: a seed leads to the best."""
     wanted = frozenset((kind, i) for kind in ("attention", "mlp") for i in range(3, 13))
 
     def agreement(skip: Skip) -> float:
         near = len(skip.blocks & wanted) / len(wanted)
         return max(0.98 ** len(skip.blocks) if len(skip.blocks) < 4 else 0.3, 0.95 * near if near > 0.8 else 0)
 
-    price = lambda skip: 1.0 - 0.035 * len(skip.blocks)  # noqa: E731
+    cost = lambda skip: 1.0 - 0.035 * len(skip.blocks)  # noqa: E731
     seed = Skip.of(sorted(wanted)[:-3])
-    one = Search(16, agreement, price, lambda rows: 1.0 + 0.05 * rows, seeds=[seed])
-    found = one.run(lambda: len(one.known) >= 1500)
+    one = Search(16, agreement, cost, lambda rows: 1.0 + 0.05 * rows, seeds=[seed])
+    found = one.run(lambda: len(one.agreements) >= 1500)
     assert found.skip.blocks >= wanted
-    assert found.speedup > one.found(seed).speedup > 1
+    assert found.speedup > one.score(seed).speedup > 1
 
 
 def test_whole_layers_move_together() -> None:
     blocks = [(kind, i) for kind in ("attention", "mlp") for i in range(1, 5)]
-    dice = random.Random(1)
+    rng = random.Random(1)
     skip = Skip(frozenset({1, 2}), frozenset({1, 2}))
     for _ in range(40):
-        other = neighbour(skip, blocks, dice, layers=True)
+        other = neighbour(skip, blocks, rng, layers=True)
         assert other.attention == other.mlp
         assert len(other.blocks ^ skip.blocks) in (2, 4)
 
 
 def test_expected_speedup_by_hand() -> None:
-    speed, k = expected(1.0, draft=0.1, cost=lambda rows: 1.0, k_most=4)
+    speed, k = expected_speedup(1.0, draft_cost=0.1, pass_cost=lambda rows: 1.0, max_k=4)
     assert (speed, k) == (pytest.approx(5 / 1.4), 4)
-    speed, k = expected(0.0, draft=0.1, cost=lambda rows: 1.0)
+    speed, k = expected_speedup(0.0, draft_cost=0.1, pass_cost=lambda rows: 1.0)
     assert (speed, k) == (pytest.approx(1 / 1.1), 1)
 
 
-GOOD = {("attention", 2), ("attention", 4), ("mlp", 3), ("mlp", 6)}  # blocks that nobody misses
+GOOD = {("attention", 2), ("attention", 4), ("mlp", 3), ("mlp", 6)}  # blocks that are not missed
 
 
 def planted(skip: Skip) -> float:
@@ -231,22 +232,22 @@ def planted(skip: Skip) -> float:
 
 
 def search(**extra: object) -> Search:
-    price = lambda skip: 1.0 - 0.08 * len(skip.blocks)  # noqa: E731
-    return Search(8, planted, price, lambda rows: 1.0 + 0.02 * rows, **extra)  # type: ignore[arg-type]
+    cost = lambda skip: 1.0 - 0.08 * len(skip.blocks)  # noqa: E731
+    return Search(8, planted, cost, lambda rows: 1.0 + 0.02 * rows, **extra)  # type: ignore[arg-type]
 
 
 def test_the_planted_set_is_found_and_the_ends_are_kept() -> None:
     one = search()
     assert one.run(lambda: False).skip.blocks == GOOD
-    assert all(0 not in s.attention | s.mlp and 7 not in s.attention | s.mlp for s in one.known)
+    assert all(0 not in s.attention | s.mlp and 7 not in s.attention | s.mlp for s in one.agreements)
     assert one.best == search().run(lambda: False)  # the same seed, the same search
 
 
-def test_it_stops_when_told_and_best_is_always_valid() -> None:
+def test_it_stops_at_the_deadline_and_best_is_always_valid() -> None:
     one, seen = search(), []
-    found = one.run(lambda: len(one.known) >= 3, lambda s: seen.append(s.best))
-    assert (len(one.known), len(seen)) == (3, 3)
-    assert isinstance(found, Found)
+    found = one.run(lambda: len(one.agreements) >= 3, lambda s: seen.append(s.best))
+    assert (len(one.agreements), len(seen)) == (3, 3)
+    assert isinstance(found, ScoredSkip)
     speeds = [best.speedup for best in seen]
     assert speeds == sorted(speeds)
 
@@ -255,7 +256,7 @@ def test_an_interrupted_search_keeps_its_best_and_resumes_from_it() -> None:
     one = search()
 
     def interrupt(s: Search) -> None:
-        if len(s.known) == 14:
+        if len(s.agreements) == 14:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -276,8 +277,8 @@ def test_real_weights() -> None:
     llm = LLM(drafter="off", max_length=512)
     ids = llm.tokenizer.encode_chat([{"role": "user", "content": bundled()[0].text}])
     (out,) = llm.generate([ids], SamplingParams(max_tokens=8))
-    text = Text(llm.target, [(ids, out.token_ids)])
+    text = ScoredText(llm.target, [(ids, out.token_ids)])
     assert text.choices.tolist() == out.token_ids[1:]
     layers = llm.target.config.layers
-    one = Search(layers, text.agreement, Price(text.seconds, layers), PassCosts(pass_costs(llm)))
-    assert one.run(lambda: len(one.known) >= 4).agreement <= 8 / 9
+    one = Search(layers, text.agreement, DraftCost(text.seconds, layers), PassCosts(pass_costs(llm)))
+    assert one.run(lambda: len(one.agreements) >= 4).agreement <= 8 / 9

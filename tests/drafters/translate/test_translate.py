@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer: the text stays the target's, and what both would say is accepted."""
+"""A draft model with another tokenizer: the text is the target's, and a good draft model is accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Core, models
 from outrider import LLM, SamplingParams
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
-from outrider.drafters.translate.rollout import Intersection, Retelling
+from outrider.drafters.translate.rollout import IntersectionRollout, RetokenisedRollout
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
@@ -25,7 +25,7 @@ from outrider.types import Sequence, Step
 
 from support import alphabets, tiny
 
-WAYS = ("tli", "slem")
+MODES = ("tli", "slem")
 TARGET = alphabets.byte_level(alphabets.PROSE + alphabets.CODE)
 DRAFTS = {
     "byte level": lambda: alphabets.byte_level(alphabets.CODE, 320),
@@ -42,8 +42,8 @@ def target() -> Transformer:
 
 @cache
 def draft(name: str) -> tuple[Transformer, Tokenizer]:
-    words = DRAFTS[name]()
-    return alphabets.model(words, seed=2, padding=5), words
+    tokenizer = DRAFTS[name]()
+    return alphabets.model(tokenizer, seed=2, padding=5), tokenizer
 
 
 def options(name: str, **more: Any) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, rule: 
     return seqs
 
 
-def heard(engine: Engine) -> list[Step]:
+def recorded(engine: Engine) -> list[Step]:
     """Every step from now on."""
     steps: list[Step] = []
-    engine.listeners = [type("Ear", (), {"observe": lambda self, step: steps.append(step)})()]
+    engine.listeners = [type("Listener", (), {"observe": lambda self, step: steps.append(step)})()]
     return steps
 
 
-def said(seqs: list[Sequence]) -> list[list[int]]:
+def generated(seqs: list[Sequence]) -> list[list[int]]:
     return [seq.generated for seq in seqs]
 
 
@@ -85,34 +85,34 @@ def engine(k: int = 4, model: Transformer | None = None, **given: Any) -> Engine
 PROMPTS = [TARGET.encode(text) for text in ("the quick brown fox", "def add(a, b):\n    return", "你好 the 世")]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_text_is_the_targets_own(name: str, way: str, temperature: float) -> None:
-    """Random models: they speak half characters, control tokens and words that nobody would."""
+def test_the_text_is_the_targets_own(name: str, mode: str, temperature: float) -> None:
+    """Random models: they emit half characters and control tokens."""
     params = SamplingParams(temperature=temperature, max_tokens=16, top_p=0.95)
-    speculative = run(engine(**options(name, translate=way)), PROMPTS, params)
-    assert said(speculative) == said(run(engine(), PROMPTS, params))
+    speculative = run(engine(**options(name, translate=mode)), PROMPTS, params)
+    assert generated(speculative) == generated(run(engine(), PROMPTS, params))
     assert name == "words" or sum(seq.stats.drafted for seq in speculative) > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_a_drafter_like_any_other(way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_a_drafter_like_any_other(mode: str) -> None:
     """Batches, preemption, chunks, shared prefixes; calls that are skipped, repeated and broken."""
-    name = {"tli": "byte level", "slem": "sentence piece"}[way]
-    assert check_drafter("model", options(name, translate=way), target(), tokens=6, tokenizer=TARGET) > 400
+    name = {"tli": "byte level", "slem": "sentence piece"}[mode]
+    assert check_drafter("model", options(name, translate=mode), target(), tokens=6, tokenizer=TARGET) > 400
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
-@pytest.mark.parametrize("way", WAYS)
-def test_rules_that_want_q(rule: str, way: str) -> None:
-    """TLI hands over the law over the target's ids that it drew from; SLEM drafts for certain."""
-    one = engine(**options("byte level", translate=way))
-    seen = heard(one)
+@pytest.mark.parametrize("mode", MODES)
+def test_rules_that_want_q(rule: str, mode: str) -> None:
+    """tli reports the q over the target's ids that it drew from; slem reports none."""
+    one = engine(**options("byte level", translate=mode))
+    seen = recorded(one)
     run(one, PROMPTS, SamplingParams(temperature=1.0, max_tokens=16), rule)
     trees = [tree for step in seen for tree in step.draft.trees if tree.tokens]
     assert trees
-    assert all((tree.q is None) == (way == "slem") for tree in trees)
+    assert all((tree.q is None) == (mode == "slem") for tree in trees)
     for tree in trees:
         if tree.q is not None:
             assert tree.q.shape == (len(tree.tokens), target().config.vocab_size)
@@ -141,9 +141,9 @@ def test_the_same_model_with_other_ids_is_always_right(temperature: float) -> No
     params = SamplingParams(temperature=temperature, max_tokens=30)
     one = engine(5, plain_target(), draft_model=model, draft_tokenizer=words)
     seqs = run(one, PROMPTS, params)
-    assert isinstance(one.drafter.translated, Intersection)  # found out, not asked for
+    assert isinstance(one.drafter.translated, IntersectionRollout)  # chosen automatically
     assert all(seq.stats.alpha == 1 and (seq.stats.tau or 0) > 3 for seq in seqs)
-    assert said(seqs) == said(run(engine(model=plain_target()), PROMPTS, params))
+    assert generated(seqs) == generated(run(engine(model=plain_target()), PROMPTS, params))
 
 
 @pytest.mark.parametrize(("temperature", "tree"), [(0.0, False), (0.9, False), (0.9, True)])
@@ -162,7 +162,7 @@ def test_a_weaker_one_is_accepted_as_often_as_with_common_ids(temperature: float
 
 
 def test_drafted_work_is_kept_and_only_new_tokens_are_fed() -> None:
-    """What was accepted is not fed again: a step feeds the bonus, and the last node, which nobody has fed."""
+    """What was accepted is not fed again: a step feeds the bonus token and the last node, which was not fed yet."""
     model, words = twin()
     one = engine(4, plain_target(), draft_model=model, draft_tokenizer=words)
     fed: list[int] = []
@@ -176,22 +176,22 @@ def test_drafted_work_is_kept_and_only_new_tokens_are_fed() -> None:
     assert fed[0] == len(PROMPTS[0])
 
 
-def test_slem_spells_what_the_draft_says_in_the_targets_tokens() -> None:
-    """A draft model that knows the answer by heart, in words of its own."""
+def test_slem_encodes_the_draft_in_target_tokens() -> None:
+    """A draft model that knows the answer by heart, in its own tokens."""
     text = "def add(a, b):\n    return a + b\nfor i in range(10):\n    print(i)\n" * 2
     words = alphabets.sentence_piece()
-    reader, told = Parrot(words, [1, *words.encode(text)]), TARGET.encode(text)
-    speaker = Parrot(TARGET, told)
-    one = engine(4, speaker, draft_model=reader, draft_tokenizer=words, translate="slem")
-    (seq,) = run(one, [told[:12]], SamplingParams(max_tokens=len(told) - 12))
-    assert seq.generated == told[12:]
+    drafting, ids = Parrot(words, [1, *words.encode(text)]), TARGET.encode(text)
+    speaker = Parrot(TARGET, ids)
+    one = engine(4, speaker, draft_model=drafting, draft_tokenizer=words, translate="slem")
+    (seq,) = run(one, [ids[:12]], SamplingParams(max_tokens=len(ids) - 12))
+    assert seq.generated == ids[12:]
     assert seq.stats.alpha is not None
     assert seq.stats.alpha > 0.9
     assert (seq.stats.tau or 0) > 3
 
 
 class Parrot(Transformer):
-    """Says one text, token by token, by position."""
+    """Emits one text, token by token, by position."""
 
     def __init__(self, tokenizer: Tokenizer, ids: list[int]) -> None:
         config = alphabets.config_of(tokenizer.vocab_size, 256)
@@ -208,30 +208,30 @@ class Parrot(Transformer):
         return replace(output, logits=logits)
 
 
-# ------------------------------------------------------------ small rooms
+# ------------------------------------------------------------ little room
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_draft_model_reads_the_end_of_a_text_that_is_too_long_for_it(way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_reads_the_end_of_a_text_that_is_too_long_for_it(mode: str) -> None:
     words = DRAFTS["byte level"]()
     short = alphabets.model(words, seed=2, context=24)
     params = SamplingParams(max_tokens=30)
-    one = engine(draft_model=short, draft_tokenizer=words, translate=way)
-    seen = heard(one)
-    assert said(run(one, PROMPTS, params)) == said(run(engine(), PROMPTS, params))
+    one = engine(draft_model=short, draft_tokenizer=words, translate=mode)
+    seen = recorded(one)
+    assert generated(run(one, PROMPTS, params)) == generated(run(engine(), PROMPTS, params))
     late = [tree.tokens for step in seen[-15:] for tree in step.draft.trees]
     assert sum(map(len, late)) > 20  # to the end
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_when_places_run_short_whoever_waits_gives_up_his(way: str) -> None:
-    """More sequences than lines and slots, none of which says that it is over."""
+@pytest.mark.parametrize("mode", MODES)
+def test_when_slots_run_short_the_least_recently_used_sequence_is_evicted(mode: str) -> None:
+    """More sequences than lines and slots, and `end` is never called."""
     params, small = SamplingParams(max_tokens=5), {"max_length": 48, "cache_tokens": 112, "max_batch": 2}
-    one = engine(**options("byte level", translate=way), **small)
+    one = engine(**options("byte level", translate=mode), **small)
     one.drafter.end = lambda seq: None
     many = PROMPTS * 12
     seqs = run(one, many, params)
-    assert said(seqs) == said(run(engine(**small), many, params))
+    assert generated(seqs) == generated(run(engine(**small), many, params))
     assert all(seq.stats.drafted for seq in seqs)
 
 
@@ -244,38 +244,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pa
     return tiny.save(home / "target"), tiny.save(home / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3, seed=2)
 
 
-@pytest.mark.parametrize("way", ["auto", "tli"])
-def test_it_is_found_out_and_said(folders: tuple[Path, Path], way: str) -> None:
+@pytest.mark.parametrize("mode", ["auto", "tli"])
+def test_the_mode_is_chosen_and_reported(folders: tuple[Path, Path], mode: str) -> None:
     big, small = folders
-    llm = LLM(big, drafter="model", draft_model=str(small), translate=way, k=3, dtype="float32")
+    llm = LLM(big, drafter="model", draft_model=str(small), translate=mode, k=3, dtype="float32")
     params = SamplingParams(max_tokens=16)
     result = llm.generate("one two", params)[0]
     assert result.token_ids == llm.using(drafter="off").generate("one two", params)[0].token_ids
     facts = llm.drafting["model"]
-    assert facts["translate"] == ("slem" if way == "auto" else "tli")
+    assert facts["translate"] == ("slem" if mode == "auto" else "tli")
     assert facts["draft_model"] == "other"
     assert 256 < facts["shared_tokens"] < 300
     assert 0.8 < facts["target_share"] < 0.9
     assert result.stats.drafted > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_draft_model_with_nothing_in_common_says_nothing(way: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model_with_nothing_in_common_drafts_nothing(mode: str) -> None:
     words = Tokenizer(Core(models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
     words._core.add_special_tokens(["<unk>"])
     given = {"draft_model": alphabets.model(words, padding=7), "draft_tokenizer": Tokenizer(words._core)}
     params = SamplingParams(temperature=0.9, max_tokens=6)
-    seqs = run(engine(**given, translate=way), PROMPTS, params)
-    assert said(seqs) == said(run(engine(), PROMPTS, params))
+    seqs = run(engine(**given, translate=mode), PROMPTS, params)
+    assert generated(seqs) == generated(run(engine(), PROMPTS, params))
     assert not any(seq.stats.drafted for seq in seqs)
 
 
-def test_a_draft_model_that_knows_few_of_the_targets_words_is_retold() -> None:
-    assert isinstance(engine(**options("words")).drafter.translated, Retelling)
-    assert isinstance(engine(**options("words", translate="tli")).drafter.translated, Intersection)
+def test_with_few_common_tokens_text_is_retokenised() -> None:
+    assert isinstance(engine(**options("words")).drafter.translated, RetokenisedRollout)
+    assert isinstance(engine(**options("words", translate="tli")).drafter.translated, IntersectionRollout)
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(folders: tuple[Path, Path]) -> None:
+def test_errors_are_sentences(folders: tuple[Path, Path]) -> None:
     big, small = folders
     with pytest.raises(ConfigError, match=r"only --drafter model can translate"):
         LLM(big, drafter="ahead", draft_model=str(small), dtype="float32")
@@ -286,7 +286,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folders: tuple[Path, Path]) -> 
 
 
 def test_padding_alone_needs_no_translation() -> None:
-    """Fewer rows than the target has: the same ids, in the target's own slots. Said padding silences the drafter."""
+    """Fewer rows than the target has: the same ids, in the target's own slots. After padding nothing is drafted."""
     few = engine(draft_model=plain_target(), draft_tokenizer=TARGET)
     assert few.drafter.translated is None
     assert few.drafter.padded
@@ -294,6 +294,6 @@ def test_padding_alone_needs_no_translation() -> None:
     padding = [*PROMPTS[0], target().config.vocab_size - 1]
     seqs = run(few, [PROMPTS[0]], params) + run(few, [padding], params)
     alone = run(engine(), [PROMPTS[0]], params) + run(engine(), [padding], params)
-    assert said(seqs) == said(alone)
+    assert generated(seqs) == generated(alone)
     assert seqs[0].stats.drafted
     assert not seqs[1].stats.drafted

@@ -23,12 +23,12 @@ from outrider.types import SamplingParams, Sequence
 from support import alphabets
 from support.kernels import DEVICE, GPU
 
-TARGET, WORDS = alphabets.byte_level(alphabets.PROSE), alphabets.byte_level(alphabets.CODE)
+TARGET, DRAFT = alphabets.byte_level(alphabets.PROSE), alphabets.byte_level(alphabets.CODE)
 
 
-def drafts(way: str, captured: bool) -> list[list[int]]:
-    """Two drafts in a row for two sequences: the second one goes on from what the first has left in the plane."""
-    config = alphabets.config_of(WORDS.vocab_size, 64)
+def drafts(mode: str, captured: bool) -> list[list[int]]:
+    """Two drafts in a row for two sequences: the second continues from what the first left in the plane."""
+    config = alphabets.config_of(DRAFT.vocab_size, 64)
     device = DEVICE if captured else torch.device("cpu")
     model = Transformer(config, RandomWeights(config, 2), torch.float32, device)
 
@@ -40,25 +40,25 @@ def drafts(way: str, captured: bool) -> list[list[int]]:
         return Graphs(model, plane, DeviceState(cache, Driver(device), 4))
 
     cache = Cache(200, 4, 64)
-    options = {"draft_model": model, "draft_tokenizer": WORDS, "translate": way}
+    options = {"draft_model": model, "draft_tokenizer": DRAFT, "translate": mode}
     target = alphabets.model(TARGET)
     space = Workspace(target, cache, cache.add_plane(*target.plane_shape), options, TARGET, passes)
     made = make("model", space)
     params = [SamplingParams(), SamplingParams(temperature=0.9)]
     seqs = [Sequence(i, TARGET.encode(text), params[i], i) for i, text in enumerate(("the fox", "return a"))]
-    said = []
+    drafted = []
     for _ in range(2):
         trees = made.draft(DraftRequest(seqs, [2, 2])).trees
-        said += [tree.tokens for tree in trees]
+        drafted += [tree.tokens for tree in trees]
         for seq, tree in zip(seqs, trees, strict=True):
             seq.tokens += [*tree.tokens[:1], 50]
-    return said
+    return drafted
 
 
-@pytest.mark.parametrize("way", ["tli", pytest.param("slem", marks=() if GPU else pytest.mark.slow)])
-def test_captured_passes_draft_the_same(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    expected = drafts(way, captured=False)
+@pytest.mark.parametrize("mode", ["tli", pytest.param("slem", marks=() if GPU else pytest.mark.slow)])
+def test_captured_passes_draft_the_same(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    expected = drafts(mode, captured=False)
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     assert any(expected)
-    assert drafts(way, captured=True) == expected
+    assert drafts(mode, captured=True) == expected

@@ -1,6 +1,6 @@
-"""Layer skipping: the target drafts with some of its blocks left out (Draft & Verify, SWIFT).
+"""Layer skipping: the target drafts with some of its own attention and MLP blocks skipped (Draft & Verify, SWIFT).
 
-Promise: everything about the method is in this folder; deleting it deletes the method.
+Deleting this folder deletes the method. `outrider tune` finds the set of blocks for a target with `search.py`.
 """
 
 from .drafter import LayerSkip as LayerSkip

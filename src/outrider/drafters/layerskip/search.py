@@ -1,12 +1,12 @@
-"""Which blocks a target can leave out when it drafts for itself: a search over sets, as SWIFT does it.
+"""Searches the blocks that a target can skip when it drafts for itself, as in SWIFT.
 
-A set is scored by one parallel pass of the reduced model over text that the target itself has said: how often its
-choice agrees with the full model's, every position reading exact K/V of what came before, as the drafter's does. The
-objective is the expected speedup at the best K, from that agreement and from measured seconds. First come seeds, a set
-for every number of blocks (`skipseeds`; where there are none, every block alone, and the cheapest-to-miss together);
-then local moves from the fastest sets of several sizes and random sets, until time is up.
+A set of skipped blocks is scored with one parallel pass over text that the target generated: how often the reduced
+model's choice agrees with the full model's, each position reading exact K/V of those before it, as in drafting. The
+objective is the expected speedup at the best K, from the agreement and measured seconds. The search starts with seeds,
+a set for every number of blocks (without seeds: every block alone, then the least missed ones together). Local moves
+from the fastest sets of several sizes and random sets follow until time is up.
 
-It may be stopped anywhere: `best` is always valid. It knows blocks and agreement, not drafters, prompts or text.
+It may be stopped anywhere: `best` is always valid. It knows blocks and agreement, not drafters or prompts.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from torch import Tensor
 
 from ...backends import WHOLE, Model, Part
 from ...backends.rows import Rows, rows_of
+from ...control.expectation import expected_tokens
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
-from ...measure.statistics import expected_tokens
 from ...types import Sequence
-from .seeds import KINDS, seeds
 
-NOTE = "skip"  # what is noted about a target is called so
-MOST_ROWS = 256  # positions in a scoring pass: more are not worth their time
-SEED_ROWS = 64  # positions that seeds are looked for on
-SEED_SHARE = 0.7  # of the layers, in the largest seed
-STEPS = 25  # shares of the time that may be left out are told apart so finely
-LEADERS = 5  # of these, whose fastest sets are moved on from
-SWEEPS = 5  # over the passes that a price is made of: the fastest of each counts
-RATIO = 0.45  # of the blocks are left out in a random set (SWIFT's)
-SHORTLISTS = (8192, 16384, 32768, 65536)  # ids: tokenizers number what is frequent first
-K_MOST = 12
+NOTE = "skip"  # the name under which the set of a target is stored
+MAX_ROWS = 256  # positions in a scoring pass
+SEED_ROWS = 64  # positions that seeds are computed on
+SEED_SHARE = 0.7  # of the layers are skipped in the largest seed
+STEPS = 25  # classes of sets, by the share of the time that they skip
+LEADERS = 5  # classes whose fastest sets are moved on from
+SWEEPS = 5  # over the passes that a cost is measured with; the fastest of each counts
+RANDOM_SHARE = 0.45  # of the blocks, at most, are skipped in a random set (SWIFT's)
+SHORTLISTS = (8192, 16384, 32768, 65536)  # ids: tokenizers number frequent tokens first
+MAX_K = 12
+KINDS: dict[str, tuple[str, ...]] = {"layer": ("attention", "mlp"), "mlp": ("mlp",), "attention": ("attention",)}
+
 Block = tuple[str, int]  # ("attention" or "mlp", layer)
-Cost = Callable[[int], float]
+PassCost = Callable[[int], float]  # rows -> seconds
+RunLayer = Callable[[int, "Tensor | None", frozenset[str]], Tensor]  # layer, state before it, skipped blocks -> state
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A set of blocks that do not run, and of ids that nobody looks at."""
+    """A set of blocks that do not run, and a limit on the ids that the head scores."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
-    vocab: int | None = None  # the head reads its first so many ids alone; None: all of it
+    vocab: int | None = None  # only the first so many ids; None: all
 
     @staticmethod
     def of(blocks: Iterable[Block], vocab: int | None = None) -> Skip:
@@ -66,13 +68,13 @@ class Skip:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As the drafter `layerskip` is told."""
-        own: dict[str, Any] = {"skip_attention": sorted(self.attention), "skip_mlp": sorted(self.mlp)}
-        return own if self.vocab is None else own | {"draft_vocab": self.vocab}
+        """As options of the drafter `layerskip`."""
+        sets: dict[str, Any] = {"skip_attention": sorted(self.attention), "skip_mlp": sorted(self.mlp)}
+        return sets if self.vocab is None else sets | {"draft_vocab": self.vocab}
 
 
-class Found(NamedTuple):
-    """A set and what is expected of it."""
+class ScoredSkip(NamedTuple):
+    """A set and its expected speedup over plain decoding at its best K."""
 
     skip: Skip
     agreement: float
@@ -80,88 +82,85 @@ class Found(NamedTuple):
     k: int
 
 
-class Device(Protocol):
-    """How a text's passes run where a model is not called on the CPU."""
+class PassRunner(Protocol):
+    """Runs scoring passes on another device than the CPU."""
 
     def rows(self, packing: BatchBuilder) -> Rows: ...
 
     def seconds(self, seq: Sequence, part: Part) -> float: ...
 
 
-class Text:
-    """What the target said, laid out once so that any reduced pass over it is one call."""
+class ScoredText:
+    """Text of the target with its K/V, so that any reduced pass over it is one call."""
 
     def __init__(
         self,
         model: Model,
         answers: list[tuple[list[int], list[int]]],
-        most: int = MOST_ROWS,
-        device: Callable[[Model, Cache, Plane], Device] | None = None,
+        most: int = MAX_ROWS,
+        device: Callable[[Model, Cache, Plane], PassRunner] | None = None,
     ) -> None:
-        """answers: (prompt, what the target said) of each; of all together, at most `most` positions are scored."""
+        """answers: prompt and generated tokens of each; at most `most` positions are scored in all."""
         self.model = model
         each = max(1, most // max(len(answers), 1))
-        texts = [(prompt, said[: each + 1]) for prompt, said in answers if len(said) > 1]
-        room = [len(prompt) + 2 * len(said) for prompt, said in texts] or [1]  # a said token has a second place
-        self.cache = Cache(sum(room), len(room), max(room), model.device)
+        texts = [(prompt, answer[: each + 1]) for prompt, answer in answers if len(answer) > 1]
+        sizes = [len(prompt) + 2 * len(answer) for prompt, answer in texts] or [1]  # a scored row has its own slot
+        self.cache = Cache(sum(sizes), len(sizes), max(sizes), model.device)
         self.plane: Plane = self.cache.add_plane(*model.plane_shape)
-        self.seqs = [self._place(i, *text) for i, text in enumerate(texts)]
-        self.device = device(model, self.cache, self.plane) if device else None  # sees the places that were given
-        for seq, _ in self.seqs:
-            self._fill(seq)
-        packed = self._packed()
-        self.positions = len(packed.tokens)
-        self.rows = self._rows(packed)
-        self.few = self._rows(_thinned(packed))
-        self.choices = self._run(WHOLE)  # [T] the full model's, by the same pass
+        self.seqs = [Sequence(i, prompt + answer) for i, (prompt, answer) in enumerate(texts)]
+        for seq, (_, answer) in zip(self.seqs, texts, strict=True):
+            self.cache.open(seq)
+            self.cache.reserve(seq, len(seq.tokens), len(answer))
+        self.device = device(model, self.cache, self.plane) if device else None  # reads the reserved slots
+        for seq in self.seqs:
+            self._prefill(seq)
+        scored = [
+            (seq, position, slot)
+            for seq, (prompt, _) in zip(self.seqs, texts, strict=True)
+            for position, slot in zip(range(len(prompt), len(seq.tokens) - 1), self.cache.spare(seq), strict=False)
+        ]
+        self.positions = len(scored)
+        self.rows = self._again(scored)
+        self.few = self._again(scored[:: max(1, len(scored) // SEED_ROWS)])
+        self.choices = self._run(WHOLE)  # [T] of the full model, by the same pass
 
     def agreement(self, skip: Skip) -> float:
-        """How often the reduced model chooses as the full one, shrunk a little: few positions prove little."""
+        """How often the reduced model chooses as the full one, with one more hit and one more miss as a prior."""
         hits = int((self._run(skip.part) == self.choices).sum())
         return (hits + 1) / (self.positions + 2)
 
     def seconds(self, part: Part) -> float:
-        """One drafted token with only these blocks: on a CPU a pass over one row."""
+        """Of one drafted token with only this part: on a CPU, of a pass over one row."""
         if self.device is not None:
-            return self.device.seconds(min((seq for seq, _ in self.seqs), key=lambda seq: len(seq.tokens)), part)
-        # A pass in this thread alone has a clock that stands still while the machine does something else.
+            return self.device.seconds(min(self.seqs, key=lambda seq: len(seq.tokens)), part)
+        # A thread's own clock does not run while the machine does something else.
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        return seconds_of(lambda: self.model.forward(_first(self.rows), self.plane, part), clock)
+        return seconds_of(lambda: self.model.forward(first_row(self.rows), self.plane, part), clock)
 
     def seeds(self) -> Iterator[Skip]:
-        """Sets to begin with, of every size, by the stream's direction; none where a model only runs as a whole."""
+        """Sets of every size to start with; none where a model runs only as a whole."""
         layers = self.model.config.layers
         if not self.positions or layers < 3 or not self.model.has_layers:
             return
         for kind, blocks in KINDS.items():
-            for out in seeds(self._layer, layers, kind, max(1, round(SEED_SHARE * layers))):
-                yield Skip.of((name, i) for name in blocks for i in out)
+            for skipped in seeds(self._layer, layers, kind, max(1, round(SEED_SHARE * layers))):
+                yield Skip.of((name, i) for name in blocks for i in skipped)
 
-    def _place(self, number: int, prompt: list[int], said: list[int]) -> tuple[Sequence, int]:
-        """Slots for a whole text and for its second places; returns it with where its answer begins."""
-        seq = Sequence(number, prompt + said)
-        self.cache.open(seq)
-        self.cache.reserve(seq, len(seq.tokens), len(said))
-        return seq, len(prompt)
-
-    def _fill(self, seq: Sequence) -> None:
-        """Exact K/V of a whole text."""
+    def _prefill(self, seq: Sequence) -> None:
         for start in range(0, len(seq.tokens), 512):
-            packed = BatchBuilder(self.cache)
-            packed.pending(seq, start, min(start + 512, len(seq.tokens)), want=False)
-            self.model.forward(self._rows(packed), self.plane, Part(head=False))
+            batch = BatchBuilder(self.cache)
+            batch.pending(seq, start, min(start + 512, len(seq.tokens)), want=False)
+            self.model.forward(self._rows(batch), self.plane, Part(head=False))
 
-    def _packed(self) -> BatchBuilder:
-        """One row per said token: it reads the exact K/V before it and writes its own into a place of its own."""
-        packed = BatchBuilder(self.cache)
-        for seq, begin in self.seqs:
-            own = self.cache.spare(seq)
-            for offset, position in enumerate(range(begin, len(seq.tokens) - 1)):
-                packed.again(seq, position, own[offset])
-        return packed
+    def _again(self, scored: list[tuple[Sequence, int, int]]) -> Rows:
+        """Rows that read the exact K/V before their position and write their own into a spare slot."""
+        batch = BatchBuilder(self.cache)
+        for seq, position, slot in scored:
+            batch.again(seq, position, slot)
+        return self._rows(batch)
 
-    def _rows(self, packed: BatchBuilder) -> Rows:
-        return rows_of(packed) if self.device is None or not packed.tokens else self.device.rows(packed)
+    def _rows(self, batch: BatchBuilder) -> Rows:
+        return rows_of(batch) if self.device is None or not batch.tokens else self.device.rows(batch)
 
     def _run(self, part: Part) -> Tensor:
         if not self.positions:
@@ -169,49 +168,37 @@ class Text:
         return self.model.forward(self.rows, self.plane, part).logits.argmax(-1)  # [T]
 
     @torch.inference_mode()
-    def _layer(self, layer: int, x: Tensor | None, left: frozenset[str]) -> Tensor:
-        """The stream [T, H] after one layer, without some of its blocks."""
-        skip = Skip.of((kind, layer) for kind in left)
+    def _layer(self, layer: int, x: Tensor | None, skipped: frozenset[str]) -> Tensor:
+        """The hidden state [T, H] after one layer without some of its blocks."""
+        skip = Skip.of((kind, layer) for kind in skipped)
         part = Part(layer, layer + 1, skip.attention, skip.mlp, head=False)
         return self.model.forward(self.few, self.plane, part, x, (layer,)).hidden[layer]
 
 
-def _thinned(packed: BatchBuilder) -> BatchBuilder:
-    """Every so manieth row."""
-    few = BatchBuilder(packed.cache)
-    step = max(1, len(packed.tokens) // SEED_ROWS)
-    for name in ("tokens", "positions", "slots", "lines", "context", "tails", "owners"):
-        setattr(few, name, getattr(packed, name)[::step])
-    few.want = list(range(len(few.tokens)))
-    return few
-
-
 def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    begin = clock()
+    started = clock()
     run()
-    return clock() - begin
+    return clock() - started
 
 
-def _first(rows: Rows) -> Rows:
+def first_row(rows: Rows) -> Rows:
     ancestors = None if rows.ancestors is None else rows.ancestors[:1]
     one = (rows.tokens[:1], rows.positions[:1], rows.slots[:1], rows.lines[:1], rows.context[:1])
     return Rows(*one, rows.table, ancestors, torch.zeros(1, dtype=torch.long))
 
 
-class Price:
-    """Seconds of one drafted token, by what runs: measured for all, without attention, without MLPs, with less head."""
+class DraftCost:
+    """Seconds of one drafted token, by the blocks and ids that run.
+
+    Measured with passes in turns; the fastest of each counts, because other load only ever adds.
+    """
 
     def __init__(
         self, seconds: Callable[[Part], float], layers: int, vocabulary: int = 0, plain: float | None = None
     ) -> None:
-        """seconds: what a pass over one row takes with only this part; vocabulary: 0 where the head is always whole;
-        plain: what a pass with all of it takes.
-
-        Passes in turns, and the fastest of each: what else the machine does only ever adds. Where `plain` was measured
-        elsewhere, in other circumstances, only the ratios of what is measured here count.
-        """
-        every = frozenset(range(layers))
-        some = vocabulary // 4
+        """seconds: of a pass over one row with only this part; vocabulary: 0 where the head always runs whole;
+        plain: seconds of a whole pass measured elsewhere, to which these measurements are scaled."""
+        every, some = frozenset(range(layers)), vocabulary // 4
         parts = (WHOLE, Part(skip_attention=every), Part(skip_mlp=every), *([Part(vocab=some)] if some else []))
         sweeps = [[seconds(part) for part in parts] for _ in range(SWEEPS)]
         whole, without_attention, without_mlp, *some_head = (float(min(taken)) for taken in zip(*sweeps, strict=True))
@@ -228,40 +215,42 @@ class Price:
         return max(self.whole - saved, 0.02 * self.whole)
 
 
-def expected(agreement: float, draft: float, cost: Cost, k_most: int = K_MOST) -> tuple[float, int]:
-    """The best expected speedup over plain decoding and its K, when every drafted token costs `draft` seconds."""
-    speeds = [(expected_tokens(agreement, k) * cost(1) / (cost(k + 1) + k * draft), -k) for k in range(1, k_most + 1)]
+def expected_speedup(agreement: float, draft_cost: float, pass_cost: PassCost, max_k: int = MAX_K) -> tuple[float, int]:
+    """The best expected speedup over plain decoding, and its K; draft_cost: seconds of each drafted token."""
+    speeds = [
+        (expected_tokens(agreement, k) * pass_cost(1) / (pass_cost(k + 1) + k * draft_cost), -k)
+        for k in range(1, max_k + 1)
+    ]
     best, k = max(speeds)
     return best, -k
 
 
 class Search:
-    """Looks for the set with the highest expected speedup; can be stopped and resumed at any score."""
+    """Searches the set with the highest expected speedup; can be stopped after any score and resumed."""
 
     def __init__(
         self,
         layers: int,
         agreement: Callable[[Skip], float],
-        price: Callable[[Skip], float],
-        cost: Cost,
+        draft_cost: Callable[[Skip], float],
+        pass_cost: PassCost,
         start: Skip | None = None,
         seed: int = 0,
         seeds: Iterable[Skip] = (),
         shortlists: Iterable[int] = (),
     ) -> None:
-        """seeds: sets to look at first; shortlists: how many ids a head may be left with."""
-        self.layers, self._agreement, self.price, self.cost = layers, agreement, price, cost
-        self._seeds, self.shortlists = seeds, list(shortlists)
-        self.dice = random.Random(seed)
-        self.known: dict[Skip, float] = {}
-        self.best: Found | None = None
-        self.fastest: dict[int, Found] = {}  # by the share of the time that is left out, in STEPS
-        self.start = start
-        self.blocks = spared(layers)
+        """seeds: sets to score first; shortlists: limits on the ids that the head scores."""
+        self._agreement, self.draft_cost, self.pass_cost = agreement, draft_cost, pass_cost
+        self._start, self._seeds, self.shortlists = start, seeds, list(shortlists)
+        self.rng = random.Random(seed)
+        self.agreements: dict[Skip, float] = {}  # of all sets scored so far
+        self.best: ScoredSkip | None = None
+        self.fastest: dict[int, ScoredSkip] = {}  # by skipped share of the time, in STEPS classes
+        self.blocks = skippable(layers)
 
-    def run(self, deadline: Callable[[], bool], progress: Callable[[Search], None] = lambda search: None) -> Found:
-        """Score sets until `deadline` says that time is up or nothing new is left; at least one is scored."""
-        for skip in self._proposals():
+    def run(self, deadline: Callable[[], bool], progress: Callable[[Search], None] = lambda search: None) -> ScoredSkip:
+        """Score sets until `deadline` returns True or nothing new is left; at least one is scored."""
+        for skip in self._candidates():
             self.score(skip)
             progress(self)
             if deadline():
@@ -269,91 +258,120 @@ class Search:
         assert self.best is not None
         return self.best
 
-    def score(self, skip: Skip) -> Found:
-        """Agreement is measured once per set; price and costs are cheap."""
-        if skip not in self.known:
-            self.known[skip] = self._agreement(skip)
-        found = self.found(skip)
-        step = round(STEPS * self.spares(skip))
-        if step not in self.fastest or found.speedup > self.fastest[step].speedup:
-            self.fastest[step] = found
-        if self.best is None or found.speedup > self.best.speedup:
-            self.best = found
-        return found
+    def score(self, skip: Skip) -> ScoredSkip:
+        """Agreement is measured once per set."""
+        if skip not in self.agreements:
+            self.agreements[skip] = self._agreement(skip)
+        agreement = self.agreements[skip]
+        scored = ScoredSkip(skip, agreement, *expected_speedup(agreement, self.draft_cost(skip), self.pass_cost))
+        step = round(STEPS * self.skipped_share(skip))
+        if step not in self.fastest or scored.speedup > self.fastest[step].speedup:
+            self.fastest[step] = scored
+        if self.best is None or scored.speedup > self.best.speedup:
+            self.best = scored
+        return scored
 
-    def found(self, skip: Skip) -> Found:
-        """A set that was scored, and what is expected of it."""
-        return Found(skip, self.known[skip], *expected(self.known[skip], self.price(skip), self.cost))
+    def skipped_share(self, skip: Skip) -> float:
+        """The share of a drafted token's time that this set saves."""
+        return 1 - self.draft_cost(skip) / self.draft_cost(Skip())
 
-    def spares(self, skip: Skip) -> float:
-        """The share of a drafted token's time that these blocks are."""
-        return 1 - self.price(skip) / self.price(Skip())
-
-    def _proposals(self) -> Iterator[Skip]:
-        if self.start is not None:
-            yield self.start
+    def _candidates(self) -> Iterator[Skip]:
+        if self._start is not None:
+            yield self._start
         yield from self._seeds
-        if len(self.known) <= 1:
+        if len(self.agreements) <= 1:
             yield from self._greedy()
         for leader in self._leaders() if self.shortlists else ():
             yield from (replace(leader.skip, vocab=ids) for ids in self.shortlists)
         yield from self._moves()
 
     def _greedy(self) -> Iterator[Skip]:
-        """Where there were no seeds: every block alone, and then together."""
-        alone = [Skip.of([block]) for block in self.blocks]
-        yield from alone
-        # Together, those first that are missed least: how many of them is worth it?
-        order = sorted(self.blocks, key=lambda block: -self.known[Skip.of([block])])
+        """Without seeds: every block alone, then the least missed ones together, more and more of them."""
+        yield from (Skip.of([block]) for block in self.blocks)
+        order = sorted(self.blocks, key=lambda block: -self.agreements[Skip.of([block])])
         for size in range(2, len(order) + 1):
             skip = Skip.of(order[:size])
             yield skip
-            if self.known[skip] < 0.2:  # nothing larger will agree again
+            if self.agreements[skip] < 0.2:  # no larger set will agree again
                 break
 
     def _moves(self) -> Iterator[Skip]:
-        """Local moves from fast sets, and a random one now and then; stops when new sets are hard to find."""
+        """Local moves from fast sets, and sometimes a random set; ends when new sets become hard to find."""
         stale = 0
         while stale < 200:
-            skip = self._random() if self.dice.random() < 0.15 else self._neighbour()
-            if skip in self.known or not skip.blocks:
+            skip = self._random() if self.rng.random() < 0.15 else self._neighbour()
+            if skip in self.agreements or not skip.blocks:
                 stale += 1
                 continue
             stale = 0
             yield skip
 
     def _neighbour(self) -> Skip:
-        """Of one of the leaders. Where little or nothing pays, the fastest set of all is often one that hardly leaves
-        anything out, with slower ones around it: nobody gets to a large set from there."""
-        skip = self.dice.choice(self._leaders()).skip
-        if self.shortlists and self.dice.random() < 0.1:
-            return replace(skip, vocab=self.dice.choice([None, *self.shortlists]))
-        return neighbour(skip, self.blocks, self.dice, layers=self.dice.random() < 0.5)
+        """Of a leader of any size: slower sets may lie between the fastest set and a better, larger one."""
+        skip = self.rng.choice(self._leaders()).skip
+        if self.shortlists and self.rng.random() < 0.1:
+            return replace(skip, vocab=self.rng.choice([None, *self.shortlists]))
+        return neighbour(skip, self.blocks, self.rng, layers=self.rng.random() < 0.5)
 
-    def _leaders(self) -> list[Found]:
-        return sorted(self.fastest.values(), key=lambda found: -found.speedup)[:LEADERS]
+    def _leaders(self) -> list[ScoredSkip]:
+        return sorted(self.fastest.values(), key=lambda scored: -scored.speedup)[:LEADERS]
 
     def _random(self) -> Skip:
-        most = max(1, round(RATIO * len(self.blocks)))
-        return Skip.of(self.dice.sample(self.blocks, self.dice.randint(1, most)))
+        most = max(1, round(RANDOM_SHARE * len(self.blocks)))
+        return Skip.of(self.rng.sample(self.blocks, self.rng.randint(1, most)))
 
 
-def spared(layers: int) -> list[Block]:
-    """The blocks that may be left out. The first and the last layer carry too much: no search's set lacks them."""
+def skippable(layers: int) -> list[Block]:
+    """The blocks that a search may skip: not those of the first and the last layer, which are always needed."""
     inner = range(1, layers - 1) if layers > 2 else range(layers)
     return [(kind, i) for kind in ("attention", "mlp") for i in inner]
 
 
-def neighbour(skip: Skip, among: list[Block], dice: random.Random, layers: bool = False) -> Skip:
-    """A set with one block more, one less, or one exchanged; or so with whole `layers`."""
+def neighbour(skip: Skip, among: list[Block], rng: random.Random, layers: bool = False) -> Skip:
+    """A set with one block (or, with `layers`, one whole layer) added, dropped or exchanged."""
     units = [[block for block in among if block[1] == i] for i in sorted({i for _, i in among})]
     units = units if layers else [[block] for block in sorted(among)]
     inside = [unit for unit in units if skip.blocks.issuperset(unit)]
     outside = [unit for unit in units if not skip.blocks.issuperset(unit)]
-    move = dice.choice(("add", "drop", "swap"))
+    move = rng.choice(("add", "drop", "swap"))
     blocks = set(skip.blocks)
     if move in ("drop", "swap") and inside:
-        blocks.difference_update(dice.choice(inside))
+        blocks.difference_update(rng.choice(inside))
     if move in ("add", "swap") and outside:
-        blocks.update(dice.choice(outside))
+        blocks.update(rng.choice(outside))
     return Skip.of(blocks, skip.vocab)
+
+
+class _Path(NamedTuple):
+    """The hidden state after some layers, and the layers whose block was skipped."""
+
+    x: Any  # [T, H]; None before the first layer
+    skipped: tuple[int, ...] = ()
+
+
+def seeds(run: RunLayer, layers: int, kind: str, most: int) -> Iterator[tuple[int, ...]]:
+    """The layers that skip their `kind` (see KINDS), for 1 to `most` of them; never the first or the last layer.
+
+    CLaSp's dynamic programme: at each layer, the best path with n skips is the best one with n skips so far and this
+    layer, or the best one with n - 1 without its block, whichever state is closer to the full model's, by cosine.
+    """
+    blocks = frozenset(KINDS[kind])
+    paths = [_Path(None)]  # by number of skips; the first is the full model
+    for layer in range(layers):
+        ran = [_Path(run(layer, path.x, frozenset()), path.skipped) for path in paths]
+        if 0 < layer < layers - 1:
+            skipping = [
+                _Path(path.x if len(blocks) == 2 else run(layer, path.x, blocks), (*path.skipped, layer))
+                for path in paths[:most]
+            ]
+            ran = [_nearest(ran[n : n + 1] + skipping[max(n - 1, 0) : n], ran[0].x) for n in range(len(skipping) + 1)]
+        paths = ran
+    for path in paths[1:]:
+        yield path.skipped
+
+
+def _nearest(paths: list[_Path], full: Tensor) -> _Path:
+    if len(paths) == 1:
+        return paths[0]
+    similarity = torch.nn.functional.cosine_similarity
+    return max(paths, key=lambda path: float(similarity(path.x.float(), full.float(), dim=-1).mean()))
