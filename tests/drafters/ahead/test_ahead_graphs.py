@@ -41,7 +41,7 @@ def prepared(made: Forker, temperature: float) -> list[tuple[int, int, list[int]
     for number, (text, drafted) in enumerate([([1, 2, 3], [4, 5]), ([7, 8, 9, 7], [])]):
         seq = Sequence(number, text, params, seed=number)
         made.open(seq)
-        plans.append(Plan(seq, drafted, [2] * (len(drafted) + 1)))
+        plans.append(ForkPlan(seq, drafted, [2] * (len(drafted) + 1)))
     list(made.grow(plans, 2))
     made.cache.check()
     return [(b.accepted, b.token, b.chain) for plan in plans for b in plan.branches]
@@ -67,6 +67,6 @@ def test_a_rehearsal_records_what_rounds_need_and_leaves_nothing(monkeypatch: py
     seq = Sequence(1, [1, 2, 3], SamplingParams(max_tokens=40))
     made.open(seq)
     for drafted, more in (([4, 5, 6, 7], [4, 5, 6, 7, 8]), ([9, 9], [3]), ([], [2])):
-        list(made.grow([Plan(seq, drafted, [2] * len(drafted) + [2])], 2))
+        list(made.grow([ForkPlan(seq, drafted, [2] * len(drafted) + [2])], 2))
         made.extend(seq, more)
     assert made.recorded == known

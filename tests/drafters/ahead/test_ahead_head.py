@@ -18,11 +18,11 @@ from outrider import LLM, SamplingParams, drafters
 from outrider.backends.rows import rows_of
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.drafters.ahead import worker_host as place_module
+from outrider.drafters.ahead import worker as worker_module
 from outrider.drafters.ahead.forks import Plan
 from outrider.drafters.ahead.setup import shares_gpu
 from outrider.drafters.ahead.shared_queue import Sizes
-from outrider.drafters.ahead.worker_host import Thread
+from outrider.drafters.ahead.worker import Thread
 from outrider.drafters.head.features import Features
 from outrider.drafters.head.network import Head
 from outrider.engine.batch import BatchBuilder
@@ -46,7 +46,7 @@ def head(kind: str = "eagle3") -> Head:
 def engine_with(listeners: tuple[Any, ...] = (), **options: Any) -> Engine:
     config = Config(drafter="ahead", k=5, options={"head": head(), **ALWAYS} | options)
     engine = build_engine(TARGET, config, listeners=listeners)
-    assert engine.drafter.place.ready_within(30)
+    assert engine.drafter.host.wait_ready(30)
     return engine
 
 
@@ -74,15 +74,15 @@ def test_a_fork_goes_on_as_the_head_would(temperature: float) -> None:
     """What is prepared for an outcome is what the head says after the same tokens, were they all in the draft."""
     seq = Sequence(1, TEXT, SamplingParams(temperature=temperature, max_tokens=60), seed=9)
     forker = forker_of(shown(TEXT, head().config.taps))
-    forker.open(seq, owner=7)
-    plan = Plan(seq, [7, 8], [2, 2, 2])
+    forker.open(seq, target_id=7)
+    plan = ForkPlan(seq, [7, 8], [2, 2, 2])
     assert list(forker.grow([plan], 3)) == [0, 1, 2, 3]
     assert len(plan.branches) == 6
     for branch in plan.branches:
         assert branch.token not in plan.trunk[branch.accepted : branch.accepted + 1]
         said = [*plan.trunk[: branch.accepted], branch.token]
         for token in branch.chain:
-            other = Plan(seq, said, [0] * len(said) + [1])
+            other = ForkPlan(seq, said, [0] * len(said) + [1])
             list(forker.grow([other], 0))
             assert [b.token for b in other.branches] == [token]
             said.append(token)
@@ -95,14 +95,14 @@ def test_guesses_give_way_to_what_the_target_saw() -> None:
     longer = [*TEXT, 7, 8, 5]
     features, seq = shown(longer, taps), Sequence(1, TEXT, SamplingParams(max_tokens=60))
     forker = forker_of(features)
-    forker.open(seq, owner=7)
-    list(forker.grow([Plan(seq, [7, 8, 9], [2, 2, 2, 2])], 3))
+    forker.open(seq, target_id=7)
+    list(forker.grow([ForkPlan(seq, [7, 8, 9], [2, 2, 2, 2])], 3))
     forker.extend(seq, longer[len(TEXT) :])
     fresh, other = forker_of(shown(longer, taps)), Sequence(1, longer, SamplingParams(max_tokens=60))
-    fresh.open(other, owner=7)
+    fresh.open(other, target_id=7)
     said = []
     for one, text in ((forker, seq), (fresh, other)):
-        plan = Plan(text, [4], [3, 3])
+        plan = ForkPlan(text, [4], [3, 3])
         list(one.grow([plan], 2))
         said.append([(b.accepted, b.token, b.chain) for b in plan.branches])
     assert said[0] == said[1]
@@ -114,8 +114,8 @@ def test_guesses_give_way_to_what_the_target_saw() -> None:
 
 def test_nothing_is_prepared_for_what_the_target_has_not_seen() -> None:
     seq, forker = Sequence(1, TEXT), forker_of(Features(head().config.taps))
-    forker.open(seq, owner=7)
-    plans = [Plan(seq, [7], [1, 1])]
+    forker.open(seq, target_id=7)
+    plans = [ForkPlan(seq, [7], [1, 1])]
     assert list(forker.grow(plans, 2)) == [0]
     assert not plans
 
@@ -135,7 +135,7 @@ class Drafts:
 def test_just_in_time_it_drafts_as_the_drafter_head_does(temperature: float) -> None:
     params, ears = SamplingParams(temperature=temperature, max_tokens=30), (Drafts(), Drafts())
     now = engine_with((ears[0],))
-    now.drafter.worth.ahead = False
+    now.drafter.profitability.ahead = False
     ordinary = build_engine(TARGET, Config(drafter="head", k=5, options={"head": head()}), listeners=(ears[1],))
     for engine in (now, ordinary):
         decode(engine, Scenario("x", batch=2), params)
@@ -153,9 +153,9 @@ def test_a_thread_that_is_disturbed_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, batch: int, temperature: float
 ) -> None:
     """It dies, pauses (longer than anybody waits) and is slow at random moments: the same text, no stream lost."""
-    monkeypatch.setattr(place_module, "BACKOFF", 0.0)
-    monkeypatch.setattr("outrider.drafters.ahead.drafter.SOONEST", 0.02)
-    monkeypatch.setattr("outrider.drafters.ahead.drafter.LATEST", 0.05)
+    monkeypatch.setattr(worker_module, "BACKOFF", 0.0)
+    monkeypatch.setattr("outrider.drafters.ahead.drafter.MIN_DEADLINE", 0.02)
+    monkeypatch.setattr("outrider.drafters.ahead.drafter.MAX_DEADLINE", 0.05)
     dice, done, run = random.Random(batch), {"dies": 0, "pauses": 0, "slow": 0}, HeadForker._run
 
     def disturbed(self: HeadForker, nodes: Any) -> Tensor:
@@ -173,8 +173,8 @@ def test_a_thread_that_is_disturbed_changes_nothing(
     engine = engine_with()
     for _ in range(3 if batch == 1 else 1):
         assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
-        engine.drafter.place.ready_within(5)
-    place = engine.drafter.place
+        engine.drafter.host.wait_ready(5)
+    place = engine.drafter.host
     assert min(done.values()) > 0 or sum(done.values()) > 5, done
     assert place.starts > 1
     assert not engine.failures
@@ -190,7 +190,7 @@ def test_outcomes_are_hit_and_told() -> None:
     assert facts["deaths"] == 0
     assert facts["place"] == "thread"
     assert engine.drafter.traits.memory().kv > 0
-    assert not engine.drafter.post.features.pieces  # finished sequences leave nothing behind
+    assert not engine.drafter.source.features.pieces  # finished sequences leave nothing behind
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_other_rules_draft_just_in_time(rule: str) -> None:
         engine = engine_with()
         said.append(decode(engine, Scenario("x", batch=2), SamplingParams(temperature=0.8, max_tokens=30), rule))
         assert engine.drafter.notes()["ahead"]["hit_rate"] is None
-        assert engine.drafter.account.jits > 0
+        assert engine.drafter.statistics.jits > 0
     assert said[0] == said[1]
 
 
@@ -285,17 +285,17 @@ def test_a_model_on_the_targets_gpu_gets_a_stream_there(monkeypatch: pytest.Monk
         heard.append("make")
         return forker_of(Features(()))
 
-    sizes = Sizes(2, 16, 8)
-    place = Thread(sizes, make, gpu)
+    sizes = QueueSizes(2, 16, 8)
+    place = ThreadHost(sizes, make, gpu)
     assert place.kind == "stream"
-    assert place.ready_within(10)
+    assert place.wait_ready(10)
     assert heard == ["stream 0", "waits for the engine's", "there", "in", "make"]
     place.close()
     place._thread.join(10)  # type: ignore[union-attr]
     assert heard[-2:] == ["out", "out"]
     heard.clear()
-    other = Thread(sizes, make)
+    other = ThreadHost(sizes, make)
     assert other.kind == "thread"
-    assert other.ready_within(10)
+    assert other.wait_ready(10)
     assert heard == ["make"]
     other.close()

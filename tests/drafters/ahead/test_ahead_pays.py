@@ -20,10 +20,10 @@ from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Costs
 from outrider.drafters.ahead import setup as _ahead
-from outrider.drafters.ahead.account import Account
+from outrider.drafters.ahead.statistics import Account
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import Mail, Sizes
-from outrider.drafters.ahead.worth import Worth
+from outrider.drafters.ahead.profitability import Worth
 from outrider.drafters.head.network import Head
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
@@ -33,7 +33,7 @@ from outrider.types import Sequence
 from support.invented_head import MANY, RECORDING, Requests, Told, fake_head
 from support.invented_time import fake_model
 from support.kernels import GPU
-from support.places import Foreseen
+from support.simulated_host import SimulatedHost
 
 pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 TARGET = toy()
@@ -51,35 +51,35 @@ class Times:
     recordings: tuple[int, ...] = (3, 17, 18)  # requests that something new is recorded for
 
 
-class Beside(Foreseen):
+class Beside(SimulatedHost):
     """A worker in invented time."""
 
     kind = "stream"
 
-    def __init__(self, run: Any, sizes: Sizes, times: Times) -> None:
-        super().__init__(Mail(sizes, mmap.mmap(-1, sizes.bytes)), clock=lambda: run.world.now)
+    def __init__(self, run: Any, sizes: QueueSizes, times: Times) -> None:
+        super().__init__(SharedQueue(sizes, mmap.mmap(-1, sizes.bytes)), clock=lambda: run.world.now)
         self.run, self.times, self.world = run, times, run.world
 
     def post(self) -> int:
-        mail, times = self.mail, self.times
+        queue, times = self.queue, self.times
         self.number += 1
-        line = next(i for i, asked in enumerate(mail["asked"]) if asked >= 0)
-        name, root, depth = int(mail["owner"][line]), int(mail["length"][line]), mail.one("depth")
-        trunk, said = mail["trunk"][line, : mail["asked"][line]].tolist(), self.run.texts[name]
+        line = next(i for i, asked in enumerate(queue["trunk_length"]) if asked >= 0)
+        name, root, depth = int(queue["sequence"][line]), int(queue["length"][line]), queue.scalar("depth")
+        trunk, said = queue["trunk"][line, : queue["trunk_length"][line]].tolist(), self.run.texts[name]
         accepted = next((i for i, token in enumerate(trunk) if token != said[root + i]), len(trunk))
-        mail["keys"][0] = line, accepted, said[root + accepted]
+        queue["keys"][0] = line, accepted, said[root + accepted]
         after = range(root + accepted + 1, root + accepted + 1 + depth)
-        mail["chains"][0, :depth] = [said[at] if self.run.is_right(name, at) else 0 for at in after]
-        mail["odds"][0], mail["survival"][0, :depth] = CLAIM, [CLAIM ** (i + 1) for i in range(depth)]
-        mail["count"][0] = 1
+        queue["chains"][0, :depth] = [said[at] if self.run.is_right(name, at) else 0 for at in after]
+        queue["probability"][0], queue["survival"][0, :depth] = CLAIM, [CLAIM ** (i + 1) for i in range(depth)]
+        queue["count"][0] = 1
         begin = self.run.world.now + times.wake
         if self.number in times.recordings:
             begin += RECORDING
-            mail["recorded"][0] += 1
-        first, deeper = (times.alone, times.alone) if mail.one("now") else (times.first, times.deeper)
+            queue["recorded"][0] += 1
+        first, deeper = (times.alone, times.alone) if queue.scalar("just_in_time") else (times.first, times.deeper)
         self.due = lambda deep: begin + first + deep * deeper
-        mail["seconds"][:] = first + depth * deeper, first, deeper
-        mail["answered"][0], mail["published"][0] = self.number, depth
+        queue["seconds"][:] = first + depth * deeper, first, deeper
+        queue["answered"][0], queue["published"][0] = self.number, depth
         return self.number
 
 
@@ -105,7 +105,7 @@ def told(drafter: str, right: float, k: int | str = "auto", head: bool = False, 
         found = [run[0].answer(seq) for seq in run[0].seqs]
         assert not run[0].engine.failures
         made = run[0].engine.drafter
-        assert not isinstance(made, Ahead) or not made.place.bypassed
+        assert not isinstance(made, Ahead) or not made.host.bypassed
     return Told([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
 
 
@@ -145,7 +145,7 @@ def alternating(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], **conf
 
     monkeypatch.setattr(Worth, "took", took)
     engine = build_engine(TARGET, Config(drafter="ahead", options=options | {"ahead_fallback": ""}, **config))
-    assert engine.drafter.place.ready_within(30)
+    assert engine.drafter.host.wait_ready(30)
     return engine
 
 
@@ -165,7 +165,7 @@ def test_text_is_the_targets_while_ways_change(
     params, scenario = SamplingParams(temperature=temperature, max_tokens=40), Scenario("x", batch=batch)
     assert decode(engine, scenario, params) == reference(TARGET, scenario, params)
     assert not engine.failures
-    account = engine.drafter.account
+    account = engine.drafter.statistics
     assert account.jits > 3
     assert sum(account.hits.values()) + sum(account.misses.values()) > 3
 
@@ -180,7 +180,7 @@ def test_drawn_text_does_not_depend_on_the_way(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.undo()
     always = {"ahead_always": True, "ahead_fallback": "", **DRAFTERS["model"]()}
     engine = build_engine(TARGET, Config(drafter="ahead", k=4, options=always))
-    assert engine.drafter.place.ready_within(30)
+    assert engine.drafter.host.wait_ready(30)
     said.append(decode(engine, scenario, params, rule))
     assert said[0] == said[1] == said[2]
 
@@ -228,16 +228,16 @@ def test_what_was_prepared_is_not_taken_for_the_price_of_drafting_just_in_time()
     engine = build_engine(TARGET, Config(drafter="ahead", k=4, options=options))
     drafter = engine.drafter
     assert isinstance(drafter, Ahead)
-    assert drafter.place.ready_within(30)
-    drafter.worth.ahead, drafter.worth.left = True, 10**6
+    assert drafter.host.wait_ready(30)
+    drafter.profitability.ahead, drafter.profitability.left = True, 10**6
     engine.add(seq := Sequence(1, [1, 2, 3, 4, 5], SamplingParams(max_tokens=40)))
     for _ in range(4):
         engine.step()
-    assert drafter.flight
-    drafter.worth.ahead = False
+    assert drafter.in_flight
+    drafter.profitability.ahead = False
     assert {tree.source for tree in engine.step().draft.trees} == {"model"}
     engine.cancel(seq)
-    drafter.place.close()
+    drafter.host.close()
 
 
 def test_each_way_of_drafting_has_its_own_price() -> None:

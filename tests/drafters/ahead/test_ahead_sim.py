@@ -30,7 +30,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.types import Output, SamplingParams, Sequence
 
-from support.places import Foreseen
+from support.simulated_host import SimulatedHost
 
 TOKENS, WRONG = 3000, 1
 
@@ -58,39 +58,39 @@ class World:
         self.now = max(self.now, moment)
 
 
-class Oracle(Foreseen):
+class Oracle(SimulatedHost):
     """Knows the text, and answers in time, and as often rightly, as it is told."""
 
     kind = "oracle"
 
     def __init__(self, world: World, text: list[int], setting: Any) -> None:
-        sizes = Sizes(4, len(text) + 64, 64)
-        super().__init__(Mail(sizes, bytearray(sizes.bytes)), clock=lambda: world.now)
+        sizes = QueueSizes(4, len(text) + 64, 64)
+        super().__init__(SharedQueue(sizes, bytearray(sizes.bytes)), clock=lambda: world.now)
         self.world, self.text, self.s, self.dice = world, text, setting, random.Random(3)
 
     def post(self) -> int:
-        mail, s, begin = self.mail, self.s, self.world.now
+        queue, s, begin = self.queue, self.s, self.world.now
         self.number += 1
-        line = next(i for i, asked in enumerate(mail["asked"]) if asked >= 0)
-        trunk, root = mail["trunk"][line, : mail["asked"][line]].tolist(), int(mail["length"][line])
-        depth = mail.one("depth")
-        if not trunk and mail["forks"][line, 0] == 1:  # just in time
-            mail["keys"][0] = line, 0, self._right(root)
-            mail["chains"][0, :depth] = [self._right(root + 1 + i) for i in range(depth)]
-            mail["count"][0] = 1
+        line = next(i for i, asked in enumerate(queue["trunk_length"]) if asked >= 0)
+        trunk, root = queue["trunk"][line, : queue["trunk_length"][line]].tolist(), int(queue["length"][line])
+        depth = queue.scalar("depth")
+        if not trunk and queue["forks"][line, 0] == 1:  # just in time
+            queue["keys"][0] = line, 0, self._right(root)
+            queue["chains"][0, :depth] = [self._right(root + 1 + i) for i in range(depth)]
+            queue["count"][0] = 1
             self.due = lambda deep: begin + (deep + 1) * s.draft
         else:
             accepted = next((i for i, t in enumerate(trunk) if t != self.text[root + i]), len(trunk))
             hit = self.dice.random() < (s.hit_end if accepted == len(trunk) else s.hit_inside)
-            mail["keys"][0] = line, accepted, self.text[root + accepted]
+            queue["keys"][0] = line, accepted, self.text[root + accepted]
             after = root + accepted + 1
-            mail["chains"][0, :depth] = [self._right(after + i) for i in range(depth)]
-            mail["count"][0] = int(hit)
+            queue["chains"][0, :depth] = [self._right(after + i) for i in range(depth)]
+            queue["count"][0] = int(hit)
             self.due = lambda deep: begin + sim.done(s, deep)
-        self.posted, mail["times"][0] = begin, begin
-        mail["times"][1 : depth + 2] = [self.due(deep) for deep in range(depth + 1)]
-        mail["seconds"][:] = s.first + depth * s.deeper, s.first, s.deeper
-        mail["answered"][0], mail["published"][0] = self.number, depth
+        self.posted, queue["times"][0] = begin, begin
+        queue["times"][1 : depth + 2] = [self.due(deep) for deep in range(depth + 1)]
+        queue["seconds"][:] = s.first + depth * s.deeper, s.first, s.deeper
+        queue["answered"][0], queue["published"][0] = self.number, depth
         return self.number
 
     def _right(self, at: int) -> int:
@@ -108,7 +108,7 @@ class Target:
         choices = [self.text[p.positions[i] + 1] for i in p.want]
 
         def wait() -> Output:
-            beside = bool(getattr(self.drafter, "flight", None))  # somebody drafts beside this pass
+            beside = bool(getattr(self.drafter, "in_flight", None))  # somebody drafts beside this pass
             self.world.at_least(begin + (self.s.passes if beside else self.s.verify))
             return Output(torch.zeros(1, 4).expand(len(choices), 4), highest=[1.0] * len(choices), choices=choices)
 
@@ -175,7 +175,7 @@ def test_the_simulator_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch, n
     speed, drafter = engine_speed(monkeypatch, setting, "ahead")
     expected = sim.ahead(setting)
     assert speed == pytest.approx(expected["tok_s"], rel=0.05)
-    assert drafter.account.hit_rate == pytest.approx(expected["hit_rate"], abs=0.05)
+    assert drafter.statistics.hit_rate == pytest.approx(expected["hit_rate"], abs=0.05)
 
 
 def test_plain_decoding_agrees_too(monkeypatch: pytest.MonkeyPatch) -> None:

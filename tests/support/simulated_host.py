@@ -1,21 +1,21 @@
-"""A worker that drafts ahead in invented time: whoever knows the text answers, and nothing is ever started."""
+"""A host of the `ahead` drafter in simulated time: a subclass writes the responses, and no worker is ever started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from outrider.drafters.ahead.worker_host import Place
+from outrider.drafters.ahead.worker import WorkerHost
 
 
-class Foreseen(Place):
-    """`due` says when an answer of so many depths is there; waiting for it moves the clock of `world`."""
+class SimulatedHost(WorkerHost):
+    """`due` gives the time at which a response has a depth; waiting for it advances the clock of `world`."""
 
     ready = True  # type: ignore[assignment]
     world: Any
     due: Callable[[int], float] = staticmethod(lambda depth: 0.0)
 
-    def tend(self) -> None:
+    def supervise(self) -> None:
         pass
 
     def wait(self, depth: int, seconds: float) -> bool:
@@ -23,13 +23,13 @@ class Foreseen(Place):
         return True
 
     def _start(self) -> Any:
-        raise AssertionError("nobody starts a clock")
+        raise AssertionError("a simulated host starts no worker")
 
     def _alive(self) -> bool:
         return True
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         return ""
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         pass

@@ -16,7 +16,7 @@ from outrider import SamplingParams
 from outrider.backends.rows import rows_of
 from outrider.backends.toy import toy
 from outrider.config import Config
-from outrider.drafters.ahead.laws import STRAIGHT, Tilt, drawn_from
+from outrider.drafters.ahead.laws import NO_TILT, Tilt, draft_distribution
 from outrider.drafters.ahead.shared_queue import Mail, Sizes, read_laws, write_law
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
@@ -31,7 +31,7 @@ from outrider.types import Sequence, Step, Tree, chain
 from support.laws import Drafting, Toy, V, worst_error
 
 TARGET, DRAFTER = toy(), toy(blur=0.1)
-TILTS = [Tilt(1, 0.0), Tilt(1, 0.5), Tilt(2, 0.25), STRAIGHT]
+TILTS = [Tilt(1, 0.0), Tilt(1, 0.5), Tilt(2, 0.25), NO_TILT]
 
 
 # ---------------------------------------------------------------- the law of the text
@@ -42,7 +42,7 @@ def drafting(tilt: Tilt, most: int, told: bool = True) -> Drafting:
 
     def drafts(toy: Toy, k: int) -> Iterator[tuple[Tree, float]]:
         for tokens in itertools.product(range(V), repeat=k):
-            real = torch.stack([drawn_from(toy.q(tokens[:i]), tilt, most).spread(V) for i in range(k)])  # [k, V]
+            real = torch.stack([draft_distribution(toy.q(tokens[:i]), tilt, most).dense(V) for i in range(k)])  # [k, V]
             bare = torch.stack([toy.q(tokens[:i]) for i in range(k)])
             chance = float(torch.stack([real[i, token] for i, token in enumerate(tokens)]).prod())
             if chance > 0:
@@ -64,11 +64,11 @@ def test_a_judge_that_is_told_another_q_is_found_out() -> None:
 
 def test_a_law_is_cut_short_and_tilted() -> None:
     q = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
-    assert torch.equal(drawn_from(q).spread(4), q)  # nothing is left out: the very same numbers
+    assert torch.equal(draft_distribution(q).dense(4), q)  # nothing is left out: the very same numbers
     expected = torch.tensor([0.0, 0.2, 0.0, 0.3], dtype=torch.float64) / 0.5
-    assert torch.allclose(drawn_from(q, Tilt(1, 0.5), most=2).spread(4), expected, atol=1e-15)
+    assert torch.allclose(draft_distribution(q, Tilt(1, 0.5), most=2).dense(4), expected, atol=1e-15)
     sure = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    assert torch.equal(drawn_from(sure, Tilt(2, 0.0)).spread(4), sure)  # nothing else to draw
+    assert torch.equal(draft_distribution(sure, Tilt(2, 0.0)).dense(4), sure)  # nothing else to draw
 
 
 def test_a_tilt_buys_hits_with_acceptance() -> None:
@@ -80,7 +80,7 @@ def test_a_tilt_buys_hits_with_acceptance() -> None:
             scores = 2 * torch.randn(12, generator=generator, dtype=torch.float64)
             blurred = scores + 0.5 * torch.randn(12, generator=generator, dtype=torch.float64)
             p, q = torch.softmax(scores, 0), torch.softmax(blurred, 0)
-            drawn, forks = drawn_from(q, Tilt(2, share)).spread(12), q.topk(3).indices.tolist()
+            drawn, forks = draft_distribution(q, Tilt(2, share)).dense(12), q.topk(3).indices.tolist()
             owed = torch.clamp(p - drawn, min=0)
             for token in range(12):
                 lost = float(drawn[token] - torch.minimum(p, drawn)[token])  # drawn, and rejected
@@ -94,17 +94,17 @@ def test_a_tilt_buys_hits_with_acceptance() -> None:
 
 
 def test_laws_travel() -> None:
-    sizes = Sizes(1, 4, 2)
-    mail = Mail(sizes, bytearray(sizes.bytes))
+    sizes = QueueSizes(1, 4, 2)
+    queue = SharedQueue(sizes, bytearray(sizes.bytes))
     q = torch.softmax(torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), 0)
-    long, short = drawn_from(q), drawn_from(torch.tensor([0.0, 0.25, 0.75], dtype=torch.float64))
-    write_law(mail, 1, 0, long)
-    write_law(mail, 1, 1, long)
-    write_law(mail, 1, 1, short)  # nothing of the longer one stays
-    write_law(mail, 1, 2, None)
-    told = read_laws(mail, 1, range(3), 100)
-    assert torch.equal(told[0], long.spread(100))
-    assert torch.equal(told[1], short.spread(100))
+    long, short = draft_distribution(q), draft_distribution(torch.tensor([0.0, 0.25, 0.75], dtype=torch.float64))
+    write_law(queue, 1, 0, long)
+    write_law(queue, 1, 1, long)
+    write_law(queue, 1, 1, short)  # nothing of the longer one stays
+    write_law(queue, 1, 2, None)
+    told = read_laws(queue, 1, range(3), 100)
+    assert torch.equal(told[0], long.dense(100))
+    assert torch.equal(told[1], short.dense(100))
     assert not told[2].any()
 
 
@@ -124,7 +124,7 @@ class Listener:
 def engine_with(rule: str, listeners: tuple[Listener, ...] = (), **options: object) -> Engine:
     options = {"draft_model": DRAFTER, "ahead_fallback": "", "ahead_always": True, "ahead_wait": 5} | options
     engine = build_engine(TARGET, Config(drafter="ahead", k=4, rule=rule, options=options), listeners=listeners)
-    assert engine.drafter.place.ready_within(30)
+    assert engine.drafter.host.wait_ready(30)
     return engine
 
 
@@ -151,7 +151,7 @@ def test_the_engine_is_told_what_was_drawn_from(share: float) -> None:
         for i, token in enumerate(tree.tokens):
             before = Sequence(1, text, params, seed=seq.seed, prompt_len=seq.prompt_len)
             q = law(logits_after([*text, *tree.tokens[:i]], seq), before, tree.tokens[:i])
-            expected = drawn_from(q, Tilt(2, share)).spread(q.shape[0])  # 8 forks over 5 places
+            expected = draft_distribution(q, Tilt(2, share)).dense(q.shape[0])  # 8 forks over 5 places
             assert torch.allclose(tree.q[i], expected, atol=1e-6)
             assert token == draw(tree.q[i], key(seq.seed, i, DRAFT, len(text)))
 
@@ -162,7 +162,7 @@ def test_the_same_text_whatever_was_ready(rule: str) -> None:
     params, scenario, said = SamplingParams(temperature=2.0, max_tokens=20), Scenario("x", batch=2), []
     for ahead, forks, fallback in ((True, 16, ""), (False, 8, ""), (True, 2, "suffix,ngram")):
         engine = engine_with(rule, ahead_forks=forks, ahead_fallback=fallback)
-        engine.drafter.worth.ahead = ahead
+        engine.drafter.profitability.ahead = ahead
         said.append(decode(engine, scenario, params, rule))
         facts = engine.drafter.notes()["ahead"]
         assert (facts["hit_rate"] is not None) == ahead
