@@ -75,7 +75,7 @@ class Ahead(Drafter):
         self.request = DraftRequest([], [])  # of the current step
         self.requested: set[int] = set()  # ids of its sequences
         self.rounds: list[RoundTimes] = []  # used for the current step's draft
-        self.k = 0  # its largest budget
+        self.k, self.tilt = 0, Tilt()  # its largest budget; how q is adapted
         self.verify = 0.0  # seconds of a target pass, recently
         self.load_wait = float(space.option("ahead_wait", default=LOAD_WAIT))
         self.last_step, self.recorded = (-2, 0.0), 0  # its index and end; passes that the worker has recorded
@@ -114,6 +114,7 @@ class Ahead(Drafter):
         self.host.supervise()
         self.request, self.k = request, max(request.budgets, default=0)
         self.requested, self.rounds = {seq.id for seq in request.seqs}, []
+        self.tilt = Tilt(max(round(self.max_forks / (self.k + 1)), 1), self.fork_share)
         trees = [Tree([], [])] * len(request.seqs)
         self._take_prepared(trees)
         unread = self._fall_back(trees)
@@ -137,10 +138,12 @@ class Ahead(Drafter):
             if (self.source.features is None or not needs_q(seq)) and tokens is not None
             and seq.room > 2 and self._has_features(seq)
         ]  # fmt: skip
-        if requests:  # the length of a sampled draft must not depend on measured times
-            fixed = any(needs_q(request.seq) for request in requests)
-            depth = min(self.k, MAX_DEPTH) if fixed else self.depth
-            self.in_flight = self.channel.request(requests, depth, tilt=self._tilt)
+        if requests:
+            depth = min(self.k, MAX_DEPTH)
+            if not any(needs_q(request.seq) for request in requests):  # a sampled draft must not depend on times
+                limit = max(depth, 1)
+                depth = min(limit, self.fixed_depth or self.statistics.best_depth(self.verify, limit) or 2)
+            self.in_flight = self.channel.request(requests, depth, tilt=self.tilt)
             self.host.submit()
 
     def observe(self, step: Step) -> None:
@@ -268,10 +271,7 @@ class Ahead(Drafter):
         return unread if draft.unread is None else draft.unread
 
     def _draft_by_worker(self, trees: list[Tree]) -> None:
-        """Drafts just in time by the worker, for sequences without a good one.
-
-        Not before the first token: the worker reads a prompt while the target does.
-        """
+        """Drafts just in time by the worker, for decoding sequences that have no good draft yet."""
         seqs, budgets = self.request.seqs, self.request.budgets
         missing = [
             i
@@ -286,7 +286,7 @@ class Ahead(Drafter):
             # The controller's budgets are for prepared drafts, which are cheaper.
             depth = min(depth, self.statistics.best_just_in_time_depth(self.verify, depth))
         requests = [OutcomeRequest(seqs[i], [], [1]) for i in missing]
-        sent = self.channel.request(requests, depth, just_in_time=True, tilt=self._tilt)
+        sent = self.channel.request(requests, depth, just_in_time=True, tilt=self.tilt)
         self.host.submit()
         if sent and self._wait(depth):
             queue = self.host.queue
@@ -323,16 +323,6 @@ class Ahead(Drafter):
         features, position = self.source.features, len(seq.tokens) - 2
         held = position >= 0 and self.space.plane.holds(seq.id) > position
         return features is None or (held and features.known(seq.id, position))
-
-    @property
-    def _tilt(self) -> Tilt:
-        return Tilt(max(round(self.max_forks / (self.k + 1)), 1), self.fork_share)
-
-    @property
-    def depth(self) -> int:
-        """As deep as pays, within the budget; at least 1."""
-        limit = max(min(self.k, MAX_DEPTH), 1)
-        return min(limit, self.fixed_depth or self.statistics.best_depth(self.verify, limit) or 2)
 
     def _wait(self, depth: int) -> bool:
         usual = self.statistics.first + depth * self.statistics.deeper

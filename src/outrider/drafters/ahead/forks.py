@@ -137,10 +137,12 @@ class Forker:
         self.target_noise = True  # rank forks with the target's noise; False: to measure what that brings
         self.tilt = Tilt()
         self.before_pass: Callable[[], None] = lambda: None
-        self._last_plans: dict[int, ForkPlan] = {}  # by sequence id
+        self.target_ids: dict[int, int] = {}  # by sequence id
+        self._last_plans: dict[int, ForkPlan] = {}
 
     def open(self, seq: Sequence, target_id: int = -1) -> None:
         """target_id: the sequence's id in the engine."""
+        self.target_ids[seq.id] = target_id
         self.cache.open(seq)
 
     def extend(self, seq: Sequence, more: list[int]) -> None:
@@ -168,16 +170,8 @@ class Forker:
         self.close(seq)
         self.cache.drop_retired()
 
-    @property
-    def recorded(self) -> int:
-        """Number of recorded passes."""
-        return len(getattr(self.passes, "passes", ()))
-
     def grow(self, plans: list[ForkPlan], depth: int) -> Iterator[int]:
-        """Prepare drafts, one token of every outcome at a time; yields their length. May be abandoned at any yield.
-
-        Plans without room in the cache are removed from the list.
-        """
+        """Prepare drafts, one token of every outcome at a time; yields their length. Removes plans that do not fit."""
         plans[:] = [plan for plan in plans if self._fits(plan, depth)]
         if not plans:
             yield 0

@@ -34,14 +34,10 @@ class HeadForker(Forker):
     def __init__(self, head: Head, slots: int, lanes: int, length: int, features: Features | Kept) -> None:
         model: Any = head  # it has a plane as a model has; every method that would run it as a model is overridden
         super().__init__(model, slots, lanes, length)
-        self.head, self.target_ids = head, dict[int, int]()  # by sequence id here: the id under which features know it
+        self.head = head
         self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.target_ids[seq.id])
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence id -> node -> [H] what its children continue from
         self.ids: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
-
-    def open(self, seq: Sequence, target_id: int = -1) -> None:
-        self.target_ids[seq.id] = target_id
-        super().open(seq, target_id)
 
     def extend(self, seq: Sequence, more: list[int]) -> None:
         """The text has grown; the new tokens are fed again, with the target's hidden states."""
@@ -98,10 +94,7 @@ class HeadForker(Forker):
 
 
 def head_source(space: Workspace) -> tuple[Head, Features | Kept, tuple[int, ...], TrainedHead]:
-    """The head that was given or belongs to the target, its features, all taps, and the drafter for just in time.
-
-    A head that cannot continue from its own outputs is refused.
-    """
+    """The head that was given or belongs to the target, its features, all taps, and the drafter for just in time."""
     head = load_head(space)
     if head.config.kind != "eagle3":
         raise ConfigError(

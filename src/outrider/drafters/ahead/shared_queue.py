@@ -230,10 +230,7 @@ class Channel:
     def request(
         self, requests: list[OutcomeRequest], depth: int, just_in_time: bool = False, tilt: Tilt = NO_TILT
     ) -> dict[int, SentRequest]:
-        """Write a request, which `WorkerHost.submit` sends. Returns what was written, by sequence id.
-
-        just_in_time: nothing is being verified; the one fork of each sequence is the first token of its draft.
-        """
+        """Write a request, which `WorkerHost.submit` sends. Returns what was written, by sequence id."""
         queue, sent = self.queue, {}
         queue["just_in_time"][0], queue["tilt"][:] = just_in_time, tilt
         queue["trunk_length"][:] = -1

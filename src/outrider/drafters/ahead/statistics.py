@@ -162,10 +162,7 @@ class AheadStatistics:
         return fan_out(length_probabilities(self.alpha, length), total, self.inside.law, self.end.law)
 
     def best_depth(self, verify: float, limit: int) -> int | None:
-        """The depth with the most tokens per second if all outcomes are hits; None: not measured yet.
-
-        Depths within `verify`, the seconds of a target pass, are hidden. Beyond it every depth is waited for.
-        """
+        """The depth with the most tokens per second if all outcomes are hits; verify: seconds of a target pass."""
         if not self.deeper or not verify:
             return None
         tokens = list(accumulate(self.alpha**depth for depth in range(limit + 1)))  # expected, by depth

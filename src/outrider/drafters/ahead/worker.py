@@ -1,11 +1,9 @@
 """The worker that answers requests, and its hosts, which run it in a thread or a process and supervise it.
 
 The worker publishes a response one depth at a time. A new request replaces the current one, which is abandoned after
-the pass in progress. It ends when the engine's end of the pipe is closed, however the engine ended.
-
-Promises of a host: no call waits longer than its deadline, whatever the worker does, and no worker outlives the engine.
-A worker that dies is restarted with exponential backoff. One that misses a deadline is bypassed until it answers. One
-that makes no progress for HANG_TIMEOUT is ended and restarted. All times are in seconds.
+the pass in progress. Promises: no call waits longer than its deadline, whatever the worker does, and no worker outlives
+the engine. A worker that dies is restarted with exponential backoff. One that misses a deadline is bypassed until it
+answers. One that makes no progress for HANG_TIMEOUT is ended and restarted. All times are in seconds.
 
     python -m outrider.drafters.ahead.worker FD JSON   # as `ProcessHost` starts it: shared memory, and what to load
 """
@@ -104,19 +102,11 @@ class Worker:
                     queue["chains"][row, depth - 1] = branch.chain[-1]
                     queue["survival"][row, depth - 1] = branch.survival[-1]
                 row += 1
-        queue["count"][0], queue["recorded"][0] = row, self.forker.recorded
+        queue["count"][0], queue["recorded"][0] = row, len(getattr(self.forker.passes, "passes", ()))
         queue["published"][0] = depth
 
     def _plan(self, lane: int) -> ForkPlan | None:
-        queue = self.queue
-        seq, length = self._read(lane), int(queue["trunk_length"][lane])
-        if seq is None or not seq.tokens:
-            return None
-        trunk, forks = queue["trunk"][lane, :length].tolist(), queue["forks"][lane, : length + 1].tolist()
-        return ForkPlan(seq, trunk, forks, lane, just_in_time=bool(queue.scalar("just_in_time")))
-
-    def _read(self, lane: int) -> Sequence | None:
-        """The lane's sequence, brought up to date."""
+        """A lane's part of the request, with its sequence brought up to date."""
         queue = self.queue
         version, length = int(queue["version"][lane]), int(queue["length"][lane])
         read, seq = self.lanes.get(lane, (-1, None))
@@ -132,7 +122,9 @@ class Worker:
             self.forker.open(seq, int(queue["sequence"][lane]))
         else:
             self.forker.extend(seq, queue["tokens"][lane, len(seq.tokens) : length].tolist())
-        return seq
+        drafted = int(queue["trunk_length"][lane])
+        trunk, forks = queue["trunk"][lane, :drafted].tolist(), queue["forks"][lane, : drafted + 1].tolist()
+        return ForkPlan(seq, trunk, forks, lane, bool(queue.scalar("just_in_time"))) if seq.tokens else None
 
     def _drop(self, lane: int) -> None:
         if lane in self.lanes:
@@ -329,10 +321,6 @@ class ProcessHost(WorkerHost):
         self._running: list[subprocess.Popen[bytes]] = []
         self._stderr: IO[bytes] | None = None
         self._release = weakref.finalize(self, _kill_all, self._running)  # also when the interpreter ends
-
-    @property
-    def pid(self) -> int | None:
-        return self._running[0].pid if self._running else None
 
     def _start(self) -> tuple[PipeEnd, PipeEnd]:
         package_root = str(Path(__file__).resolve().parents[3])
