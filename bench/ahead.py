@@ -48,8 +48,8 @@ from outrider import LLM, SamplingParams
 from outrider.backends import Part
 from outrider.backends.load import load_model
 from outrider.backends.loaded_weights import embedding_of
-from outrider.drafters.ahead.curve import Curve, Law
-from outrider.drafters.ahead.forks import Forker, Plan, likeliest
+from outrider.drafters.ahead.forks import Forker, ForkPlan, likeliest
+from outrider.drafters.ahead.statistics import MissCurve, PowerLaw
 from outrider.drafters.head.network import Head, read_head
 from outrider.engine.sampling import ranked
 from outrider.measure.environment import environment
@@ -70,9 +70,9 @@ class Ranks:
     """Ranks of the target's tokens in a draft model's ranking."""
 
     def __init__(self) -> None:
-        self.end, self.inside = Curve(Law(0.5, 0.5)), Curve(Law(0.7, 0.4))
+        self.end, self.inside = MissCurve(PowerLaw(0.5, 0.5)), MissCurve(PowerLaw(0.7, 0.4))
         for curve in (self.end, self.inside):
-            curve.FADE = 1.0  # all outcomes have the same weight
+            curve.DECAY = 1.0  # all outcomes have the same weight
 
     def add(self, order: list[int], drafted: int, token: int) -> None:
         self.end.add(_place(order, token), WIDEST)
@@ -83,7 +83,7 @@ class Ranks:
         curves = {"end": self.end, "rejection": self.inside}
         return {
             name: {
-                "hits": dict(zip(range(1, WIDEST + 1), curve.measured(), strict=False)),
+                "hits": dict(zip(range(1, WIDEST + 1), curve.hit_rates(), strict=False)),
                 "c": round(curve.law.c, 4),
                 "r": round(curve.law.r, 4),
                 "outcomes": round(curve.tried[0]),
@@ -103,10 +103,10 @@ def curve(forker: Forker, llm: LLM, prompts: list[list[int]], given: argparse.Na
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=min(given.tokens, 64), ignore_eos=True)
         (answer,) = llm.generate([prompt], params)
         seq = Sequence(number, prompt, params, seed=number)
-        plan = Plan(seq, answer.token_ids, [])
+        plan = ForkPlan(seq, answer.token_ids, [])
         forker.open(seq)
         forker.cache.reserve(seq, len(prompt), len(plan.trunk))
-        logits = forker.glue([plan])  # [1 + tokens, V]
+        logits = forker.read_trunks([plan])  # [1 + tokens, V]
         for i, token in enumerate(answer.token_ids):
             before = answer.token_ids[:i]
             noised = [t for t, _ in ranked(logits[i], seq, before, WIDEST + 1)]
@@ -273,12 +273,12 @@ def cpu_times(forker: Forker, prompt: list[int], k: int, forks: int) -> dict[str
     for _ in range(15):
         rounds = {"first": (prompt[-k:], spread), "draft": ([], [1])}
         marks = [time.process_time()]
-        forker.glue([Plan(seq, prompt[-k:], [])])
+        forker.read_trunks([ForkPlan(seq, prompt[-k:], [])])
         marks.append(time.process_time())
         best["pass"] = min(best["pass"], marks[1] - marks[0])
         for name, (trunk, given) in rounds.items():
             marks = [time.process_time()]
-            marks += [time.process_time() for _ in forker.grow([Plan(seq, trunk, given)], 2)]
+            marks += [time.process_time() for _ in forker.grow([ForkPlan(seq, trunk, given)], 2)]
             best[name] = min(best[name], marks[1] - marks[0])
             best[f"{name}, deeper"] = min(best[f"{name}, deeper"], marks[3] - marks[2])
     forker.close(seq)
@@ -363,8 +363,8 @@ def main() -> None:
             llms = head_engines(base, given) if given.head else engines(base, given)
             for name in (AHEAD, CHOOSES):
                 drafter: Any = llms[name].engine.drafter
-                if not drafter.place.ready_within(300):
-                    sys.exit(f"The draft model's process did not start: {drafter.place.trouble}")
+                if not drafter.host.wait_ready(300):
+                    sys.exit(f"The draft model's process did not start: {drafter.host.trouble}")
             facts["race"].append(race(llms, prompts, given, temperature))
             show_race(facts["race"][-1])
             latest = facts["race"][-1]
@@ -372,7 +372,7 @@ def main() -> None:
             latest["projection"].pop("setting")
             ahead_sim.show(latest["projection"])
             for name in (AHEAD, CHOOSES):
-                llms[name].engine.drafter.place.close()
+                llms[name].engine.drafter.host.close()
         facts["setting"] = facts["race"][0]["setting"]
     print(json.dumps(facts))
 

@@ -31,11 +31,10 @@ from typing import Any
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.ahead import drafter as ahead_module
-from outrider.drafters.ahead.account import Account
-from outrider.drafters.ahead.curve import Curve, chances, fan_out
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.forks import Forker
-from outrider.drafters.ahead.shared_queue import rank
+from outrider.drafters.ahead.shared_queue import SharedQueue
+from outrider.drafters.ahead.statistics import AheadStatistics, MissCurve, fan_out, length_probabilities
 from outrider.measure.environment import environment
 from outrider.models.prompts import bundled
 
@@ -45,13 +44,13 @@ USUAL = 8  # forks of a sequence by default
 SHARES = (1.0, 0.5, 0.25, 0.0)
 
 
-class Counting(Account):
-    """An account without decay, with the same number of forks at every position."""
+class Counting(AheadStatistics):
+    """Statistics without decay, with the same number of forks at every position."""
 
     def __init__(self) -> None:
         super().__init__()
         for curve in (self.inside, self.end):
-            curve.FADE = 1.0
+            curve.DECAY = 1.0
 
     def forks(self, length: int, many: int) -> list[int]:
         return [many] * (length + 1)
@@ -60,30 +59,30 @@ class Counting(Account):
 @contextmanager
 def sparing() -> Iterator[None]:
     """Within this context only the first forks of every position are grown; the others are only ranked."""
-    deepen, find = Forker._deepen, ahead_module.find
+    deepen, find = Forker._deepen, SharedQueue.find
 
     def first_only(self: Forker, growing: list[Any]) -> None:
         grown: dict[tuple[int, int], int] = defaultdict(int)
         some = []
         for plan, branch in growing:
-            grown[plan.line, branch.accepted] += 1
-            if grown[plan.line, branch.accepted] <= GROWN:
+            grown[plan.lane, branch.accepted] += 1
+            if grown[plan.lane, branch.accepted] <= GROWN:
                 some.append((plan, branch))
             else:
                 branch.chain.append(0)
                 branch.survival.append(0.0)
-                branch.laws.append(None)
+                branch.q.append(None)
         deepen(self, some)
 
-    def found(mail: Any, outcome: Any) -> int | None:
-        position, _ = rank(mail, outcome)
-        return find(mail, outcome) if position is not None and position <= GROWN else None
+    def found(queue: SharedQueue, outcome: Any) -> tuple[int | None, int | None, int]:
+        row, rank, forks = find(queue, outcome)
+        return row if rank is not None and rank <= GROWN else None, rank, forks
 
-    Forker._deepen, ahead_module.find = first_only, found  # type: ignore[method-assign]
+    Forker._deepen, SharedQueue.find = first_only, found  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Forker._deepen, ahead_module.find = deepen, find  # type: ignore[method-assign]
+        Forker._deepen, SharedQueue.find = deepen, find  # type: ignore[method-assign]
 
 
 def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperature: float, **options: Any) -> Any:
@@ -101,7 +100,7 @@ def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperat
     drafter: Any = llm.engine.drafter
     assert isinstance(drafter, Ahead)
     if options.get("rule", "match") == "match":
-        drafter.account = Counting()
+        drafter.statistics = Counting()
     accepted = reached = emitted = steps = differ = 0
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=given.tokens, ignore_eos=True)
@@ -111,24 +110,24 @@ def run(base: LLM, prompts: list[list[int]], given: argparse.Namespace, temperat
         accepted, reached = accepted + out.stats.accepted, reached + out.stats.reached
         emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
     facts = llm.drafting["ahead"]
-    drafter.place.close()
+    drafter.host.close()
     counted = {"hits_by_outcome": facts["hits_by_outcome"], "late": facts["late"], "deaths": facts["deaths"]}
     counted |= {"differ": differ, "alpha": accepted / max(reached, 1), "tau": emitted / steps, "steps": steps}
-    return drafter.account, counted | {"hit_rate": facts["hit_rate"], "just_in_time": facts["just_in_time"]}
+    return drafter.statistics, counted | {"hit_rate": facts["hit_rate"], "just_in_time": facts["just_in_time"]}
 
 
-def figures(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]:
-    curves = {"end": account.end, "rejection": account.inside}
-    likely = chances(counted["alpha"], k)
-    spread = fan_out(likely, USUAL, account.inside.law, account.end.law)
-    hits = [_hits(account.end if i == k else account.inside, forks) for i, forks in enumerate(spread)]
+def figures(statistics: AheadStatistics, counted: dict[str, Any], k: int) -> dict[str, Any]:
+    curves = {"end": statistics.end, "rejection": statistics.inside}
+    likely = length_probabilities(counted["alpha"], k)
+    spread = fan_out(likely, USUAL, statistics.inside.law, statistics.end.law)
+    hits = [_hits(statistics.end if i == k else statistics.inside, forks) for i, forks in enumerate(spread)]
     usual = sum(p * hit for p, hit in zip(likely, hits, strict=True))
     return (
         counted
         | {"usual_forks": spread, "usual_hit_rate": round(usual, 4)}
         | {
             name: {
-                "hits": dict(zip(range(1, WIDEST + 1), curve.measured(), strict=False)),
+                "hits": dict(zip(range(1, WIDEST + 1), curve.hit_rates(), strict=False)),
                 "c": round(curve.law.c, 4),
                 "r": round(curve.law.r, 4),
                 "outcomes": round(curve.tried[0]),
@@ -138,7 +137,7 @@ def figures(account: Account, counted: dict[str, Any], k: int) -> dict[str, Any]
     )
 
 
-def _hits(curve: Curve, forks: int) -> float:
+def _hits(curve: MissCurve, forks: int) -> float:
     return 1 - curve.rate(forks) if forks else 0.0
 
 
@@ -169,7 +168,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    ahead_module.SOONEST = ahead_module.LATEST = 30.0  # nothing is timed here
+    ahead_module.MIN_DEADLINE = ahead_module.MAX_DEADLINE = 30.0  # nothing is timed here
     base = LLM(given.model, drafter="off", dtype=given.dtype, device="cpu", threads=1, max_length=1024)
     texts = bundled()[:: max(1, len(bundled()) // given.prompts)][: given.prompts]
     prompts = [base.tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in texts]

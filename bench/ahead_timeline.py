@@ -66,10 +66,10 @@ def pieces(before: StepTimes, step: StepTimes) -> list[Piece]:
     for r in step.rounds:
         names = ["the first pass", *(f"depth {i}" for i in range(1, len(r.times)))]
         for name, begin, end in zip(names, r.times, r.times[1:], strict=False):
-            if r.now:
+            if r.just_in_time:
                 found.append((1, begin, end, "just in time", name))
             else:
                 found.append((1, begin, min(end, r.waited[0]), "drafting, hidden", name))
                 found.append((1, max(begin, r.waited[0]), end, "drafting, waited for", name))
-        found.append((2, *r.waited, "just in time" if r.now else "drafting, waited for", "waiting"))
+        found.append((2, *r.waited, "just in time" if r.just_in_time else "drafting, waited for", "waiting"))
     return found

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from outrider import LLM
-from outrider.drafters.ahead.account import Round
+from outrider.drafters.ahead.statistics import RoundTimes
 
 MOST = 100  # single measurements of a kind that are kept
 Span = tuple[float, float]
@@ -33,7 +33,7 @@ class StepTimes:
     verify: float
     asking: Span  # of the drafter
     passing: Span  # from the pass's launch to its verdict
-    rounds: tuple[Round, ...]  # of forks taken for this draft
+    rounds: tuple[RoundTimes, ...]  # of forks taken for this draft
     beside: bool  # the drafter runs beside this pass
     source: str
 
@@ -58,8 +58,8 @@ class Watch:
         self._last = step.index, now, turn.seq.id
         rounds = getattr(drafter, "rounds", ())
         fresh, self._rounds = () if rounds is self._rounds else tuple(rounds), rounds
-        host = getattr(drafter, "place", None)
-        recorded, self._recorded = self._recorded, host.mail.one("recorded") if host else 0
+        host = getattr(drafter, "host", None)
+        recorded, self._recorded = self._recorded, host.queue.scalar("recorded") if host else 0
         settled = recorded == self._recorded and not step.clock.get("record")
         begins = {name: zero + at for name, at in step.starts.items()}
         self.steps.append(
@@ -67,7 +67,7 @@ class Watch:
                 now, wall, bool(wall) and turn.feed == 1 and settled, len(verdict.tokens) if verdict else 0,
                 len(tree.tokens), len(verdict.path) if verdict else 0, step.clock.get("draft", 0.0),
                 step.clock["verify"], (begins["draft"], begins["verify"]), (begins["verify"], begins["judge"]),
-                fresh, bool(getattr(drafter, "flight", None)), tree.source,
+                fresh, bool(getattr(drafter, "in_flight", None)), tree.source,
             )
         )  # fmt: skip
 
@@ -103,19 +103,19 @@ class Watch:
     def ahead(self) -> dict[str, Any]:
         """Figures of drafting ahead: times beside a busy and an idle target, hits, depths, waiting."""
         pairs = [(before, s) for before, s in zip(self.steps, self.steps[1:], strict=False) if s.decoding]
-        rounds = [(before, r) for before, s in pairs for r in s.rounds if not r.now and r.times]
-        jits = [r for _, s in pairs for r in s.rounds if r.now and r.times]
+        rounds = [(before, r) for before, s in pairs for r in s.rounds if not r.just_in_time and r.times]
+        jits = [r for _, s in pairs for r in s.rounds if r.just_in_time and r.times]
         busy, idle = depths(rounds)
         alone = [b - a for r in jits for a, b in zip(r.times[1:], r.times[2:], strict=False)]
         outcomes = [o for _, r in rounds for o in r.outcomes]
         beside = [s for s in self.decoding if s.beside]
         waits = sum(w for _, s in pairs for w in waited(s))
-        whole = [r.times[1] - r.posted for _, r in rounds]
+        whole = [r.times[1] - r.submitted for _, r in rounds]
         return {
             "window": mean(b - a for a, b in (s.passing for s in beside)),
             "beside": mean(s.verify for s in beside),
             "ahead_host": mean(s.wall - (s.passing[1] - s.passing[0]) - sum(waited(s)) for _, s in pairs),
-            "wake": mean(r.times[0] - r.posted for _, r in rounds),
+            "wake": mean(r.times[0] - r.submitted for _, r in rounds),
             "first": mean(whole),
             "first_idle": mean(r.times[1] - r.times[0] for r in jits) or None,
             "deeper": mean(busy) or mean(idle),
@@ -142,7 +142,7 @@ def waited(step: StepTimes) -> list[float]:
     return [r.waited[1] - r.waited[0] for r in step.rounds]
 
 
-def depths(rounds: list[tuple[StepTimes, Round]]) -> tuple[list[float], list[float]]:
+def depths(rounds: list[tuple[StepTimes, RoundTimes]]) -> tuple[list[float], list[float]]:
     """Seconds of depths that started while the target was busy, and of those while it was idle."""
     busy, idle = [], []
     for before, r in rounds:

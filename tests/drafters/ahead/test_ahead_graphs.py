@@ -14,59 +14,59 @@ from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
-from outrider.drafters.ahead.forks import Forker, Plan
+from outrider.drafters.ahead.forks import Forker, ForkPlan
 from outrider.types import SamplingParams, Sequence
 
 from support.kernels import DEVICE, GPU
 
 
-def forker(captured: bool) -> Forker:
+def make(captured: bool) -> Forker:
     config = toy_config(2 if GPU else 1, context=128)
     device = DEVICE if captured else torch.device("cpu")
     model = Transformer(config, RandomWeights(config, 1), torch.float32, device)
-    made = Forker(model, 200, 4, 96)
+    forker = Forker(model, 200, 4, 96)
     if captured:
         if not GPU:  # a CPU's planes have no slot for padding
-            made.cache.planes.clear()
-            made.cache.slots += 1
-            made.plane = made.cache.add_plane(*model.plane_shape)
-            made.cache.slots -= 1
-        made.passes = Graphs(model, made.plane, DeviceState(made.cache, Driver(device), 4))
-    return made
+            forker.cache.planes.clear()
+            forker.cache.slots += 1
+            forker.plane = forker.cache.add_plane(*model.plane_shape)
+            forker.cache.slots -= 1
+        forker.passes = Graphs(model, forker.plane, DeviceState(forker.cache, Driver(device), 4))
+    return forker
 
 
-def prepared(made: Forker, temperature: float) -> list[tuple[int, int, list[int]]]:
+def prepared(forker: Forker, temperature: float) -> list[tuple[int, int, list[int]]]:
     params = SamplingParams(temperature=temperature, max_tokens=40)
     plans = []
     for number, (text, drafted) in enumerate([([1, 2, 3], [4, 5]), ([7, 8, 9, 7], [])]):
         seq = Sequence(number, text, params, seed=number)
-        made.open(seq)
-        plans.append(Plan(seq, drafted, [2] * (len(drafted) + 1)))
-    list(made.grow(plans, 2))
-    made.cache.check()
+        forker.open(seq)
+        plans.append(ForkPlan(seq, drafted, [2] * (len(drafted) + 1)))
+    list(forker.grow(plans, 2))
+    forker.cache.check()
     return [(b.accepted, b.token, b.chain) for plan in plans for b in plan.branches]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_captured_passes_grow_the_same_forks(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    expected = prepared(forker(captured=False), temperature)
+    expected = prepared(make(captured=False), temperature)
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
-    assert prepared(forker(captured=True), temperature) == expected
+    assert prepared(make(captured=True), temperature) == expected
 
 
-def test_a_rehearsal_records_what_rounds_need_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_records_what_rounds_need_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
-    made = forker(captured=True)
-    made.rehearse()
-    known = made.recorded
-    assert known > 4
-    assert not made.cache.rows
-    made.cache.check()
+    forker = make(captured=True)
+    forker.warm_up()
+    recorded = len(forker.passes.passes)
+    assert recorded > 4
+    assert not forker.cache.rows
+    forker.cache.check()
     seq = Sequence(1, [1, 2, 3], SamplingParams(max_tokens=40))
-    made.open(seq)
+    forker.open(seq)
     for drafted, more in (([4, 5, 6, 7], [4, 5, 6, 7, 8]), ([9, 9], [3]), ([], [2])):
-        list(made.grow([Plan(seq, drafted, [2] * len(drafted) + [2])], 2))
-        made.extend(seq, more)
-    assert made.recorded == known
+        list(forker.grow([ForkPlan(seq, drafted, [2] * len(drafted) + [2])], 2))
+        forker.extend(seq, more)
+    assert len(forker.passes.passes) == recorded

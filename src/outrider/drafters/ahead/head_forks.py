@@ -1,24 +1,22 @@
-"""A trained head that prepares for many outcomes at once.
+"""A trained head that prepares drafts for many outcomes at once. The only module here that imports `drafters.head`.
 
-A head reads what the target saw at each token, and of the draft under verification the target has seen nothing yet. So
-it goes on from its own outputs there, as it does beyond the first token of any draft: through the draft token by token,
-and from every place of it into the forks. When the verdict is known, what the target really saw is fed in their stead,
-and nothing that was guessed is kept.
+A head reads the target's hidden states, and of the draft under verification there are none yet. So it continues from
+its own outputs there, as after the first token of any draft: through the trunk token by token, then into the forks.
+After the verdict the same positions are fed again with the target's hidden states; nothing guessed is kept.
 
-It lives in the target's process (`features` is written by one thread and read by another); the text is safe from it.
+It runs in the target's process: `features` is written by the engine's thread and read by the worker's.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...backends import Model, ops
 from ...backends.rows import rows_of
-from ...engine.sampling import law
 from ...errors import ConfigError
 from ...models.speculators import read_config
 from ...types import Sequence
@@ -27,97 +25,76 @@ from ..head.drafter import TrainedHead, load_head
 from ..head.features import Features, HeadBatch, Kept, TrueRows
 from ..head.find import head_for
 from ..head.network import Head
-from .forks import Forker, Plan
+from .forks import Choice, Forker, ForkPlan
 
 
 class HeadForker(Forker):
     """An eagle3 head with a cache of its own."""
 
-    def __init__(self, head: Head, slots: int, lines: int, length: int, features: Features | Kept) -> None:
-        model: Any = head  # it has a plane as a model has; what runs it is overridden here
-        super().__init__(model, slots, lines, length)
-        self.head, self.owners = head, dict[int, int]()  # by line: the name under which features know its sequence
-        self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.owners[seq.id])
-        self.outputs: dict[int, dict[int, Tensor]] = {}  # line -> node -> [H] what its children go on from
-        self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
-
-    # ------------------------------------------------------------ texts
-
-    def open(self, seq: Sequence, owner: int = -1) -> None:
-        self.owners[seq.id] = owner
-        super().open(seq, owner)
+    def __init__(self, head: Head, slots: int, lanes: int, length: int, features: Features | Kept) -> None:
+        model: Any = head  # it has a plane as a model has; every method that would run it as a model is overridden
+        super().__init__(model, slots, lanes, length)
+        self.head = head
+        self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.target_ids[seq.id])
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence id -> node -> [H] what its children continue from
+        self.ids: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
 
     def extend(self, seq: Sequence, more: list[int]) -> None:
-        """The text went on: what was guessed of it is fed again, with what the target saw."""
-        self._grown.pop(seq.id, None)
+        """The text has grown; the new tokens are fed again, with the target's hidden states."""
+        self._last_plans.pop(seq.id, None)
         seq.tokens += more
 
     def close(self, seq: Sequence) -> None:
         self.outputs.pop(seq.id, None)
         super().close(seq)
 
-    # ------------------------------------------------------------ a round
-
-    def _fits(self, plan: Plan, depth: int) -> bool:
-        """Whether there are slots for it, and the target has seen the token before the last."""
+    def _fits(self, plan: ForkPlan, depth: int) -> bool:
+        """Whether there are slots for it, and hidden states of the token before the last."""
         nodes = len(plan.trunk) + sum(plan.forks) * depth
         return self.true.known(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
 
-    def glue(self, plans: list[Plan]) -> Tensor:
+    def read_trunks(self, plans: list[ForkPlan]) -> Tensor:
         """Scores after each text and after each token of its trunk. [sum of 1 + trunk, D]"""
-        self.beat()
+        self.before_pass()
         scores, outputs = self.true.read([plan.seq for plan in plans], [0] * len(plans))
         for plan, output in zip(plans, outputs, strict=True):
             self.outputs[plan.seq.id] = {-1: output}
-        found = [[row] for row in scores.cpu()]
+        scores_of = [[row] for row in scores.cpu()]  # by plan
         for i in range(max(len(plan.trunk) for plan in plans)):
-            going = [(rows, plan) for rows, plan in zip(found, plans, strict=True) if i < len(plan.trunk)]
-            after = self._run([(plan, plan.feed(plan.trunk[i], i - 1)) for _, plan in going])
-            for (rows, _), row in zip(going, after, strict=True):
+            longer = [(rows, plan) for rows, plan in zip(scores_of, plans, strict=True) if i < len(plan.trunk)]
+            after = self._run([(plan, plan.add(plan.trunk[i], i - 1)) for _, plan in longer])
+            for (rows, _), row in zip(longer, after, strict=True):
                 rows.append(row)
-        return torch.cat([torch.stack(rows) for rows in found])
+        return torch.cat([torch.stack(rows) for rows in scores_of])
 
-    def _run(self, nodes: list[tuple[Plan, int]]) -> Tensor:
-        """Feed these nodes, each going on from its parent's output; scores after each. [nodes, D]"""
-        self.beat()
-        packed, features = HeadBatch(self.cache), []
+    def _run(self, nodes: list[tuple[ForkPlan, int]]) -> Tensor:
+        """Feed these nodes, each continuing from its parent's output; scores after each. [nodes, D]"""
+        self.before_pass()
+        batch, features = HeadBatch(self.cache), []
         for plan, node in nodes:
-            packed.guessed(plan.seq, plan.tokens[node], plan.path(node))
+            batch.guessed(plan.seq, plan.tokens[node], plan.path(node))
             features.append(self.outputs[plan.seq.id][plan.parents[node]])
-        scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
+        scores, outputs = self.head.scores(rows_of(batch), self.plane, torch.stack(features))
         for (plan, node), output in zip(nodes, outputs, strict=True):
             self.outputs[plan.seq.id][node] = output
         return scores.cpu()
 
-    # ------------------------------------------------------------ choosing, without the words a head does not know
-
     def _highest(self, logits: Tensor) -> list[tuple[int, float]]:
-        places, shares = ops.top_shares(logits)
-        return [(self.words[place], share) for place, share in zip(places.tolist(), shares.tolist(), strict=True)]
+        indices, shares = ops.top_shares(logits)
+        return [(self.ids[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int) -> list[tuple[int, float]]:
-        if seq.params.plain:  # as short as they are: nothing depends on the others
-            chances, places = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
-            return [
-                (self.words[place], chance) for place, chance in zip(places.tolist(), chances.tolist(), strict=True)
-            ]
-        return super()._ranked(self.head.spread(logits), seq, emitted, width)
+        if not seq.params.plain:
+            return super()._ranked(self.head.spread(logits), seq, emitted, width)
+        best, indices = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]))
+        return [(self.ids[index], share) for index, share in zip(indices.tolist(), best.tolist(), strict=True)]
 
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(self.head.spread(logits), seq, emitted)
+    def _sampled(self, logits: Tensor, seq: Sequence, emitted: list[int], start: int) -> Choice:
+        return super()._sampled(self.head.spread(logits), seq, emitted, start)
 
 
-class HeadSource(NamedTuple):
-    """A head that prepares, and the same head for drafts just in time."""
-
-    head: Head
-    features: Features | Kept
-    taps: tuple[int, ...]
-    own: TrainedHead
-
-
-def head_source(space: Workspace) -> HeadSource:
-    """The head that was given or belongs to the target; refused unless it can continue from its own guesses."""
+def head_source(space: Workspace) -> tuple[Head, Features | Kept, tuple[int, ...], TrainedHead]:
+    """The head that was given or belongs to the target, its features, all taps, and the drafter for just in time."""
     head = load_head(space)
     if head.config.kind != "eagle3":
         raise ConfigError(
@@ -126,15 +103,15 @@ def head_source(space: Workspace) -> HeadSource:
         )
     taps = head.config.taps
     features: Features | Kept = Features(taps)
-    if head.device.type == "cuda":  # the target's passes leave their hidden states where they are found later
+    if head.device.type == "cuda":  # the target's passes leave their hidden states in the slots
         space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
         features, taps = Kept(taps, space.cache, space.plane), ()
-    own = TrainedHead(replace(space, options=space.options | {"tree": False, "head": head}))
-    own.traits = replace(own.traits, self_limiting=False)  # how much to draft is decided ahead and just in time alike
-    return HeadSource(head, features, tuple(sorted({*taps, *own.traits.taps})), own)
+    inline = TrainedHead(replace(space, options=space.options | {"tree": False, "head": head}))
+    inline.traits = replace(inline.traits, self_limiting=False)  # the controller decides for both modes alike
+    return head, features, tuple(sorted({*taps, *inline.traits.taps})), inline
 
 
 def eagle_head(target: Model) -> str | None:
-    """A head that belongs to this target and can draft ahead."""
-    found = head_for(target)
-    return str(found) if found is not None and read_config(found).kind == "eagle3" else None
+    """The folder of a head that belongs to this target and can draft ahead."""
+    folder = head_for(target)
+    return str(folder) if folder is not None and read_config(folder).kind == "eagle3" else None
