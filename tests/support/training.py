@@ -16,9 +16,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
-from outrider.backends.toy import random_head, toy_config
+from outrider.backends.rows import rows_of
+from outrider.backends.toy import toy_config
 from outrider.cli.app import app
-from outrider.engine.cache import Cache, Packing
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.cache import Cache
+from outrider.models.speculators import random_head
 from outrider.train.networks import HeadNet
 from outrider.train.prompts import read_prompts
 from outrider.train.recipe import Recipe
@@ -78,10 +81,10 @@ def speaks(home: Path, **drafter: Any) -> tuple[float, list[list[int]]]:
 def packed(cache: Cache, seq: Sequence) -> Any:
     cache.open(seq)
     cache.reserve(seq, len(seq.tokens), 0)
-    packing = Packing(cache)
+    batch = BatchBuilder(cache)
     for p in range(len(seq.tokens)):
-        packing.pending(seq, p, p + 1, want=True)
-    return packing.rows()
+        batch.pending(seq, p, p + 1, want=True)
+    return rows_of(batch)
 
 
 def head_net(kind: str, layers: int) -> tuple[HeadNet, Any, dict[str, Tensor]]:

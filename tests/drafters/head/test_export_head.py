@@ -10,13 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from outrider import ConfigError
-from outrider.backends.toy import random_head
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.export.engines import vllm_speculative_config
 from outrider.export.plan import ExportPlan, make_plan
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.speculators import read_head, target_hash, write_head
+from outrider.models.speculators import random_head, read_head, target_hash, write_head
 
 from support import tiny
 

@@ -190,7 +190,7 @@ def test_a_bad_update_changes_no_text_and_rolls_back(fault: str, monkeypatch: py
         assert (report.state, report.failures, report.rollbacks) == ("stopped", 3, 3)
         assert "3 updates in a row" in report.why
         assert all(torch.equal(before[name], weight) for name, weight in drafter.learner.live.items())
-    assert drafter.learning()["why"] == report.why
+    assert drafter.report()["why"] == report.why
     assert not engine.failures
 
 
@@ -371,8 +371,8 @@ def test_what_was_learnt_is_kept_and_loaded(tmp_path: Path) -> None:
     assert facts["learning"]["updates"] > 0
     loaded, fresh = engine_of(learn=False, learn_from=tmp_path / "learnt"), engine_of(learn=False)
     assert alpha(loaded, stream(10)) > alpha(fresh, stream(10)) + 0.1
-    assert drafter_of(loaded).learning()["state"] == "off"
-    assert drafter_of(loaded).learning()["records"] == 0
+    assert drafter_of(loaded).report()["state"] == "off"
+    assert drafter_of(loaded).report()["records"] == 0
     drafter_of(engine).save(tmp_path / "learnt", model="toy")  # again: it is replaced
 
 
