@@ -23,9 +23,8 @@ from ...errors import ConfigError
 from ...models.speculators import read_config
 from ...types import Sequence
 from .. import Workspace
-from ..head.drafter import TrainedHead, load_head
-from ..head.features import Features, HeadBatch, Kept, TrueRows
-from ..head.find import head_for
+from ..head.drafter import TrainedHead, head_for, load_head
+from ..head.features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
 from ..head.network import Head
 from .forks import Forker, Plan
 
@@ -33,11 +32,11 @@ from .forks import Forker, Plan
 class HeadForker(Forker):
     """An eagle3 head with a cache of its own."""
 
-    def __init__(self, head: Head, slots: int, lines: int, length: int, features: Features | Kept) -> None:
+    def __init__(self, head: Head, slots: int, lines: int, length: int, features: FeatureCache) -> None:
         model: Any = head  # it has a plane as a model has; what runs it is overridden here
         super().__init__(model, slots, lines, length)
         self.head, self.owners = head, dict[int, int]()  # by line: the name under which features know its sequence
-        self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.owners[seq.id])
+        self.committed = CommittedRows(head, self.cache, self.plane, features, lambda seq: self.owners[seq.id])
         self.outputs: dict[int, dict[int, Tensor]] = {}  # line -> node -> [H] what its children go on from
         self.words: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
 
@@ -61,12 +60,12 @@ class HeadForker(Forker):
     def _fits(self, plan: Plan, depth: int) -> bool:
         """Whether there are slots for it, and the target has seen the token before the last."""
         nodes = len(plan.trunk) + sum(plan.forks) * depth
-        return self.true.known(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
+        return self.committed.ready(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
 
     def glue(self, plans: list[Plan]) -> Tensor:
         """Scores after each text and after each token of its trunk. [sum of 1 + trunk, D]"""
         self.beat()
-        scores, outputs = self.true.read([plan.seq for plan in plans], [0] * len(plans))
+        scores, outputs = self.committed.read([plan.seq for plan in plans], [0] * len(plans))
         for plan, output in zip(plans, outputs, strict=True):
             self.outputs[plan.seq.id] = {-1: output}
         found = [[row] for row in scores.cpu()]
@@ -82,7 +81,7 @@ class HeadForker(Forker):
         self.beat()
         packed, features = HeadBatch(self.cache), []
         for plan, node in nodes:
-            packed.guessed(plan.seq, plan.tokens[node], plan.path(node))
+            packed.drafted(plan.seq, plan.tokens[node], plan.path(node))
             features.append(self.outputs[plan.seq.id][plan.parents[node]])
         scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
         for (plan, node), output in zip(nodes, outputs, strict=True):
@@ -111,7 +110,7 @@ class HeadSource(NamedTuple):
     """A head that prepares, and the same head for drafts just in time."""
 
     head: Head
-    features: Features | Kept
+    features: FeatureCache
     taps: tuple[int, ...]
     own: TrainedHead
 
@@ -125,10 +124,10 @@ def head_source(space: Workspace) -> HeadSource:
             f"give an eagle3 head or a draft model, or use --drafter head."
         )
     taps = head.config.taps
-    features: Features | Kept = Features(taps)
+    features: FeatureCache = ObservedFeatures(taps)
     if head.device.type == "cuda":  # the target's passes leave their hidden states where they are found later
         space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
-        features, taps = Kept(taps, space.cache, space.plane), ()
+        features, taps = StreamFeatures(taps, space.cache, space.plane), ()
     own = TrainedHead(replace(space, options=space.options | {"tree": False, "head": head}))
     own.traits = replace(own.traits, self_limiting=False)  # how much to draft is decided ahead and just in time alike
     return HeadSource(head, features, tuple(sorted({*taps, *own.traits.taps})), own)

@@ -1,9 +1,9 @@
-"""A trained head's weights in eight bits, on a CPU: all of its layers in one native call.
+"""The int8 head on a CPU: all of its layers in one native call.
 
-The promise: a row's scores are the same bits whichever rows share its pass, as in `int8`. Weights are rounded as they
-are read, without looking at any text: a head's mistakes cost acceptance, never a word, so no input is an outlier here.
-What a head is shown of its target's layers does have outliers: there, every input has two bytes. Where there is no
-compiler, `EightBits` products do the same in torch. It knows rows and planes, not sequences or drafts.
+Promise: a row's scores are the same bits whichever rows share its pass, as in `int8`. Weights are quantised as they are
+read, without calibration and outliers: errors cost acceptance only. The target's hidden states do have outliers, so
+`fc` reads them with 16 bits. Without a compiler, `EightBits` products do the same in torch.
+It knows rows and planes, not sequences or drafts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ...engine.cache import Plane
 if TYPE_CHECKING:
     from .network import Head
 
-_LISTS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
+_FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
 
 
 class NativeHead(Addresses):
-    """Runs what `Head.scores` describes. Holds the addresses of all weights, in the order of native/pass.h."""
+    """`Head.scores` in native code. Holds the addresses of all weights, in the order of native/pass.h."""
 
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
         embedding = head.embedding.to(torch.bfloat16).contiguous()  # [V, H], the target's own where it is int8
@@ -42,21 +42,21 @@ class NativeHead(Addresses):
     ) -> tuple[Tensor, Tensor]:
         """Scores of the wanted rows [R, D], and every row's output [T, H].
 
-        features [T, H]; where they are not fused yet, [T, taps * H].
+        features [T, H]; with `fused` false, hidden states [T, taps * H].
         """
-        lists, table = _listed(rows)
+        lists, table = _lists(rows)
         if masked is not None:
             lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
         count, wanted = len(lists[0]), len(lists[5])
-        flat = array("q", [number for one in lists for number in one])
-        places = [flat.buffer_info()[0] + 8 * count * i for i in range(6)]
+        flat = array("q", [number for numbers in lists for number in numbers])
+        pointers = [flat.buffer_info()[0] + 8 * count * i for i in range(6)]
         depth, tails = _tails(rows)
         features = features.to(torch.float32).contiguous()
         scores, outputs = torch.empty(wanted, self.outputs), torch.empty(count, self.width)
         taps = array("q", [0] * (self.layers - 1) + [outputs.data_ptr()])
         self.kernels.int8_pass(
             self._model,
-            *places,
+            *pointers,
             table.data_ptr(),
             0 if tails is None else tails.buffer_info()[0],
             features.data_ptr() if fused else 0,
@@ -97,16 +97,16 @@ class NativeHead(Addresses):
         return struct.pack(native.LAYER, *norms, *linears, True, 0)
 
 
-def _listed(rows: Rows) -> tuple[list[list[int]], Tensor]:
-    """The rows' numbers as lists, and the table of slots. Planned rows have them already: no tensor is made of them."""
-    packing = rows.batch
-    if packing is None:
-        return [getattr(rows, name).tolist() for name in _LISTS], ops._whole(rows.table, torch.int32)
-    return [getattr(packing, name) for name in _LISTS], ops._whole(packing.table, torch.int32)
+def _lists(rows: Rows) -> tuple[list[list[int]], Tensor]:
+    """The rows' fields as lists, and the table of slots. Rows of a batch have the lists already."""
+    batch = rows.batch
+    if batch is None:
+        return [getattr(rows, name).tolist() for name in _FIELDS], ops._whole(rows.table, torch.int32)
+    return [getattr(batch, name) for name in _FIELDS], ops._whole(batch.table, torch.int32)
 
 
 def _tails(rows: Rows) -> tuple[int, array[int] | None]:
-    """Drafted ancestors' slots: how many columns, and [T, columns] with -1 behind the last."""
+    """Drafted ancestors' slots: the number of columns, and [T, columns] padded with -1."""
     if rows.batch is None:
         tails = [] if rows.ancestors is None else rows.ancestors.tolist()
     else:

@@ -50,7 +50,7 @@ class LayerSkip(Drafter):
         skip = _skip(space)
         passes = space.passes(space.target, space.plane)
         self.rollout = Scratch(space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes)
-        self.rollout.shown = space.record_guesses
+        self.rollout.record_guesses = space.record_guesses
         # Where layers are left out whole or not at all, half-skipped sets are not worth trying.
         share = _share(space) if space.target.has_layers else 0.0
         # Captured passes would have to be recorded anew for every set: there it stays as it is.
