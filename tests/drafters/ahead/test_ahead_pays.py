@@ -24,7 +24,6 @@ from outrider.drafters.ahead.account import Account
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import Mail, Sizes
 from outrider.drafters.ahead.worth import Worth
-from outrider.drafters.head.network import Head
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import Scenario, decode, reference
@@ -36,6 +35,7 @@ from support.kernels import GPU
 from support.places import Foreseen
 
 pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
+Head = pytest.importorskip("outrider.drafters.head.network").Head
 TARGET = toy()
 CLAIM = 0.9  # how sure it says that it is of a token
 

@@ -309,7 +309,7 @@ def test_everything_that_is_trained_can_learn() -> None:
     candidates = made._candidates(records)
     for _ in range(2):  # the factor behind the zero one moves in the second step
         said = made.frozen.scores(made.trained, records.state, records.previous, candidates.rows)
-        loss(said, made._labels(records, candidates), made.plan.schedule.at(0), 0.5).backward()
+        loss(said, candidates.labels(records, made.plan.schedule.temperature), made.plan.schedule.at(0), 0.5).backward()
         made.optimiser.step()
     assert all(w.grad is not None and bool(w.grad.abs().sum() > 0) for w in made.trained.values())
 

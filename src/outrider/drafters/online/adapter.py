@@ -123,20 +123,21 @@ class Labels:
     best: Tensor  # [n] the target's likeliest candidate; -1: no candidate
 
 
-def labels(index: Tensor, m: int, records: Records, temperature: float) -> Labels:
-    """index [V + 1]: each target id's index among the m candidates, or m; the last entry (id -1) is m."""
-    mass = (records.logits / temperature).softmax(-1)  # [n, W]
-    at = index[records.top_ids]  # [n, W]
-    p = mass.new_zeros(mass.shape[0], m + 1).scatter_add_(1, at, mass)[:, :m]
-    covered = p.sum(-1)
-    drafted = index[records.drafted]  # [n]
-    return Labels(
-        p / covered.clamp(min=1e-6)[:, None],
-        covered,
-        torch.where(drafted < m, drafted, -1),
-        records.accepted,
-        torch.where(at[:, 0] < m, at[:, 0], -1),
-    )
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens that an update compares."""
+
+    rows: Tensor  # [m, H] of the table
+    index: Tensor  # [V + 1] each target id's index among them, or m; the last entry (id -1) is m
+
+    def labels(self, records: Records, temperature: float) -> Labels:
+        m = self.rows.shape[0]
+        mass = (records.logits / temperature).softmax(-1)  # [n, W]
+        at = self.index[records.top_ids]  # [n, W]
+        p = mass.new_zeros(mass.shape[0], m + 1).scatter_add_(1, at, mass)[:, :m]
+        covered, drafted = p.sum(-1), self.index[records.drafted]  # [n]
+        drafted, best = torch.where(drafted < m, drafted, -1), torch.where(at[:, 0] < m, at[:, 0], -1)
+        return Labels(p / covered.clamp(min=1e-6)[:, None], covered, drafted, records.accepted, best)
 
 
 def loss(scores: Tensor, labels: Labels, mix: Mix, baseline: float) -> Tensor:

@@ -88,9 +88,8 @@ class Ring:
     def sample(self, count: int, generator: torch.Generator, holdout: int = 0) -> Records:
         """Random records with replacement, none of the latest `holdout` where there are others."""
         old = len(self) - holdout if len(self) > holdout else len(self)
-        return self.fields.part(
-            self._rows(self.added - len(self) + torch.randint(0, old, (count,), generator=generator))
-        )
+        numbers = torch.randint(0, old, (count,), generator=generator)
+        return self.fields.part(self._rows(self.added - len(self) + numbers))
 
     def latest(self, count: int) -> Records:
         return self.fields.part(self._rows(torch.arange(self.added - min(count, len(self)), self.added)))

@@ -26,14 +26,7 @@ from .tap import BareTap
 _PHASES = ("draft", "verify", "judge")  # of a step's time; learning is part of the second
 
 
-class Node(NamedTuple):
-    """A verified node."""
-
-    state: Tensor  # [H]
-    previous: int
-    drafted: int  # -1: nothing was drafted
-    accepted: bool
-    row: int  # of the step's logits
+Node = tuple[Tensor, int, int, bool, int]  # the fields of `VerifiedNodes`, with a row of the step's logits
 
 
 class Proposal(NamedTuple):
@@ -97,8 +90,7 @@ class Online(Drafter):
         self.learner.work()
 
     def observe(self, step: Step) -> None:
-        nodes: list[Node] = []
-        begin = time.thread_time()
+        begin, nodes = time.thread_time(), list[Node]()
         if self.learner.within_share:
             for i, turn in enumerate(step.turns):
                 if step.verdicts[i] is not None and turn.seq.speculate and turn.seq.params.learn:
@@ -139,7 +131,7 @@ class Online(Drafter):
         proposal = self.proposals.pop(seq.id, None)
         if not tree.tokens:
             if isinstance(self.inner, BareTap) and self.inner.last.has(seq, before - 2):
-                return [Node(self.inner.last.at(seq, before - 2), seq.tokens[before - 1], -1, False, first)]
+                return [(self.inner.last.at(seq, before - 2), seq.tokens[before - 1], -1, False, first)]
             return []
         if proposal is None or proposal.length != before or not tree.is_chain:
             return []
@@ -147,7 +139,7 @@ class Online(Drafter):
             return []
         reached = len(verdict.path) + (REJECTED in verdict.fates)
         return [
-            Node(*proposal.states[j], tree.tokens[j], j < len(verdict.path), first + j)
+            (*proposal.states[j], tree.tokens[j], j < len(verdict.path), first + j)
             for j in range(min(reached, len(proposal.states)))
         ]
 

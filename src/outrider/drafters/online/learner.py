@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...backends.gc_pause import no_collection
-from .adapter import FrozenOutput, Labels, Schedule, Weights, copied, labels, loss
+from .adapter import Candidates, FrozenOutput, Schedule, Weights, copied, loss
 from .buffer import TOP, Records, Ring, VerifiedNodes, records_of
 
 _FAILURES = 3  # in a row, until learning stops
@@ -70,14 +70,6 @@ class LearningReport:
     slowest: float = 0.0  # seconds of the longest work in one step, wall clock
     busiest: float = 0.0  # the same in CPU time: the difference is the load of the machine
     served: float = 0.0  # seconds of serving, learning included
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The tokens that an update compares."""
-
-    rows: Tensor  # [m, H] of the table
-    index: Tensor  # [V + 1] each target id's index among them, or m
 
 
 class SideStream:
@@ -239,7 +231,7 @@ class Learner:
             part = records.part(slice(at, at + self.slice))
             at += part.state.shape[0]
             scores = self.frozen.scores(self.trained, part.state, part.previous, candidates.rows)
-            value = loss(scores, self._labels(part, candidates), mix, self.baseline)
+            value = loss(scores, candidates.labels(part, self.plan.schedule.temperature), mix, self.baseline)
             (value * (part.state.shape[0] / count)).backward()
         yield "norm"
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
@@ -269,11 +261,8 @@ class Learner:
 
     def _candidates(self, records: Records) -> Candidates:
         """The likely and drafted tokens of these records; on a GPU all tokens, because counting would synchronise."""
-        table, ids, draft_ids = (
-            self.frozen.table,
-            self.frozen.ids.to(self.frozen.draft_ids.device),
-            self.frozen.draft_ids,
-        )
+        table, draft_ids = self.frozen.table, self.frozen.draft_ids
+        ids = self.frozen.ids.to(draft_ids.device)
         if draft_ids.device.type == "cpu":
             likely = torch.cat([records.top_ids[:, : self.plan.top].flatten(), records.drafted.clamp(min=0)])
             chosen = torch.unique(draft_ids[likely])
@@ -283,9 +272,6 @@ class Learner:
         index = torch.full((draft_ids.shape[0] + 1,), m, device=draft_ids.device)
         index[ids] = torch.arange(m, device=draft_ids.device)
         return Candidates(table, index)
-
-    def _labels(self, records: Records, candidates: Candidates) -> Labels:
-        return labels(candidates.index, candidates.rows.shape[0], records, self.plan.schedule.temperature)
 
     # ------------------------------------------------------------ better or worse
 
