@@ -215,6 +215,7 @@ def test_budgets_end_with_the_block() -> None:
 
 
 def test_taps_are_the_outputs_of_layers() -> None:
+    pytest.importorskip("outrider.drafters.head")
     model = hosted("gpt2")
     texts, _ = decode(model, "head", 0.9, 4, options=lookup("head").traits.trial(model))
     assert texts == decode(model, "off", 0.9, 0)[0]

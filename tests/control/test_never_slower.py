@@ -10,14 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.drafters.auto import TAPS_OFF_AFTER, TAPS_ON_AFTER, Auto
-from outrider.drafters.head.rollout import Features
-from outrider.types import Draft, Output, SamplingParams, Sequence, Turn, chain
+from outrider.types import Draft, SamplingParams, Sequence, Turn, chain
 
 from support.invented_time import MILLISECONDS, Run, auto_with
 from support.kernels import GPU
@@ -155,28 +153,3 @@ def test_no_features_are_kept_for_an_unused_head_until_the_batch_shrinks() -> No
     assert 0 < shown <= 4 * TAPS_OFF_AFTER  # and tried again after a long while
     run_steps(auto, 8, 2, row=0.0)
     assert auto.traits.taps == (1, 2)  # rows cost nothing any more
-
-
-def test_features_of_a_batch_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    cat = torch.cat
-    monkeypatch.setattr(torch, "cat", lambda parts, *rest: copies.append(len(parts)) or cat(parts, *rest))
-    features = Features((0, 1))
-    seqs = [Sequence(i, [1] * 9) for i in range(64)]
-    for at in range(100):
-        shown = torch.full((64, 3), float(at))
-        step: Any = SimpleNamespace(
-            turns=[Turn(seq, 1, True) for seq in seqs],
-            draft=Draft.empty(64),
-            verdicts=[None] * 64,
-            batch=SimpleNamespace(positions=[at] * 64),
-            output=Output(torch.zeros(0), hidden={0: shown, 1: -shown}),
-        )
-        features.observe(step)
-    assert len(copies) == 100  # one for each step, whatever the batch
-    for name in (0, 63):
-        found = features.between(name, 0, 100, torch.empty(0, 6))  # [100, 6]
-        assert found[:, 0].tolist() == [float(at) for at in range(100)]
-        assert torch.equal(found[:, :3], -found[:, 3:])
-        held = {piece.untyped_storage().data_ptr() for _, piece in features.pieces[name]}
-        assert len(held) <= 33  # copies: it does not keep the rows of 63 others alive

@@ -9,94 +9,26 @@ from typing import Any
 import pytest
 
 from outrider.backends.toy import toy
-from outrider.config import Config
 from outrider.control.acceptance import AcceptanceStats
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
-from outrider.drafters.auto import BACKOFF_FIRST, Auto, CostStatistics, Trust, settled, value
-from outrider.drafters.head.network import Head
-from outrider.drafters.head.pace import UNKNOWN, Pace
+from outrider.drafters.auto import PATIENCE, Auto, Habit, Trust, settled, value
 from outrider.engine.cache import Cache
-from outrider.llm import build_engine
-from outrider.models.speculators import random_head
-from outrider.testing import SCENARIOS, decode, reference
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
 TARGET = toy()
-
-
-def head(kind: str = "eagle3") -> Head:
-    return Head(*random_head(TARGET.config, kind), TARGET.embedding, TARGET.compute)
-
-
-# ------------------------------------------------------------ early stops
-
-
-def drafts(temperature: float = 0.0, rule: str = "match", **options: Any) -> list[Tree]:
-    """What a head drafts at every step of one text."""
-    config = Config(drafter="head", k=6, rule=rule, options={"head": head()} | options)
-    engine, heard = build_engine(TARGET, config), []
-    engine.listeners = (SimpleNamespace(observe=lambda step: heard.extend(step.draft.trees)),)
-    engine.add(Sequence(1, [5, 6, 7, 8], SamplingParams(temperature=temperature, max_tokens=25), seed=3, rule=rule))
-    while engine.busy:
-        engine.step()
-    return [tree for tree in heard if tree.tokens]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("floor", [0.02, 0.1, 0.3])
-def test_an_early_stop_is_the_beginning_of_the_full_chain(floor: float, temperature: float) -> None:
-    full, short = drafts(temperature), drafts(temperature, stop_below=floor)
-    assert len(full) == len(short)  # its guesses are random: every step gives one token
-    for whole, part in zip(full, short, strict=True):
-        n = len(part.tokens)
-        assert part.tokens == whole.tokens[:n]
-        assert part.survival == pytest.approx(whole.survival[:n])  # type: ignore[index]
-        assert all(s >= floor for s in (part.survival or [])[:-1])
-        assert n == len(whole.tokens) or part.survival[-1] < floor  # type: ignore[index]
-    assert sum(len(tree.tokens) for tree in short) < sum(len(tree.tokens) for tree in full)
-
-
-def test_where_tokens_are_drawn_no_chain_is_cut_for_what_was_drawn() -> None:
-    assert {len(tree.tokens) for tree in drafts(0.7, "reject", stop_below=0.9)[:15]} == {6}
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_the_text_stays_with_adaptive_k(kind: str) -> None:
-    for drafter in ("head", "auto"):
-        engine = build_engine(TARGET, Config(drafter=drafter, k="auto", options={"head": head(kind)}))
-        params = SamplingParams(max_tokens=40)
-        assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
-        assert not engine.failures
 
 
 def priced(speed: float = 200.0, row: float = 0.05) -> Any:
     return SimpleNamespace(speed=speed, price=lambda more: row * more)
 
 
-def test_the_floor_is_what_one_more_token_costs() -> None:
-    pace = Pace()
-    assert pace.floor(None) == 0.0  # K is fixed: nobody counts
-    assert pace.floor(priced()) == UNKNOWN  # nothing is known yet
-    turns = [SimpleNamespace(feed=1)]
-    for _ in range(100):
-        pace.observe(SimpleNamespace(clock={"draft": 0.002}, turns=turns), passes=4)  # type: ignore[arg-type]
-        pace.heard(chain([1, 2, 3], survival=[0.5, 0.4, 0.32]))
-    assert pace.seconds == pytest.approx(0.0005)
-    assert pace.confidence == pytest.approx(0.8, abs=0.01)
-    assert pace.floor(priced()) == pytest.approx((200 * 0.0005 + 0.05) / 0.8, rel=0.02)
-    assert pace.floor(priced(speed=10**6)) == 1.0
-    pace.observe(SimpleNamespace(clock={"draft": 1.0}, turns=[SimpleNamespace(feed=9)]), 1)  # type: ignore[arg-type]
-    assert pace.seconds == pytest.approx(0.0005)  # a prompt was read: that is no price
-    assert Pace(0.25).floor(priced()) == 0.25
+# ------------------------------------------------------------ whom auto asks
 
 
-# ------------------------------------------------------------ when auto calls a costly drafter
-
-
-class Fixed(Drafter):
-    """Drafts a chain with a fixed survival."""
+class Says(Drafter):
+    """Says what it is told to."""
 
     def __init__(self, name: str, survival: list[float]) -> None:
         self.name = name  # type: ignore[misc]
@@ -108,15 +40,15 @@ class Fixed(Drafter):
         return Draft.pack(chain(range(len(self.survival)), survival=list(self.survival)) for _ in seqs)
 
 
-def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Fixed]:
+def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Says]:
     cache = Cache(64, 2, 64)
     plane = cache.add_plane(*TARGET.plane_shape)
     auto = Auto(Workspace(TARGET, cache, plane))
     auto.prices = prices
-    slow = Fixed("head", costly)
-    auto.free, auto.costly = [Fixed("suffix", free)], [slow]
+    slow = Says("head", costly)
+    auto.free, auto.costly = [Says("suffix", free)], [slow]
     auto.drafters = [*auto.free, *auto.costly]
-    auto.costs["head"] = CostStatistics(claims=list(costly), call_seconds={1: 0.001})
+    auto.habits["head"] = Habit(claims=list(costly), prices={1: 0.001})
     return auto, slow
 
 
@@ -125,44 +57,44 @@ SURE, WEAK, GOOD, POOR = [0.95, 0.93, 0.9, 0.88], [0.3, 0.1], [0.8, 0.6, 0.45], 
 
 
 @pytest.mark.parametrize(
-    ("free", "trust", "costly", "speed", "called"),
+    ("free", "trust", "costly", "speed", "asked"),
     [
-        ([], 0.8, GOOD, 200, True),  # no free proposal
-        ([], 0.8, POOR, 200, False),  # a call costs 0.2 tokens and gains 0.08
-        ([], 0.8, POOR, 20, True),  # here it costs 0.02
-        (SURE, 1.0, GOOD, 200, False),  # a likely match needs no head
-        (SURE, 0.1, GOOD, 200, True),  # a match of a drafter that was often wrong does
-        (WEAK, 0.8, GOOD, 200, True),  # so does a weak match
-        (WEAK, 0.8, GOOD, 2000, False),  # unless a call is expensive
-        (GOOD, 1.0, GOOD, 200, False),  # equally good: the free one
+        ([], 0.8, GOOD, 200, True),  # silence
+        ([], 0.8, POOR, 200, False),  # 0.08 tokens are not worth a fifth of one
+        ([], 0.8, POOR, 20, True),  # but a fiftieth, and their row is free below
+        (SURE, 1.0, GOOD, 200, False),  # a sure match leaves the head alone
+        (SURE, 0.1, GOOD, 200, True),  # one that has been wrong does not
+        (WEAK, 0.8, GOOD, 200, True),  # a weak one does not stand in its way
+        (WEAK, 0.8, GOOD, 2000, False),  # unless time is dear
+        (GOOD, 1.0, GOOD, 200, False),  # as good as each other: the free one
     ],
 )
-def test_auto_calls_where_it_pays(
-    free: list[float], trust: float, costly: list[float], speed: float, called: bool
+def test_auto_asks_where_it_pays(
+    free: list[float], trust: float, costly: list[float], speed: float, asked: bool
 ) -> None:
     auto, slow = auto_of(free, costly, priced(speed, row=0.0))
     auto.trust[1, "suffix"] = Trust(1.0, trust)
     (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
-    assert bool(slow.calls) is called
-    assert (tree.source == "head") is called
+    assert bool(slow.calls) is asked
+    assert (tree.source == "head") is asked
 
 
-def test_the_better_proposal_is_taken_whichever_drafter_was_called() -> None:
+def test_the_better_offer_is_taken_whoever_was_asked() -> None:
     auto, slow = auto_of(WEAK, GOOD, priced())
-    slow.survival = POOR  # less than its usual claims
+    slow.survival = POOR  # it usually has more to say
     (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
     assert slow.calls == 1
     assert tree.source == "suffix"
 
 
-def test_with_fixed_k_only_claims_count() -> None:
-    for free, called in (([], True), (WEAK, True), (SURE, False)):
+def test_where_k_is_fixed_only_claims_count() -> None:
+    for free, asked in (([], True), (WEAK, True), (SURE, False)):
         auto, slow = auto_of(free, GOOD)
         auto.draft(DraftRequest([SEQ], [8], auto.prices))
-        assert bool(slow.calls) is called
+        assert bool(slow.calls) is asked
 
 
-def test_a_batch_shares_the_cost_of_a_call() -> None:
+def test_a_batch_shares_what_a_call_takes() -> None:
     claims = [0.15]  # 0.12 tokens each, against 0.2 for a call
     one, slow = auto_of([], claims, priced(row=0.0))
     one.draft(DraftRequest([SEQ], [8], one.prices))
@@ -172,7 +104,7 @@ def test_a_batch_shares_the_cost_of_a_call() -> None:
     assert slow.calls == 1
 
 
-def test_a_drafter_that_was_wrong_is_tried_again_with_backoff() -> None:
+def test_one_that_was_wrong_is_tried_again_and_ever_more_rarely() -> None:
     auto, slow = auto_of([], GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     calls = []
@@ -180,10 +112,10 @@ def test_a_drafter_that_was_wrong_is_tried_again_with_backoff() -> None:
         before = slow.calls
         auto.draft(DraftRequest([SEQ], [8], auto.prices))
         calls += [step] * (slow.calls - before)
-    assert calls == [BACKOFF_FIRST - 1, 3 * BACKOFF_FIRST - 1, 7 * BACKOFF_FIRST - 1]
+    assert calls == [PATIENCE - 1, 3 * PATIENCE - 1, 7 * PATIENCE - 1]
 
 
-def test_a_free_proposal_needs_no_trial() -> None:
+def test_a_free_offer_is_no_reason_to_try_again() -> None:
     auto, slow = auto_of(SURE, GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     for _ in range(100):
@@ -191,46 +123,46 @@ def test_a_free_proposal_needs_no_trial() -> None:
     assert not slow.calls
 
 
-def test_auto_measures_the_cost_of_a_call_with_the_steps_clock() -> None:
+def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
     auto, _ = auto_of([], GOOD, priced())
     auto.draft(DraftRequest([SEQ], [8], auto.prices))
     step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
-    assert auto.costs["head"].call_cost(1) == pytest.approx(0.0011)
-    auto.observe(step)  # no call since: the cost decays
-    assert auto.costs["head"].call_cost(1) == pytest.approx(0.99 * 0.0011)
+    assert auto.habits["head"].price(1) == pytest.approx(0.0011)
+    auto.observe(step)  # nobody was asked since: that price is believed a little less
+    assert auto.habits["head"].price(1) == pytest.approx(0.99 * 0.0011)
 
 
 def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
     auto, _ = auto_of([], GOOD, priced())
-    auto.without_claims = {"head"}
+    auto.mute = {"head"}
     unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
     for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
         auto._score(SEQ, "head", unread, verified, verdict)
-        assert bool(auto.costs["head"].outcomes.added) is scored
+        assert bool(auto.habits["head"].told.added) is scored
     auto._score(SEQ, "head", unread, chain([7, 9], source="head"), verdict)
-    assert auto.costs["head"].outcomes.added == 1
-    survival = auto.costs["head"].expected_survival(2)
-    assert survival[0] > 0.5 > survival[1] / survival[0]  # the first came true, the second did not
+    assert auto.habits["head"].told.added == 1
+    hopes = auto.habits["head"].usual(2)
+    assert hopes[0] > 0.5 > hopes[1] / hopes[0]  # the first came true, the second did not
 
 
-def test_the_length_of_a_drafter_without_claims() -> None:
-    """The more a token costs, the shorter; never longer than twice the longest so far."""
+def test_a_drafter_that_never_leaves_off_is_told_where() -> None:
+    """The more a token of it takes, the fewer; never more than twice what was tried."""
     lengths = []
     for seconds in (0.0, 0.0002, 0.002):
         auto, _ = auto_of([], GOOD, priced(500, row=0.0))
-        stats = auto.costs["head"] = CostStatistics(call_seconds={1: seconds}, longest=8)
+        habit = auto.habits["head"] = Habit(prices={1: seconds}, longest=8)
         for _ in range(50):
-            stats.outcomes.add(chain([1, 2], source="head"), [0], "ar")
-            stats.outcomes.add(chain([1, 2], source="head"), [0, 1], "aa")
+            habit.told.add(chain([1, 2], source="head"), [0], "ar")
+            habit.told.add(chain([1, 2], source="head"), [0, 1], "aa")
         lengths.append(auto._length("head", 32, 1))
     assert lengths[0] == 16 > lengths[1] > lengths[2] == 1
-    auto.costs["head"] = CostStatistics()
+    auto.habits["head"] = Habit()
     assert auto._length("head", 32, 1) == 4  # the first time
 
 
-def test_value_is_that_of_the_best_prefix() -> None:
+def test_value_is_the_best_beginning() -> None:
     assert value([0.9, 0.5, 0.1], 1.0, lambda rows: 0.3 * rows) == pytest.approx(0.8)
     assert value([0.9, 0.5], 0.5, lambda rows: 0.0) == pytest.approx(0.7)
     assert value([0.2], 1.0, lambda rows: 1.0 * rows) == 0.0
@@ -238,17 +170,17 @@ def test_value_is_that_of_the_best_prefix() -> None:
 
 def test_only_claims_whose_outcome_is_known_are_scored() -> None:
     tree = chain([1, 2, 3, 4], survival=[0.9, 0.8, 0.7, 0.6])
-    assert settled(tree, [1, 2], 2) == [0.9, 0.8]  # it agrees so far; the rest is unknown
-    assert settled(tree, [1, 9], 1) == [0.9, 0.8, 0.7, 0.6]  # it was rejected, and so was all beyond
+    assert settled(tree, [1, 2], 2) == [0.9, 0.8]  # it agrees so far, and nobody knows how it goes on
+    assert settled(tree, [1, 9], 1) == [0.9, 0.8, 0.7, 0.6]  # it has failed: all beyond has, too
     branches = Tree([1, 5, 2], [-1, -1, 0], [0.5, 0.3, 0.2])
     assert settled(branches, [1], 1) == [0.5, 0.3]
 
 
-def test_mean_claims_count_missing_depths_as_zero() -> None:
-    stats = CostStatistics(claims=[0.5, 0.5])
+def test_habits_forget_slowly_and_count_what_was_not_said() -> None:
+    habit = Habit(claims=[0.5, 0.5])
     for _ in range(200):
-        stats.add_claims([0.8])
-    assert stats.claims == pytest.approx([0.8, 0.0], abs=0.01)
+        habit.heard([0.8])
+    assert habit.claims == pytest.approx([0.8, 0.0], abs=0.01)
 
 
 # ------------------------------------------------------------ the controller
@@ -263,20 +195,18 @@ def turn() -> Turn:
 def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
     paced, other = Adaptive(PassCosts(COSTS)), Adaptive(PassCosts(COSTS))
     for controller in (paced, other):
-        controller.mode.draft_node.value, controller.mode.draft_call.value = 0.0005, 0.001
+        controller.draft_node, controller.draft_call = 0.0005, 0.001
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == paced.k_max
     assert 0 < other.budget([turn()], Traits())[0].budget < other.k_max
-    paced.mode.draft_call.value = 0.02  # four passes for a draft
+    paced.draft_call = 0.02  # four passes for a draft
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == 0
 
 
 def test_a_frugal_drafter_is_asked_every_time() -> None:
     controller = Adaptive(PassCosts(COSTS))
-    controller.mode.draft_node.value = controller.mode.draft_call.value = 0.02
+    controller.draft_node = controller.draft_call = 0.02
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == controller.k_max
-    controller.mode.backoff.pipelined = (
-        True  # a device of its own: there, asking has a price that only the controller knows
-    )
+    controller.asking.hides = True  # a device of its own: there, asking has a price that only the controller knows
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == 0
 
 
@@ -285,25 +215,10 @@ def test_prices_are_those_of_the_step_at_hand() -> None:
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(200)
     assert controller.prices.price(7) == pytest.approx(0.4)
-    controller.mode.lead.value = 2.0
+    controller.lead = 2.0
     assert controller.prices.speed == pytest.approx(200)  # the same step
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(400)
-
-
-def test_the_request_carries_the_prices_of_whichever_controller_is_at_work() -> None:
-    engine = build_engine(TARGET, Config(drafter="head", k=3, options={"head": head()}))
-    requests: list[DraftRequest] = []
-    draft = engine.drafter.draft
-    engine.drafter.draft = lambda request: requests.append(request) or draft(request)  # type: ignore[method-assign]
-    for controller in (engine.controller, Adaptive(PassCosts(COSTS))):
-        engine.controller = controller
-        engine.add(Sequence(len(requests), [5, 6, 7, 8], SamplingParams(max_tokens=4)))
-        while engine.busy:
-            engine.step()
-    assert requests[0].prices is None
-    assert requests[-1].prices is not None
-    assert requests[-1].prices.speed > 0
 
 
 def test_whose_claims_came_true_is_kept_apart() -> None:
@@ -324,14 +239,3 @@ def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))
     assert kept == [4, 2, 0]
-
-
-def test_heads_on_other_devices_and_trees_are_not_paced() -> None:
-    engine = build_engine(TARGET, Config(drafter="head", options={"head": head(), "tree": True}))
-    assert not engine.drafter.traits.self_limiting
-    assert build_engine(TARGET, Config(drafter="head", options={"head": head()})).drafter.traits.self_limiting
-    cascade = build_engine(TARGET, Config(drafter="cascade", options={"cascade": "suffix,head", "head": head()}))
-    assert cascade.drafter.traits.self_limiting
-    assert not cascade.drafter.traits.weighs_cost
-    assert build_engine(TARGET, Config(drafter="auto", options={"head": head()})).drafter.traits.weighs_cost
-    assert not build_engine(TARGET, Config(drafter="auto")).drafter.traits.weighs_cost

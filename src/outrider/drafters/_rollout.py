@@ -1,9 +1,8 @@
 """Drafting with a model: feed what its plane lacks, then choose token after token, for all sequences at once.
 
-Shared by every drafter that runs layers (a small model, the target's own layers): they differ in the model, the part
-of it and the plane. Tokens are chosen as the target would choose them, under the same parameters and the same noise,
-so that a good model is right even at high temperature. Under the rules `reject` and `block` they are drawn from q
-with noise of their own, and q is handed over.
+Shared by every drafter that runs layers; they differ in the model, the part of it and the plane. Tokens are chosen with
+the target's parameters and noise, so that a good model is right even at high temperature. Under the rules `reject` and
+`block` they are drawn from q with separate noise, and the tree carries q.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +22,16 @@ from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
 from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
 from ..types import Draft, Sequence, Tree
+from ._trained import DraftVocabulary
 
 CHUNK = 512  # rows of one pass while catching up with a long prompt
-SHOWN = 5  # guesses of one place that are shown to whoever records
+GUESSES = 5  # alternatives recorded per node
+Ranking = list[tuple[int, float]]  # tokens with their probabilities, best first
 
 
 @dataclass
 class Growth:
-    """One sequence's tree while it grows. Nodes are numbered in the order they are fed or listed."""
+    """One sequence's tree while it grows. Nodes are numbered in the order in which they are added."""
 
     seq: Sequence
     budget: int
@@ -38,16 +39,16 @@ class Growth:
     parents: list[int] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)  # [V] each
-    places: dict[int, int] = field(default_factory=dict)  # node that was fed -> its spare slot, in order of feeding
-    guesses: dict[int, Callable[[], list[tuple[int, float]]]] = field(default_factory=dict)  # by parent
+    spare: dict[int, int] = field(default_factory=dict)  # fed node -> index of its spare slot, in feeding order
+    guesses: dict[int, Callable[[], Ranking]] = field(default_factory=dict)  # by parent
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
-        tokens: list[int] = []
+        """Nodes from the root's child down to this node."""
+        nodes: list[int] = []
         while node >= 0:
-            tokens.append(self.tokens[node])
+            nodes.append(node)
             node = self.parents[node]
-        return tokens[::-1]
+        return nodes[::-1]
 
     def add(self, token: int, parent: int, confidence: float) -> int:
         self.tokens.append(token)
@@ -64,8 +65,8 @@ class Rollout:
     """A model over a plane, drafting chains or trees."""
 
     again = 2  # committed tokens that a recorded draft feeds once more
-    stop_below = 0.0  # a node less likely than this is not gone on from
-    shown = False  # keep what else was likely, for whoever records
+    stop_below = 0.0  # a node with a lower survival is not extended
+    record_guesses = False  # record each node's likeliest alternatives
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Rollout:
             if live:
                 logits = self._run([(g, [len(g.tokens) - 1]) for g in live])
         for growth in grown:
-            self._keep(growth.seq, growth.places)  # a chain's nodes are fed in order: place and number agree
+            self._keep(growth.seq, growth.spare)  # a chain's nodes are fed in order: node n is in spare slot n
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
@@ -113,7 +114,7 @@ class Rollout:
         return Draft.pack(self._best(g) for g in grown)
 
     def _record(self, recorded: RecordedChains, seqs: list[Sequence], budget: list[int]) -> Draft:
-        """The same with all passes in one go on the device; nobody here sees a token."""
+        """The same with all passes in one graph on the device; the host reads no token."""
         self._catch_up_together(seqs)
         for seq, room in zip(seqs, budget, strict=True):
             self._hold(seq, len(seq.tokens))
@@ -140,7 +141,7 @@ class Rollout:
     def _goes_on(self, growth: Growth) -> bool:
         """Whether one more token at the end of this chain may be worth a pass.
 
-        Only where tokens are matched: a law that is drawn from must not depend on what was drawn.
+        Only under `match`: where tokens are drawn from q, the length must not depend on the draw.
         """
         return growth.seq.rule != "match" or growth.survival[-1] >= self.stop_below
 
@@ -160,26 +161,24 @@ class Rollout:
         children = self._choices(growth, node, logits, width)
         return [growth.add(token, node, confidence) for token, confidence in children]
 
-    def _shows(self, seq: Sequence) -> bool:
-        """Whether somebody wants to know. (q of other rules is a law, which no ranking under noise tells.)"""
-        return (self.shown or seq.shows_logits) and seq.rule == "match"
+    def _records_guesses(self, seq: Sequence) -> bool:
+        """Only under `match`: elsewhere q is the distribution, and no ranking under noise describes it."""
+        return (self.record_guesses or seq.shows_logits) and seq.rule == "match"
 
-    def _choices(self, growth: Growth, node: int, logits: Tensor, width: int) -> list[tuple[int, float]]:
-        """The likeliest tokens after a node, best first. Where somebody wants to know, what else was likely is kept."""
-        seq, path = growth.seq, growth.path(node)
-        if not self._shows(seq):
-            return self._ranked(logits, seq, path, width)
-        if seq.params.greedy:  # more of them take longer: they are ranked when the clock no longer runs
-            then = replace(seq)  # its tokens are a copy: the sequence itself grows
-            growth.guesses[node] = partial(self._ranked, logits.clone(), then, path, SHOWN)
-            return self._ranked(logits, seq, path, width)
-        best = self._ranked(logits, seq, path, width, max(SHOWN - width, 0))  # those that noise was hashed for anyway
-        growth.guesses[node] = partial(list, best[:SHOWN])
+    def _choices(self, growth: Growth, node: int, logits: Tensor, width: int) -> Ranking:
+        """The likeliest tokens after a node, best first; alternatives are recorded where requested."""
+        seq, emitted = growth.seq, [growth.tokens[n] for n in growth.path(node)]
+        if not self._records_guesses(seq):
+            return self._ranked(logits, seq, emitted, width)
+        if seq.params.greedy:  # ranking more takes longer, so it is deferred until after the timed step
+            snapshot = replace(seq)  # with a copy of its tokens: the sequence itself grows
+            growth.guesses[node] = partial(self._ranked, logits.clone(), snapshot, emitted, GUESSES)
+            return self._ranked(logits, seq, emitted, width)
+        best = self._ranked(logits, seq, emitted, width, max(GUESSES - width, 0))  # noise was computed for them anyway
+        growth.guesses[node] = partial(list, best[:GUESSES])
         return best[:width]
 
-    def _ranked(
-        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
-    ) -> list[tuple[int, float]]:
+    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> Ranking:
         return ranked(logits, seq, emitted, width, spare)
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
@@ -187,7 +186,7 @@ class Rollout:
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""
-        room = min(width, len(self.cache.spare(growth.seq)) - len(growth.places))
+        room = min(width, len(self.cache.spare(growth.seq)) - len(growth.spare))
         nodes = [n for n in nodes if growth.survival[n] >= self.stop_below]
         return sorted(heapq.nlargest(max(room, 0), nodes, key=lambda n: growth.survival[n]))
 
@@ -195,8 +194,8 @@ class Rollout:
         """The likeliest nodes, best first. A child never survives more often than its parent, so this is a tree."""
         order = sorted(range(len(growth.tokens)), key=lambda n: (-growth.survival[n], n))[: growth.budget]
         number = {node: i for i, node in enumerate(order)} | {-1: -1}
-        # The engine will look for node i in spare slot i: only K/V that happens to be there can be kept.
-        self._keep(growth.seq, (place for node, place in growth.places.items() if number.get(node) == place))
+        # The engine expects node i in spare slot i: only K/V that happens to be there can be kept.
+        self._keep(growth.seq, (index for node, index in growth.spare.items() if number.get(node) == index))
         return Tree(
             [growth.tokens[n] for n in order],
             [number[growth.parents[n]] for n in order],
@@ -220,11 +219,11 @@ class Rollout:
         return logits
 
     def _read(self, packed: BatchBuilder) -> None:
-        """A pass that nobody wants logits of."""
+        """A pass that writes K/V only."""
         self._forward(packed, replace(self.part, head=False))
 
     def _forward(self, packed: BatchBuilder, part: Part) -> Tensor:
-        """Logits of the wanted rows [R, V], where choices are made on the host."""
+        """Logits of the wanted rows [R, V], on the host."""
         if self.passes is not None:
             return widened(self.passes.logits(packed, part).cpu(), self.model.config.vocab_size)
         return widened(self.model.forward(rows_of(packed), self.plane, part).logits, self.model.config.vocab_size)
@@ -234,8 +233,8 @@ class Rollout:
         packed = BatchBuilder(self.cache)
         for growth, nodes in batch:
             for node in nodes:
-                growth.places[node] = len(growth.places)
-            packed.nodes(growth.seq, growth.tokens, growth.parents, nodes, growth.places)
+                growth.spare[node] = len(growth.spare)
+            packed.nodes(growth.seq, growth.tokens, growth.parents, nodes, growth.spare)
         return self._forward(packed, self.part)
 
     def _hold(self, seq: Sequence, tokens: int) -> None:
@@ -243,18 +242,8 @@ class Rollout:
         self.plane.advance(seq.id, tokens)
 
     def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
-        """The plane holds these drafted nodes where the engine will look for them."""
+        """The plane holds these drafted nodes in the spare slots in which the engine expects them."""
         self.plane.wrote(seq.id, nodes)
-
-
-class DraftVocabulary(Protocol):
-    """A network that scores a reduced vocabulary."""
-
-    ids: Tensor  # [D] the target's id of each of its own
-
-    def spread(self, scores: Tensor) -> Tensor:
-        """Scores [..., D] as logits over the target's ids [..., V]."""
-        ...
 
 
 class DraftVocabularyRollout(Rollout):
@@ -269,13 +258,11 @@ class DraftVocabularyRollout(Rollout):
         self.floor = 0.0  # survival below which a chain ends
 
     def _goes_on(self, growth: Growth) -> bool:
-        own = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
-        return own and super()._goes_on(growth)
+        above = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        return above and super()._goes_on(growth)
 
-    def _ranked(
-        self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0
-    ) -> list[tuple[int, float]]:
-        """As `sampling.ranked`; scores [D] stay short where nothing depends on the other ids."""
+    def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> Ranking:
+        """As `sampling.ranked`; scores [D] are not spread over [V] where nothing depends on the other ids."""
         if seq.params.plain and width + spare == 1:
             return self._likeliest(logits[None])
         if seq.params.plain:
@@ -285,8 +272,8 @@ class DraftVocabularyRollout(Rollout):
             choices = ranked(self.network.spread(logits), seq, emitted, width, spare)
         return [choices[0], *(choice for choice in choices[1:] if choice[1] > 0)]
 
-    def _likeliest(self, rows: Tensor) -> list[tuple[int, float]]:
-        """The best token of each row of scores [R, D], with its confidence."""
+    def _likeliest(self, rows: Tensor) -> Ranking:
+        """The best token of each row of scores [R, D], with its probability."""
         indices, shares = ops.top_shares(rows)
         return [(self.ids[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
 

@@ -1,11 +1,12 @@
-"""What drafters with trained weights share: whose weights they are, and in which precision they run.
+"""What drafters with trained weights share: the draft vocabulary, the target check and the precision.
 
-It knows configurations and targets; it does not know what a drafter computes.
+It knows configurations and targets, not what a drafter computes.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..backends import Model
 from ..errors import ConfigError
@@ -15,8 +16,21 @@ from . import Workspace
 _DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
+class DraftVocabulary:
+    """A network that scores a reduced vocabulary of D ids."""
+
+    ids: Tensor  # [D] the target's id of each draft id
+    vocab_size: int  # V, the target's
+
+    def spread(self, scores: Tensor) -> Tensor:
+        """Scores [..., D] as logits over the target's ids [..., V]; -inf where there is no draft id."""
+        logits = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+        logits[..., self.ids.to(scores.device)] = scores
+        return logits
+
+
 def precision(space: Workspace) -> torch.dtype:
-    """In which a trained drafter computes: draft_dtype, or what the target computes in."""
+    """The dtype a trained drafter computes in: draft_dtype, or the target's."""
     name = str(space.option("draft_dtype", default="auto")).removeprefix("torch.")
     if name not in (*_DTYPES, "auto"):
         raise ConfigError(f"There is no draft_dtype '{name}' for a head. Choose one of: auto, {', '.join(_DTYPES)}.")
@@ -24,25 +38,20 @@ def precision(space: Workspace) -> torch.dtype:
 
 
 def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
-    """Weights that were trained for another target would only guess wrong: refuse them."""
-    for what, expected, actual in (
-        ("a hidden size of", config.target_hidden_size, target.config.hidden_size),
-        ("a vocabulary of", config.vocab_size, target.config.vocab_size),
-    ):
-        if expected != actual:
-            raise ConfigError(_refusal(config, name, f"its target has {what} {expected}, this one of {actual}"))
-    layers = target.config.layers
-    if max(config.taps) >= layers:
-        raise ConfigError(_refusal(config, name, f"it reads layer {max(config.taps)}, but this target has {layers}"))
-    identity = target.identity()
-    if config.target_hash and identity is not None and identity != config.target_hash:
-        why = f"its target's hash is {config.target_hash}, this one's is {identity}"
-        raise ConfigError(_refusal(config, name, why))
-
-
-def _refusal(config: HeadConfig, name: str, why: str) -> str:
-    target = f" ({config.target_name})" if config.target_name else ""
-    return (
-        f"The head {name} was trained for another target{target}: {why}. Choose a head of this target, or make one "
-        f"with `outrider train`."
-    )
+    """Refuse weights that were trained for another target: their drafts would be wrong."""
+    sizes = target.config
+    reason = ""
+    if config.target_hidden_size != sizes.hidden_size:
+        reason = f"its target has a hidden size of {config.target_hidden_size}, this one of {sizes.hidden_size}"
+    elif config.vocab_size != sizes.vocab_size:
+        reason = f"its target has a vocabulary of {config.vocab_size}, this one of {sizes.vocab_size}"
+    elif max(config.taps) >= sizes.layers:
+        reason = f"it reads layer {max(config.taps)}, but this target has {sizes.layers}"
+    elif config.target_hash and (identity := target.identity()) not in (None, config.target_hash):
+        reason = f"its target's hash is {config.target_hash}, this one's is {identity}"
+    if reason:
+        trained_for = f" ({config.target_name})" if config.target_name else ""
+        raise ConfigError(
+            f"The head {name} was trained for another target{trained_for}: {reason}. Choose a head of this target, or "
+            f"make one with `outrider train`."
+        )

@@ -52,7 +52,7 @@ class SmallModel(Drafter):
             passes = space.passes(self.model, plane)
             self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=passes)
         self.padded = self.model.config.vocab_size < space.target.config.vocab_size
-        self.rollout.shown = space.record_guesses
+        self.rollout.record_guesses = space.record_guesses
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))

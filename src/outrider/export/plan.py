@@ -87,7 +87,7 @@ def _head_for(checkpoint: Checkpoint) -> Path | None:
     """The folder of a trained head for this target, if there is one."""
     if "head" not in drafters.names():
         return None
-    from ..drafters.head.find import head_for
+    from ..drafters.head import head_for
 
     return head_for(SimpleNamespace(identity=lambda: target_hash(checkpoint.config, checkpoint.weights)))
 

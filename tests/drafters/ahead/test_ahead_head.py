@@ -21,7 +21,7 @@ from outrider.config import Config
 from outrider.drafters.ahead import worker as worker_module
 from outrider.drafters.ahead.forks import ForkPlan
 from outrider.drafters.ahead.head_forks import HeadForker
-from outrider.drafters.head.features import Features
+from outrider.drafters.head.features import ObservedFeatures
 from outrider.drafters.head.network import Head
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
@@ -53,7 +53,7 @@ def engine_with(listeners: tuple[Any, ...] = (), **options: Any) -> Engine:
 # ---------------------------------------------------------------- forks
 
 
-def features_of(text: list[int], taps: tuple[int, ...], target_id: int = 7) -> Features:
+def features_of(text: list[int], taps: tuple[int, ...], target_id: int = 7) -> ObservedFeatures:
     """The target's hidden states at every token of a text."""
     cache, seq = Cache(256, 2, 256), Sequence(1, text)
     plane = cache.add_plane(*TARGET.plane_shape)
@@ -62,10 +62,10 @@ def features_of(text: list[int], taps: tuple[int, ...], target_id: int = 7) -> F
     batch = BatchBuilder(cache)
     batch.pending(seq, 0, len(text), want=True)
     hidden = TARGET.forward(rows_of(batch), plane, taps=taps).hidden
-    return Features(taps, {target_id: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
+    return ObservedFeatures(taps, {target_id: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
 
 
-def forker_of(features: Features) -> HeadForker:
+def forker_of(features: ObservedFeatures) -> HeadForker:
     return HeadForker(head(), 400, 4, 200, features)
 
 
@@ -113,7 +113,7 @@ def test_guesses_are_replaced_by_the_targets_hidden_states() -> None:
 
 
 def test_nothing_is_prepared_without_hidden_states() -> None:
-    seq, forker = Sequence(1, TEXT), forker_of(Features(head().config.taps))
+    seq, forker = Sequence(1, TEXT), forker_of(ObservedFeatures(head().config.taps))
     forker.open(seq, target_id=7)
     plans = [ForkPlan(seq, [7], [1, 1])]
     assert list(forker.grow(plans, 2)) == [0]

@@ -20,11 +20,10 @@ from outrider.backends.cpu.int8 import Int8Transformer
 from outrider.backends.toy import VOCABULARY, RandomWeights, toy
 from outrider.config import Config, config_from, from_hugging_face
 from outrider.drafters import DraftRequest, Workspace, make
-from outrider.drafters.exit.network import Exit
-from outrider.drafters.head.network import read_head
+from outrider.drafters.exit.drafter import Exit
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
-from outrider.models.speculators import random_head, shapes, write_head
+from outrider.models.speculators import random_head, read_head, shapes, write_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.train.decoder import TargetNet
 from outrider.train.networks import ExitNet

@@ -18,7 +18,7 @@ from outrider.backends.toy import RandomWeights, toy, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config, config_from, from_speculative_config
 from outrider.drafters import DraftRequest, Workspace, lookup, make
-from outrider.drafters.head import find as heads
+from outrider.drafters.head import drafter as heads
 from outrider.drafters.head.drafter import TrainedHead
 from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head, HeadConfig, read_head, target_hash, write_head
@@ -150,7 +150,7 @@ def whole(head: Head, tokens: list[int]) -> tuple[Tensor, list[tuple[Tensor, Ten
     taps = head.config.taps
     hidden = EXACT.forward(rows_of(packed), target_plane, taps=taps).hidden
     rows = HeadBatch(cache)
-    rows.true(seq, 0, n - 1, want=False)
+    rows.committed(seq, 0, n - 1, want=False)
     rows.want = list(range(n - 1))
     logits, _ = head.forward(rows_of(rows), plane, head.fuse([hidden[tap][:-1] for tap in taps]))
     slots = cache.rows[seq.id].slots[: n - 1]
@@ -173,14 +173,14 @@ def test_step_by_step_is_the_same_as_all_at_once(kind: tuple[str, int], config: 
     engine.add(seq)
     rollout = engine.drafter.rollout
     first: list[tuple[int, Tensor]] = []
-    inner = rollout._forward_true
+    inner = rollout._forward_committed
 
     def listening(seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         scores, outputs = inner(seqs, masks)
         first.append((len(seqs[0].tokens), scores[0].clone()))
         return scores, outputs
 
-    rollout._forward_true = listening
+    rollout._forward_committed = listening
     while engine.busy:
         engine.step()
         held = rollout.plane.holds(seq.id)
@@ -212,11 +212,10 @@ def test_masks_leave_no_trace() -> None:
     cache.reserve(seq, len(PROMPT), 5)
     features = torch.randn(len(PROMPT) - 1, 32, dtype=torch.float32)
     packed = HeadBatch(cache)
-    packed.true(seq, 0, 9, want=True)
+    packed.committed(seq, 0, 9, want=True)
     bare, _ = head.forward(rows_of(packed), plane, features[:9])
     short = Sequence(1, PROMPT[:10])
-    for j in range(4):
-        packed.guessed(short, 0, list(range(j + 1)), masked=True)
+    packed.masks(short, 4)
     masked = torch.tensor(packed.masked)
     padded = torch.cat([features[:9], torch.full((4, 32), torch.nan, dtype=torch.float32)])
     logits, _ = head.forward(rows_of(packed), plane, padded, masked)
@@ -224,10 +223,10 @@ def test_masks_leave_no_trace() -> None:
     assert logits.shape == (5, 48)
     assert all(not torch.equal(a, b) for a, b in zip(logits[1:], logits[:-1], strict=True))
     rest = HeadBatch(cache)
-    rest.true(seq, 9, len(PROMPT) - 1, want=True)
+    rest.committed(seq, 9, len(PROMPT) - 1, want=True)
     later, _ = head.forward(rows_of(rest), plane, features[9:])
     once = HeadBatch(cache)
-    once.true(seq, 0, len(PROMPT) - 1, want=True)
+    once.committed(seq, 0, len(PROMPT) - 1, want=True)
     assert torch.equal(later, head.forward(rows_of(once), plane, features)[0])
 
 

@@ -31,11 +31,14 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
     start, last = 0, len(PROMPT) - 1
     for stop in (*pieces, last):
         packed = HeadBatch(cache)
-        packed.true(seq, start, stop, want=stop == last)
+        packed.committed(seq, start, stop, want=stop == last)
         fed = features[start:stop]
         if stop == last:
-            for j in range(masks):
-                packed.guessed(seq, 3, list(range(j + 1)), masked=head.config.kind == "block")
+            if head.config.kind == "block":
+                packed.masks(seq, masks)
+            else:
+                for j in range(masks):
+                    packed.drafted(seq, 3, list(range(j + 1)))
             fed = torch.cat([fed, features[:masks]])
         masked = torch.tensor(packed.masked) if any(packed.masked) else None
         scores, _ = head.scores(rows_of(packed), plane, fed, masked)

@@ -20,10 +20,10 @@ from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.drafters import DraftRequest, Traits, Workspace
-from outrider.drafters.head import recorded as recorded_heads
+from outrider.drafters.head import captured as captured_heads
+from outrider.drafters.head.captured import highest
 from outrider.drafters.head.drafter import TrainedHead
 from outrider.drafters.head.network import Head
-from outrider.drafters.head.passes import highest
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache, Plane
 from outrider.engine.scheduler import Scheduler
@@ -49,11 +49,11 @@ slow = pytest.mark.skipif(not GPU, reason="takes minutes without a GPU")
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_heads, "FEW", 6)  # so that a toy's prompt is long enough to be read ahead
+    monkeypatch.setattr(captured_heads, "FEW", 6)  # so that a toy's prompt is long enough to be read ahead
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
-        monkeypatch.setattr(recorded_heads, "FEEDS", (4, 8, 16))
-        monkeypatch.setattr(recorded_heads, "READINGS", (8, 16))
+        monkeypatch.setattr(captured_heads, "FEEDS", (4, 8, 16))
+        monkeypatch.setattr(captured_heads, "READINGS", (8, 16))
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,11 @@ class Twice(TrainedHead):
         self.traits = replace(self.traits, unread=False)  # an eager draft needs places that only an asked one has
 
     def _roll(self, request: DraftRequest) -> Draft:
-        rollout, plane, drafts = self.rollout, self.rollout.plane, self.rollout.drafts
+        rollout, plane, graphs = self.rollout, self.rollout.plane, self.rollout.graphs
         kept, held = [t.clone() for t in (*plane.k, *plane.v)], dict(plane._held)
-        rollout.drafts = None
+        rollout.graphs = None
         eager = super()._roll(request).trees
-        rollout.drafts, plane._held = drafts, held
+        rollout.graphs, plane._held = graphs, held
         for tensor, before in zip((*plane.k, *plane.v), kept, strict=True):
             tensor.copy_(before)
         draft = super()._roll(request)
@@ -212,7 +212,7 @@ def test_recorded_drafts_change_no_text(
     made = engine(target, head_for(target, kind), plain[law], **options)
     assert say(made, LAWS[law]) == plain[law]
     drafter: Any = made.drafter
-    assert drafter.rollout.drafts.recorded
+    assert drafter.rollout.graphs.captured
     assert drafter.traits.taps == (), "nobody has to look at what the passes leave in their slots"
     assert max(len(trees) for trees in drafter.drafted) == 3
     assert all(tree.tokens for trees in drafter.drafted for tree in trees)
@@ -220,9 +220,7 @@ def test_recorded_drafts_change_no_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", ["mixed", pytest.param("greedy", marks=slow)])
-def test_drafts_that_were_begun_unasked_change_no_text(
-    target: Transformer, plain: dict[str, list[list[int]]], law: str
-) -> None:
+def test_early_drafts_change_no_text(target: Transformer, plain: dict[str, list[list[int]]], law: str) -> None:
     class Foretells(TrainedHead):
         """Says what the text will be, every other time: something must be accepted."""
 
@@ -230,7 +228,7 @@ def test_drafts_that_were_begun_unasked_change_no_text(
 
         def draft(self, request: DraftRequest) -> Draft:
             seqs, budget = request.seqs, request.budgets
-            self.taken += self.begun is not None and self.begun.suits(seqs, budget)
+            self.taken += self.early is not None and self.early.suits(seqs, budget)
             return super().draft(request)
 
         def _roll(self, request: DraftRequest) -> Draft:
@@ -267,11 +265,11 @@ def test_filters_are_drawn_on_the_device_and_penalties_on_the_host(
 ) -> None:
     made: Any = engine(target, head_for(target, "eagle3"), plain["others"], k=3)
     assert say(made, OTHERS) == plain["others"]
-    assert not made.drafter.rollout.drafts.recorded
+    assert not made.drafter.rollout.graphs.captured
     nucleus = Sequence(1, PROMPTS[0], NUCLEUS, seed=40)
     assert one(made, nucleus) >= {"draft", "verify"}
     assert nucleus.generated == plain["others"][0]
-    assert all(shape.drawn for shape in made.drafter.rollout.drafts.recorded)
+    assert all(shape.drawn for shape in made.drafter.rollout.graphs.captured)
 
 
 def test_short_floats_too(target: Transformer, plain: dict[str, list[list[int]]]) -> None:

@@ -85,32 +85,32 @@ def test_what_a_recording_takes_is_a_phase_of_its_own(monkeypatch: pytest.Monkey
     assert seconds["draft"] < 0.05
 
 
-# ------------------------------------------------------------ drafts that are begun before anybody asks
+# ------------------------------------------------------------ drafts that are started before they are requested
 
 
-class Begins(Requests):
+class CountsEarly(Requests):
     """Counts the chains that are started, and those that were under way when they were asked for."""
 
     def __init__(self, patch: pytest.MonkeyPatch, right: list[float], k: int | str) -> None:
         self.rolled = self.taken = 0
-        roll, cut = head_module.TrainedHead._roll, head_module.Begun.cut
+        roll, cut = head_module.TrainedHead._roll, head_module.EarlyDraft.cut
 
         def rolling(drafter: Any, request: DraftRequest) -> Any:
             self.rolled += 1
             return roll(drafter, request)
 
-        def cutting(begun: Any, rooms: list[int]) -> Any:
+        def cutting(early: Any, budgets: list[int]) -> Any:
             self.taken += 1
-            return cut(begun, rooms)
+            return cut(early, budgets)
 
         patch.setattr(head_module.TrainedHead, "_roll", rolling)
-        patch.setattr(head_module.Begun, "cut", cutting)
+        patch.setattr(head_module.EarlyDraft, "cut", cutting)
         super().__init__(patch, "head", right, k)
 
 
 @pytest.mark.parametrize("right", [0.9, 0.2])
-def test_a_draft_is_followed_by_one_that_nobody_waited_for(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
-    run = Begins(monkeypatch, [right] * 2, k=6)
+def test_a_draft_is_followed_by_an_early_one(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
+    run = CountsEarly(monkeypatch, [right] * 2, k=6)
     steps = 0
     for seq in run.seqs:
         run.answer(seq)
@@ -119,22 +119,22 @@ def test_a_draft_is_followed_by_one_that_nobody_waited_for(monkeypatch: pytest.M
     assert run.rolled <= steps + 2  # hardly any was started in vain
 
 
-def test_nothing_is_begun_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Begins(monkeypatch, [0.0], k="auto")
+def test_nothing_is_started_early_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = CountsEarly(monkeypatch, [0.0], k="auto")
     run.answer(run.seqs[0])
     assert run.rolled <= run.taken + 8  # one at the beginning of each trial, and one in vain at its end
 
 
-def test_what_was_begun_is_taken_for_the_same_text_and_about_as_many_tokens() -> None:
+def test_an_early_draft_is_used_for_the_same_text_and_about_as_many_tokens() -> None:
     seqs = [Sequence(i, [1, 2, 3]) for i in range(2)]
     draft = Draft.pack([chain([-1, -2, -3]), chain([-4, -5, -6])], torch.zeros(6, dtype=torch.long))
-    begun = head_module.Begun.of(seqs, [3, 3], draft)
-    assert begun.suits(seqs, [3, 1])
-    assert begun.suits(seqs, [6, 6])
-    assert not begun.suits(seqs, [7, 3])
-    assert not begun.suits(seqs[::-1], [3, 3])
-    assert not begun.suits(seqs[:1], [3])
-    assert [tree.tokens for tree in begun.cut([2, 5]).trees] == [[-1, -2], [-4, -5, -6]]
-    assert begun.cut([2, 5]).unread is draft.unread
+    early = head_module.EarlyDraft.of(seqs, [3, 3], draft)
+    assert early.suits(seqs, [3, 1])
+    assert early.suits(seqs, [6, 6])
+    assert not early.suits(seqs, [7, 3])
+    assert not early.suits(seqs[::-1], [3, 3])
+    assert not early.suits(seqs[:1], [3])
+    assert [tree.tokens for tree in early.cut([2, 5]).trees] == [[-1, -2], [-4, -5, -6]]
+    assert early.cut([2, 5]).unread is draft.unread
     seqs[0].tokens.append(4)
-    assert not begun.suits(seqs, [3, 3])
+    assert not early.suits(seqs, [3, 3])

@@ -47,10 +47,9 @@ class Rig:
     def read(self, start: int, stop: int, shown: Tensor, masks: int = 0) -> tuple[Tensor, Tensor]:
         """Rows start … stop-1, all wanted, and masks behind them. shown [T, taps * H]."""
         packed = HeadBatch(self.cache)
-        packed.true(self.seq, start, stop, want=False)
+        packed.committed(self.seq, start, stop, want=False)
         packed.want = list(range(stop - start))
-        for i in range(masks):
-            packed.guessed(self.seq, 0, list(range(i + 1)), masked=True)
+        packed.masks(self.seq, masks)
         blank = shown.new_zeros(masks, shown.shape[1])
         masked = torch.tensor(packed.masked) if masks else None
         return self.head.read(rows_of(packed), self.plane, torch.cat([shown[start:stop], blank]), masked)
@@ -142,7 +141,7 @@ def test_beside_a_target_in_eight_bits_a_head_is_too(kind: str, drafter: str, tm
     write_head(tmp_path, *random_head(config, kind))
     engine = build_engine(target, Config(drafter=drafter, k=4, options={"head": str(tmp_path)}))
     inner: Any = engine.drafter if drafter == "head" else engine.drafter.drafters[-1]  # type: ignore[attr-defined]
-    assert inner.rollout.head.eight_bits
+    assert inner.rollout.head.int8
     params = SamplingParams(max_tokens=30)
     assert decode(engine, SCENARIOS[1], params) == reference(target, SCENARIOS[1], params)
     assert not engine.failures
@@ -153,7 +152,7 @@ def test_eight_bits_can_be_asked_for(tmp_path: Path) -> None:
     for wish, eight in (("int8", True), ("float32", False), ("auto", False)):
         options = {"head": str(tmp_path), "draft_dtype": wish}
         drafter: Any = build_engine(TARGET, Config(drafter="head", options=options)).drafter
-        assert drafter.rollout.head.eight_bits is eight
+        assert drafter.rollout.head.int8 is eight
     with pytest.raises(ConfigError, match="no draft_dtype 'int4'"):
         build_engine(TARGET, Config(drafter="head", options={"head": str(tmp_path), "draft_dtype": "int4"}))
 

@@ -52,7 +52,7 @@ def test_learn_keeps_weights_and_continues_from_them(folder: Path, tmp_path: Pat
     assert frozen["alpha"] > first["alpha"]
     assert "tiny" in command("drafter", "show", tmp_path / "saved").stdout
     assert command("drafter", "forget", "-m", folder).exit_code == 0
-    assert "holds nothing" in command("drafter", "show", "-m", folder).stderr
+    assert "holds no learnt weights" in command("drafter", "show", "-m", folder).stderr
 
 
 def test_learn_to_and_a_request_that_opts_out(folder: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_learn_to_and_a_request_that_opts_out(folder: Path, tmp_path: Path) -> N
     [
         (("--learn", "--drafter", "ngram"), "cannot learn"),
         (("--no-learn", "--learn-to", "x"), "contradict"),
-        (("--learn-from", "nowhere"), "holds nothing"),
+        (("--learn-from", "nowhere"), "holds no learnt weights"),
     ],
 )
 def test_contradictions_are_sentences(folder: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -150,7 +150,7 @@ class Ahead(Drafter):
         now = self.clock()  # before the inner drafters, whose time belongs to the next step
         if self.source.features is not None:
             self.source.features.observe(step)
-            self.source.features.tidy(self.space.cache.rows.keys())
+            self.source.features.retain(self.space.cache.rows.keys())
         for drafter in self.inner:
             drafter.observe(step)
         for tree, verdict in zip(step.draft.trees, step.verdicts, strict=True):
@@ -322,7 +322,7 @@ class Ahead(Drafter):
         """Whether a head has the hidden states that it starts from: those of the token before the last."""
         features, position = self.source.features, len(seq.tokens) - 2
         held = position >= 0 and self.space.plane.holds(seq.id) > position
-        return features is None or (held and features.known(seq.id, position))
+        return features is None or (held and features.has(seq.id, position))
 
     def _wait(self, depth: int) -> bool:
         usual = self.statistics.first + depth * self.statistics.deeper

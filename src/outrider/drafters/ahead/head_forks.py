@@ -21,9 +21,8 @@ from ...errors import ConfigError
 from ...models.speculators import read_config
 from ...types import Sequence
 from .. import Workspace
-from ..head.drafter import TrainedHead, load_head
-from ..head.features import Features, HeadBatch, Kept, TrueRows
-from ..head.find import head_for
+from ..head.drafter import TrainedHead, head_for, load_head
+from ..head.features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
 from ..head.network import Head
 from .forks import Choice, Forker, ForkPlan
 
@@ -31,11 +30,11 @@ from .forks import Choice, Forker, ForkPlan
 class HeadForker(Forker):
     """An eagle3 head with a cache of its own."""
 
-    def __init__(self, head: Head, slots: int, lanes: int, length: int, features: Features | Kept) -> None:
+    def __init__(self, head: Head, slots: int, lanes: int, length: int, features: FeatureCache) -> None:
         model: Any = head  # it has a plane as a model has; every method that would run it as a model is overridden
         super().__init__(model, slots, lanes, length)
         self.head = head
-        self.true = TrueRows(head, self.cache, self.plane, features, lambda seq: self.target_ids[seq.id])
+        self.committed = CommittedRows(head, self.cache, self.plane, features, lambda seq: self.target_ids[seq.id])
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence id -> node -> [H] what its children continue from
         self.ids: list[int] = head.ids.tolist()  # [D] the target's id of each of the head's
 
@@ -51,12 +50,12 @@ class HeadForker(Forker):
     def _fits(self, plan: ForkPlan, depth: int) -> bool:
         """Whether there are slots for it, and hidden states of the token before the last."""
         nodes = len(plan.trunk) + sum(plan.forks) * depth
-        return self.true.known(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
+        return self.committed.ready(plan.seq) and self.cache.reserve(plan.seq, len(plan.seq.tokens), max(nodes - 1, 0))
 
     def read_trunks(self, plans: list[ForkPlan]) -> Tensor:
         """Scores after each text and after each token of its trunk. [sum of 1 + trunk, D]"""
         self.before_pass()
-        scores, outputs = self.true.read([plan.seq for plan in plans], [0] * len(plans))
+        scores, outputs = self.committed.read([plan.seq for plan in plans], [0] * len(plans))
         for plan, output in zip(plans, outputs, strict=True):
             self.outputs[plan.seq.id] = {-1: output}
         scores_of = [[row] for row in scores.cpu()]  # by plan
@@ -72,7 +71,7 @@ class HeadForker(Forker):
         self.before_pass()
         batch, features = HeadBatch(self.cache), []
         for plan, node in nodes:
-            batch.guessed(plan.seq, plan.tokens[node], plan.path(node))
+            batch.drafted(plan.seq, plan.tokens[node], plan.path(node))
             features.append(self.outputs[plan.seq.id][plan.parents[node]])
         scores, outputs = self.head.scores(rows_of(batch), self.plane, torch.stack(features))
         for (plan, node), output in zip(nodes, outputs, strict=True):
@@ -93,7 +92,7 @@ class HeadForker(Forker):
         return super()._sampled(self.head.spread(logits), seq, emitted, start)
 
 
-def head_source(space: Workspace) -> tuple[Head, Features | Kept, tuple[int, ...], TrainedHead]:
+def head_source(space: Workspace) -> tuple[Head, FeatureCache, tuple[int, ...], TrainedHead]:
     """The head that was given or belongs to the target, its features, all taps, and the drafter for just in time."""
     head = load_head(space)
     if head.config.kind != "eagle3":
@@ -102,10 +101,10 @@ def head_source(space: Workspace) -> tuple[Head, Features | Kept, tuple[int, ...
             f"give an eagle3 head or a draft model, or use --drafter head."
         )
     taps = head.config.taps
-    features: Features | Kept = Features(taps)
+    features: FeatureCache = ObservedFeatures(taps)
     if head.device.type == "cuda":  # the target's passes leave their hidden states in the slots
         space.plane.keep_streams(taps, head.config.target_hidden_size, head.compute)
-        features, taps = Kept(taps, space.cache, space.plane), ()
+        features, taps = StreamFeatures(taps, space.cache, space.plane), ()
     inline = TrainedHead(replace(space, options=space.options | {"tree": False, "head": head}))
     inline.traits = replace(inline.traits, self_limiting=False)  # the controller decides for both modes alike
     return head, features, tuple(sorted({*taps, *inline.traits.taps})), inline

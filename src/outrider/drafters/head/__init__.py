@@ -3,4 +3,4 @@
 Promise: everything about running a trained head is in this folder; deleting it deletes the method.
 """
 
-from .drafter import TrainedHead as TrainedHead
+from .drafter import TrainedHead as TrainedHead, head_for as head_for

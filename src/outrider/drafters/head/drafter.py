@@ -1,8 +1,8 @@
 """A trained head on the target's own features (EAGLE-3, or a block of masks filled in by one pass).
 
 The head is a folder that `outrider train` wrote for this target and no other. It reads hidden states that verification
-computes anyway, so that it needs a layer or two where a draft model needs many. Its K/V lives in the target's slots.
-It keeps features only until they are fed; what it misses costs acceptance, never a word of the text.
+computes anyway, so it needs a layer or two where a draft model needs many. Its K/V lives in the target's slots.
+Missed features cost acceptance, never correctness.
 """
 
 from __future__ import annotations
@@ -15,36 +15,77 @@ import torch
 
 from ...backends import Model
 from ...backends.loaded_weights import embedding_of, weight_bytes
-from ...errors import ConfigError
-from ...models.speculators import random_head
-from ...types import Draft, Sequence, Step
-from .. import Drafter, DraftRequest, Memory, Traits, Workspace, register
+from ...errors import ConfigError, ModelError
+from ...models.paths import cache_folder
+from ...models.speculators import CONFIG, random_head, read_config
+from ...types import Draft, Sequence, Step, Tree
+from .. import Drafter, DraftRequest, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
-from .features import Features, Kept
-from .find import head_for
+from .features import FeatureCache, ObservedFeatures, StreamFeatures
 from .network import Head, read_head
-from .pace import Pace
 from .rollout import HeadRollout
 
+SHIPPED = Path(__file__).parent / "shipped"
+HEADS = ("eagle3", "block")  # kinds; the adapter of an early exit is not a head
+INITIAL_FLOOR = 0.3  # before a pass was timed: a first chain that is too long would make the drafter look expensive
+ROWS = 4  # the cost of one more row is averaged over this many: the first ones may be free
 
-class Begun(NamedTuple):
-    """A draft that was started before anybody asked for it."""
 
-    texts: list[tuple[int, int]]  # sequences, and their lengths: tokens are only ever added
-    rooms: list[int]
+class Pace:
+    """When a chain is long enough, from the cost of one more pass and one more row and its chance of survival.
+
+    Stopping early changes the length of a chain, never its tokens.
+    """
+
+    def __init__(self, fixed: float | None = None) -> None:
+        self.fixed = fixed  # the option stop_below
+        self.seconds: float | None = None  # of one pass
+        self.confidence = 0.6  # mean probability of a token after the first
+
+    def floor(self, prices: Prices | None) -> float:
+        """The survival that the last token must have for the next one to be worth its pass."""
+        if self.fixed is not None:
+            return self.fixed
+        if prices is None:
+            return 0.0
+        if self.seconds is None:
+            return INITIAL_FLOOR
+        cost = prices.speed * self.seconds + prices.price(ROWS) / ROWS
+        return min(cost / max(self.confidence, 0.05), 1.0)
+
+    def observe(self, step: Step, passes: int) -> None:
+        """Time the passes of this step's draft; steps that also read a prompt are left out."""
+        if not passes or any(turn.feed > 1 for turn in step.turns):
+            return
+        each = step.clock["draft"] / passes
+        known = each if self.seconds is None else self.seconds
+        self.seconds = known + 0.1 * (min(each, 2 * known) - known)  # clipped: an outlier is not a cost
+
+    def drafted(self, tree: Tree) -> None:
+        """Update the mean confidence with the tokens after the first."""
+        for before, after in zip(tree.survival or (), (tree.survival or ())[1:], strict=False):
+            if before > 0:
+                self.confidence += 0.02 * (after / before - self.confidence)
+
+
+class EarlyDraft(NamedTuple):
+    """A draft that was started before it was requested."""
+
+    lengths: list[tuple[int, int]]  # sequence id and its number of tokens: tokens are only ever added
+    budgets: list[int]
     draft: Draft
 
     @staticmethod
-    def of(seqs: list[Sequence], rooms: list[int], draft: Draft) -> Begun:
-        return Begun([(seq.id, len(seq.tokens)) for seq in seqs], rooms, draft)
+    def of(seqs: list[Sequence], budgets: list[int], draft: Draft) -> EarlyDraft:
+        return EarlyDraft([(seq.id, len(seq.tokens)) for seq in seqs], budgets, draft)
 
-    def suits(self, seqs: list[Sequence], rooms: list[int]) -> bool:
-        """Whether it will do for what is asked for now: a little less than that is there sooner."""
-        same = self.texts == [(seq.id, len(seq.tokens)) for seq in seqs]
-        return same and all(2 * mine >= room for mine, room in zip(self.rooms, rooms, strict=True))
+    def suits(self, seqs: list[Sequence], budgets: list[int]) -> bool:
+        """Whether it is for these texts and at least half as long as requested: it is available sooner."""
+        same = self.lengths == [(seq.id, len(seq.tokens)) for seq in seqs]
+        return same and all(2 * drafted >= budget for drafted, budget in zip(self.budgets, budgets, strict=True))
 
-    def cut(self, rooms: list[int]) -> Draft:
-        trees = (tree.cut(n) for tree, n in zip(self.draft.trees, rooms, strict=True))
+    def cut(self, budgets: list[int]) -> Draft:
+        trees = (tree.cut(n) for tree, n in zip(self.draft.trees, budgets, strict=True))
         return Draft.pack(trees, self.draft.unread)
 
 
@@ -55,7 +96,7 @@ class TrainedHead(Drafter):
 
     traits = Traits(
         options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth"),
-        auto=lambda workspace: chosen(workspace) is not None,
+        auto=lambda workspace: configured_head(workspace) is not None,
         trial=lambda target: _trial(target),
     )
 
@@ -64,28 +105,28 @@ class TrainedHead(Drafter):
         head = load_head(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
-        runner: Any = head  # it runs as a model does, over rows and a plane
-        passes: Any = space.passes(runner, plane)
-        self.features: Features | Kept
-        drafts, taps = None, tuple[int, ...]()
+        model: Any = head  # it runs as a model does, over rows and a plane
+        passes: Any = space.passes(model, plane)
+        self.features: FeatureCache
+        graphs, taps = None, tuple[int, ...]()
         if passes is None:
             taps = config.taps
-            self.features = Features(taps)
-        else:  # the target's passes leave their streams where they are found later: there is nothing to look at
+            self.features = ObservedFeatures(taps)
+        else:  # the target's passes leave their hidden states in the plane: no taps are needed
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
-            self.features = Kept(config.taps, space.cache, space.plane)
-            from .recorded import Heads  # needs triton
+            self.features = StreamFeatures(config.taps, space.cache, space.plane)
+            from .captured import HeadGraphs  # needs triton
 
-            drafts = Heads(passes, space.plane, "head")
-        self.rollout = HeadRollout(head, space.cache, plane, self.features, drafts)
-        self.rollout.shown = space.record_guesses
+            graphs = HeadGraphs(passes, space.plane, "head")
+        self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
+        self.rollout.record_guesses = space.record_guesses
         self.tree = bool(space.option("tree", default=False))
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
-        given = space.option("stop_below", default=None)
-        self.pace = Pace(None if given is None else float(given))
-        unread = drafts is not None and not self.tree
+        floor = space.option("stop_below", default=None)
+        self.pace = Pace(None if floor is None else float(floor))
+        unread = graphs is not None and not self.tree
         self.traits = replace(
             self.traits,
             taps=taps,
@@ -93,22 +134,22 @@ class TrainedHead(Drafter):
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
-        self.asked: dict[int, int] = {}  # nodes, of each sequence in the last draft
-        self.begun: Begun | None = None
+        self.budgets: dict[int, int] = {}  # by sequence, of the last request
+        self.early: EarlyDraft | None = None
         self.stop_below = 0.0  # of the last request
 
     def draft(self, request: DraftRequest) -> Draft:
-        self.rollout.runs = 0
+        self.rollout.passes_run = 0
         seqs, budgets = request.seqs, request.budgets
         ready = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and self._ready(seq)]
-        self.asked = {seqs[i].id: budgets[i] for i in ready}
-        begun, self.begun = self.begun, None
+        self.budgets = {seqs[i].id: budgets[i] for i in ready}
+        early, self.early = self.early, None
 
         def roll(part: DraftRequest) -> Draft:
-            started = begun is not None and begun.suits(part.seqs, part.budgets)
-            draft = begun.cut(part.budgets) if begun is not None and started else self._roll(part)
+            suits = early is not None and early.suits(part.seqs, part.budgets)
+            draft = early.cut(part.budgets) if early is not None and suits else self._roll(part)
             for tree in draft.trees:
-                self.pace.heard(tree)
+                self.pace.drafted(tree)
             return draft
 
         return request.answer(ready, roll)
@@ -117,30 +158,29 @@ class TrainedHead(Drafter):
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
     def observe(self, step: Step) -> None:
-        self.pace.observe(step, self.rollout.runs)
-        self.rollout.runs = 0
+        self.pace.observe(step, self.rollout.passes_run)
+        self.rollout.passes_run = 0
         self.features.observe(step)
-        self.features.tidy(self.space.cache.rows.keys())
+        self.features.retain(self.space.cache.rows.keys())
         if self.traits.unread:
-            self._go_on(step)
+            self._start_early(step)
 
-    def _go_on(self, step: Step) -> None:
-        """Who was asked just now is likely to be asked again: a device drafts while the host makes up its mind."""
+    def _start_early(self, step: Step) -> None:
+        """The next request is likely to equal the last one: the device drafts while the host decides."""
         drafted = all(tree.source == self.name for tree in step.draft.trees)
-        rooms = [min(self.asked.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
-        goes_on = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
-        if drafted and goes_on and min(rooms) > 0 and self.rollout.leaves_unread(step.seqs):
-            self.begun = Begun.of(
-                step.seqs, rooms, self._roll(DraftRequest(step.seqs, rooms, stop_below=self.stop_below))
-            )
+        budgets = [min(self.budgets.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
+        unfinished = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
+        if drafted and unfinished and min(budgets) > 0 and self.rollout.leaves_unread(step.seqs):
+            draft = self._roll(DraftRequest(step.seqs, budgets, stop_below=self.stop_below))
+            self.early = EarlyDraft.of(step.seqs, budgets, draft)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
 
     def _ready(self, seq: Sequence) -> bool:
-        """Whether the target has looked at all but the last token, and we have seen what it saw at the one before."""
+        """Whether the target has read all but the last token, and the feature of the last but one is there."""
         last = len(seq.tokens) - 2
-        return last >= 0 and self.space.plane.holds(seq.id) > last and self.features.known(seq.id, last)
+        return last >= 0 and self.space.plane.holds(seq.id) > last and self.features.has(seq.id, last)
 
     def _roll(self, request: DraftRequest) -> Draft:
         self.rollout.stop_below = self.stop_below = request.stop_below
@@ -150,45 +190,64 @@ class TrainedHead(Drafter):
         return self.rollout.chains(request.seqs, request.budgets)
 
 
-def _trial(target: Model) -> dict[str, Any]:
-    """The target's own head, or an untrained one: a fair trial of everything but its guesses."""
-    if (found := head_for(target)) is not None:
-        return {"head": str(found)}
-    config, tensors = random_head(target.config)
-    return {"head": Head(config, tensors, embedding_of(target), target.compute, target.device)}
+# ------------------------------------------------------------ which head
 
 
-def chosen(space: Workspace) -> Any:
-    """The head that was asked for, else the one that belongs to the target; None if there is none, or `head=none`."""
-    wanted = space.option("head", default=None)
-    if wanted is None:
+def head_for(target: Any) -> Path | None:
+    """The folder of a head for this target, found by the target's hash: the user's first, then the shipped ones.
+
+    Only configurations are read. A folder that cannot be read is ignored.
+    """
+    identity = target.identity()
+    if identity is None:
+        return None
+    for parent in (cache_folder() / "heads", SHIPPED):
+        for path in sorted(parent.glob(f"*/{CONFIG}")):
+            try:
+                config = read_config(path.parent)
+            except ModelError:
+                continue
+            if config.kind in HEADS and config.target_hash == identity:
+                return path.parent
+    return None
+
+
+def configured_head(space: Workspace) -> Any:
+    """The option `head`, else the head that belongs to the target; None if there is none, or with `head=none`."""
+    option = space.option("head", default=None)
+    if option is None:
         return head_for(space.target)
-    return None if wanted == "none" else wanted
+    return None if option == "none" else option
 
 
 def load_head(space: Workspace) -> Head:
-    """The head that was asked for, or belongs to the target, in memory."""
-    wanted = chosen(space)
-    if wanted is None:
+    """The configured head, in memory."""
+    head, target = configured_head(space), space.target
+    if head is None:
         raise ConfigError(
-            "The drafter 'head' needs a trained head, and none comes along for this model: give its folder with "
+            "The drafter 'head' needs a trained head, and none is shipped for this model: give its folder with "
             "--set head=PATH (or head=…), or make one with `outrider train`."
         )
-    if isinstance(wanted, str | Path):
-        config, tensors = read_head(wanted)
-        insist_on_target(config, space.target, str(wanted))
+    if isinstance(head, str | Path):
+        config, tensors = read_head(head)
+        insist_on_target(config, target, str(head))
         if config.kind == "exit":
-            raise ConfigError(
-                f"{wanted} is an early exit's adapter: use it with --drafter exit --set adapter={wanted}."
-            )
+            raise ConfigError(f"{head} is an early exit's adapter: use it with --drafter exit --set adapter={head}.")
         dtype = precision(space)
-        if dtype is torch.int8 and space.target.device.type != "cpu":
+        if dtype is torch.int8 and target.device.type != "cpu":
             raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
-        target, length = space.target, space.cache.length
-        return Head(config, tensors, embedding_of(target), dtype, target.device, length)
-    if not isinstance(wanted, Head):
-        raise ConfigError(f"head is {wanted!r}, but it must be a folder or a Head.")
-    insist_on_target(wanted.config, space.target, "that was given")
-    if wanted.device != space.target.device:
-        raise ConfigError(f"The head that was given is on {wanted.device}, its target on {space.target.device}.")
-    return wanted
+        return Head(config, tensors, embedding_of(target), dtype, target.device, space.cache.length)
+    if not isinstance(head, Head):
+        raise ConfigError(f"head is {head!r}, but it must be a folder or a Head.")
+    insist_on_target(head.config, target, "that was given")
+    if head.device != target.device:
+        raise ConfigError(f"The head that was given is on {head.device}, its target on {target.device}.")
+    return head
+
+
+def _trial(target: Model) -> dict[str, Any]:
+    """The target's own head, or an untrained one, which shows everything but acceptance."""
+    if (folder := head_for(target)) is not None:
+        return {"head": str(folder)}
+    config, tensors = random_head(target.config)
+    return {"head": Head(config, tensors, embedding_of(target), target.compute, target.device)}

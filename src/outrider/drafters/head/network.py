@@ -1,15 +1,17 @@
-"""A trained head: a layer or a few on top of the target's features, over rows and a plane of its own.
+"""The network of a trained head: a few layers on top of the target's features, over rows and a plane.
 
-A head row p has the token after position p and that position's feature (the target's hidden states there, fused), and
-says which token comes after that one. `eagle3` goes on from its own output; `block` fills in masks, all in one pass.
+Head row p has the token after position p and that position's feature (the target's hidden states there, fused), and
+predicts the token after that one. `eagle3` continues from its own output; `block` fills in masks, all in one pass.
 
-The promise: a row's scores are the same bits whichever rows share its pass (float32 and bfloat16 on a CPU with oneDNN,
-and on a GPU), as in `transformer`. The residual stream is float32 even when weights are bfloat16.
+Promise: a row's scores are the same bits whichever rows share its pass (float32 and bfloat16 on a CPU with oneDNN, and
+on a GPU), as in `transformer`. The residual stream is float32 even when weights are bfloat16.
 It knows rows and planes, not sequences, drafts or the target's layers.
 """
 
 from __future__ import annotations
 
+import struct
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +19,16 @@ import torch
 from torch import Tensor
 
 from ...backends import PlaneShape, ops, with_index
-from ...backends.cpu.int8 import Int8Linear
+from ...backends.cpu import native
+from ...backends.cpu.int8 import Addresses, Int8Linear
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...models.speculators import HeadConfig, check_head, layer_name, read_head, target_hash, target_ids, write_head
-from .int8 import NativeHead
+from .._trained import DraftVocabulary
 
-_TAIL = 16  # drafted ancestors that a GPU's blocks have room for, or a multiple
+_FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
+_TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -37,79 +41,79 @@ class _Layer:
     down: Any
 
 
-class Head:
-    """Both kinds; all state between passes lives in the plane it is given."""
+class Head(DraftVocabulary):
+    """A head of either kind. Its only state between passes is the plane."""
 
     def __init__(
         self,
         config: HeadConfig,
         tensors: dict[str, Tensor],
         embedding: Tensor,  # [V, H] the target's; a narrow head has its own
-        dtype: torch.dtype,  # int8 on a CPU: weights are rounded here
+        dtype: torch.dtype,  # int8 (CPU only): weights are quantised here
         device: torch.device | str = "cpu",
-        length: int | None = None,  # longest position that will be asked for
+        length: int | None = None,  # number of positions; default: the context length
     ) -> None:
         check_head(config, tensors, "The head")
-        self.config, self.device, self.eight_bits = config, with_index(device), dtype is torch.int8
-        self.compute = dtype = torch.float32 if self.eight_bits else dtype
+        self.config, self.device, self.int8 = config, with_index(device), dtype is torch.int8
+        self.compute = dtype = torch.float32 if self.int8 else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
-        self.kept = dtype if self.device.type == "cuda" else self.stream  # dtype of K/V
-        own = tensors.get("embed_tokens.weight")
-        self.embedding = embedding if own is None else own.to(self.device, dtype)
+        narrow = tensors.get("embed_tokens.weight")
+        self.embedding = embedding if narrow is None else narrow.to(self.device, dtype)
         self._tensors = tensors
         self.fc = self._product("fc.weight")
         self.hidden_norm, self.norm = self._vector("midlayer.hidden_norm.weight"), self._vector("norm.weight")
         self.layers = [self._layer(layer_name(i)) for i in range(config.layers)]
         self.head = self._product("lm_head.weight")
-        self.ids = target_ids(tensors["d2t"].cpu())  # [D]
+        self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.masks = [self._vector(n) for n in ("mask_embedding", "mask_hidden")] if config.kind == "block" else []
         self._tensors = {}
         self.cos, self.sin = self._rope(length or config.context_length)
         self._scratch: Any = None
-        kernels = ops._loaded().kernels if self.eight_bits else None
-        self.native = None if kernels is None else NativeHead(self, kernels)
+        kernels = ops._loaded().kernels if self.int8 else None
+        self.native = None if kernels is None else Int8Head(self, kernels)
 
     @property
     def plane_shape(self) -> PlaneShape:
-        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, self.kept)
+        dtype = self.compute if self.device.type == "cuda" else self.stream
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     @property
     def exact(self) -> bool:
-        """Whether every product in here is row-invariant on this machine."""
+        """Whether every product is row-invariant on this machine."""
         return bool(self.head.exact)
 
     @torch.inference_mode()
     def fuse(self, taps: list[Tensor]) -> Tensor:
-        """Features [T, H] from the target's hidden states, as wide as it is, after each tap."""
+        """Features [T, H] from the target's hidden states after each tap, [T, target's H] each."""
         joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
-        if self.eight_bits:
+        if self.int8:
             return self.fc.with_int16_rows(joined)  # type: ignore[no-any-return]
         return summed(self.fc(joined.to(self.compute))).to(self.stream)
 
     @torch.inference_mode()
-    def read(self, rows: Rows, plane: Plane, shown: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`scores` of rows from what the target's taps have shown [T, taps * H]."""
+    def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`scores` of rows with the target's hidden states after all taps [T, taps * H], not fused yet."""
         if self.native is not None:
-            return self.native(rows, plane, shown, masked, fused=False)
-        return self.scores(rows, plane, self.fuse([shown]), masked)
+            return self.native(rows, plane, hidden, masked, fused=False)
+        return self.scores(rows, plane, self.fuse([hidden]), masked)
 
     def forward(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the wanted rows over the target's ids [R, V], and what each row would be a feature of [T, H]."""
+        """Logits of the wanted rows over the target's ids [R, V], and each row's output [T, H]."""
         scores, outputs = self.scores(rows, plane, features, masked)
         return self.spread(scores), outputs
 
     @torch.inference_mode()
     def scores(self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same over the head's own vocabulary: [R, D], and the outputs [T, H].
+        """The same over the draft vocabulary: [R, D], and the outputs [T, H].
 
         features [T, H]; masked [T] bool: rows that have neither token nor feature (`block`).
         """
         if self.native is not None:
             return self.native(rows, plane, features, masked)
-        rows = self._at_home(rows)
-        x = features.to(self.stream, copy=True)  # [T, H] the residual stream; `delta` is what the last block adds
+        rows = self._on_device(rows)
+        x = features.to(self.stream, copy=True)  # [T, H] the residual stream; the next norm adds `delta`
         e = self.embedding[rows.tokens].to(self.stream)  # [T, H]
         if masked is not None:
             hidden = masked.to(self.device)[:, None]  # [T, 1]
@@ -124,18 +128,10 @@ class Head:
                 h = ops.add_norm(x, delta, layer.attention_norm, eps, self.compute)
             delta = self._attention(layer, h, rows, (plane.k[i], plane.v[i]), rope)
             delta = layer.down(layer.gate_up.gated(ops.add_norm(x, delta, layer.mlp_norm, eps, self.compute)))
-        h = ops.add_norm(x, delta, self.norm, eps, self.compute)  # and x is whole now
+        h = ops.add_norm(x, delta, self.norm, eps, self.compute)
         if not rows.want.shape[0]:
             return x.new_zeros(0, self.config.draft_vocab_size), x
         return summed(self.head(h[rows.want])).to(self.stream), x
-
-    def spread(self, scores: Tensor) -> Tensor:
-        """Scores over the head's vocabulary [..., D] as logits over the target's [..., V]."""
-        logits = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
-        logits[..., self.ids.to(scores.device)] = scores
-        return logits
-
-    # ------------------------------------------------------------ inside
 
     def _attention(
         self, layer: _Layer, h: Tensor, rows: Rows, kv: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor]
@@ -148,7 +144,7 @@ class Head:
         return self._tensors[name].to(self.device, self.stream)
 
     def _product(self, *names: str) -> Any:
-        if self.eight_bits:
+        if self.int8:
             parts = [self._tensors[name].to(self.device) for name in names]
             return Int8Linear(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
         return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
@@ -165,19 +161,19 @@ class Head:
         )
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position [L, d/2], once, as in `transformer`."""
+        """cos and sin for every position [L, d/2], as in `transformer`."""
         steps = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64) / self.config.head_dim
         angles = torch.arange(length, dtype=torch.float64)[:, None] * self.config.rope_theta**-steps
         return angles.cos().to(self.device, self.stream), angles.sin().to(self.device, self.stream)
 
-    def _at_home(self, rows: Rows) -> Rows:
-        """Rows where the head is. On a GPU that is not driven by captured passes, with blocks of one row each."""
+    def _on_device(self, rows: Rows) -> Rows:
+        """Rows on the head's device; for eager passes on a GPU, with attention blocks of one row each."""
         if rows.blocks is not None or not ops.on_gpu(self.embedding):
             return rows
         from ...backends.cuda.kernels.attention import Blocks, Scratch
 
         c, count, device = self.config, rows.slots.shape[0], self.device
-        lines, line = torch.unique(rows.lines.cpu(), return_inverse=True)  # only these travel
+        lines, line = torch.unique(rows.lines.cpu(), return_inverse=True)  # only these are copied
         table = rows.table[lines.to(rows.table.device)].to(device, torch.int32).contiguous()  # [lines, length]
         deep = 0 if rows.ancestors is None else rows.ancestors.shape[1]
         tail = torch.zeros(count, -(-max(deep, 1) // _TAIL) * _TAIL, dtype=torch.int32)  # [T, D]
@@ -191,8 +187,88 @@ class Head:
         if self._scratch is None:
             self._scratch = Scratch(256, c.heads, c.head_dim, rows.table.shape[1], device)
         blocks = Blocks(info.to(device), tail.to(device), table, self._scratch)
-        there = [index.to(device) for index in (rows.tokens, rows.positions, rows.slots, rows.want)]
-        return Rows(there[0], there[1], there[2], there[2], there[2], table, None, there[3], blocks=blocks)
+        tokens, positions, slots, want = (t.to(device) for t in (rows.tokens, rows.positions, rows.slots, rows.want))
+        return Rows(tokens, positions, slots, slots, slots, table, None, want, blocks=blocks)
+
+
+class Int8Head(Addresses):
+    """The int8 head on a CPU: `Head.scores` in one native call, with all weights' addresses in the order of pass.h.
+
+    Weights are quantised without calibration and outliers: errors cost acceptance only. The target's hidden states do
+    have outliers, so `fc` reads them with 16 bits. Without a compiler, `Int8Linear` products do the same in torch.
+    """
+
+    def __init__(self, head: Head, kernels: native.Kernels) -> None:
+        embedding = head.embedding.to(torch.bfloat16).contiguous()  # [V, H], the target's own where it is int8
+        super().__init__(head, embedding)
+        self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
+        self.outputs = head.config.draft_vocab_size
+        self._model = self._pack(head, embedding)
+
+    def __call__(
+        self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of the wanted rows [R, D], and every row's output [T, H].
+
+        features [T, H]; with `fused` false, hidden states [T, taps * H].
+        """
+        lists, table = _lists(rows)
+        if masked is not None:
+            lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
+        count, wanted = len(lists[0]), len(lists[5])
+        flat = array("q", [number for numbers in lists for number in numbers])
+        pointers = [flat.buffer_info()[0] + 8 * count * i for i in range(6)]
+        depth, tails = _tails(rows)
+        features = features.to(torch.float32).contiguous()
+        scores, outputs = torch.empty(wanted, self.outputs), torch.empty(count, self.width)
+        taps = array("q", [0] * (self.layers - 1) + [outputs.data_ptr()])
+        self.kernels.int8_pass(
+            self._model, *pointers, table.data_ptr(), 0 if tails is None else tails.buffer_info()[0],
+            features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
+            scores.data_ptr() if wanted else 0, taps.buffer_info()[0], 0, table.shape[1], depth, plane.k[0].shape[0],
+            count, wanted, 0, self.layers, torch.get_num_threads(),
+        )  # fmt: skip
+        return scores, outputs
+
+    def _pack(self, head: Head, embedding: Tensor) -> int:
+        c = head.config
+        layers = b"".join(self._pack_layer(layer) for layer in head.layers)
+        masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
+        fields = (
+            self._keep(layers),
+            *(tensor.data_ptr() for tensor in (head.norm, embedding, head.cos, head.sin)),
+            *self._linear(head.head.packed),
+            *(*sizes, head.cos.shape[0], c.norm_eps),
+            *(head.hidden_norm.data_ptr(), *masks, c.vocab_size, *self._linear(head.fc.packed)),
+        )
+        return self._keep(struct.pack(native.MODEL, *fields))
+
+    def _pack_layer(self, layer: Any) -> bytes:
+        norms = (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(), 0, 0)
+        products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        linears = [field for product in products for field in self._linear(product.packed)]
+        return struct.pack(native.LAYER, *norms, *linears, True, 0)
+
+
+def _lists(rows: Rows) -> tuple[list[list[int]], Tensor]:
+    """The rows' fields as lists, and the table of slots. Rows of a batch have the lists already."""
+    batch = rows.batch
+    if batch is None:
+        return [getattr(rows, name).tolist() for name in _FIELDS], ops.contiguous(rows.table, torch.int32)
+    return [getattr(batch, name) for name in _FIELDS], ops.contiguous(batch.table, torch.int32)
+
+
+def _tails(rows: Rows) -> tuple[int, array[int] | None]:
+    """Drafted ancestors' slots: the number of columns, and [T, columns] padded with -1."""
+    if rows.batch is None:
+        tails = [] if rows.ancestors is None else rows.ancestors.tolist()
+    else:
+        tails = rows.batch.tails
+    depth = max(map(len, tails), default=0)
+    if not depth:
+        return 0, None
+    return depth, array("i", [slot for tail in tails for slot in (*tail, *[-1] * (depth - len(tail)))])
 
 
 __all__ = ["Head", "HeadConfig", "read_head", "target_hash", "write_head"]

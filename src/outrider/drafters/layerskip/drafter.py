@@ -48,7 +48,7 @@ class LayerSkip(Drafter):
         self.rollout = ScratchRollout(
             space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes
         )
-        self.rollout.shown = space.record_guesses
+        self.rollout.record_guesses = space.record_guesses
         # A target without single layers skips whole layers: sets of single blocks are not worth trying.
         share = _refine_share(space) if space.target.has_layers else 0.0
         # Captured passes would have to be recorded again for every set: there the set is fixed.

@@ -1,10 +1,11 @@
-"""What is trained: a small correction of a hidden state in front of a frozen table of words.
+"""What is trained, and on what loss: a small correction of a hidden state in front of a frozen output table (DVI).
 
-Promise: fresh weights change nothing (a trained head goes on saying what it said; a bare tap says what the target would
-have said one token before), and every function here is pure in its weights, so that a copy can be trained while another
-one drafts. It knows neither buffers nor losses.
+Promise: initial weights change nothing (a trained head predicts what it did; a bare tap predicts what the target
+predicted one token before), and every function is pure in its weights, so that a copy can be trained while another one
+drafts. A reward above the baseline raises the probability of the drafted token, one below lowers it. Losses read only
+the candidates' rows of the table: a few hundred instead of thousands, which would take milliseconds.
 
-    H hidden size   r rank   D draft vocabulary   V the target's vocabulary
+    H hidden size   r rank   D draft vocabulary   V target's vocabulary   n records   m candidates   W top ids
 """
 
 from __future__ import annotations
@@ -16,69 +17,141 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .buffer import Records
+
 Weights = dict[str, Tensor]
 
 
 class Adapted(NamedTuple):
-    stream: Tensor  # [n, H] what a following draft goes on from
-    normed: Tensor  # [n, H] what the table is multiplied with
+    stream: Tensor  # [n, H] from which a longer draft continues
+    normed: Tensor  # [n, H] which the table is multiplied with
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """The part of a drafter that stays as it is."""
+class FrozenOutput:
+    """The part of a drafter that is not trained."""
 
     table: Tensor  # [D, H] the output's rows of the draft vocabulary
     ids: Tensor  # [D] the target id of each draft id
-    place: Tensor  # [V] the draft id of each target id, or -1
+    draft_ids: Tensor  # [V] the draft id of each target id, or -1
     norm: Tensor  # [H] gain of the norm before the output
     eps: float
-    embedding: Tensor | None  # [V, H] of the token beside a state; None: the state knows it already
+    embedding: Tensor | None  # [V, H] of the previous token; None: the state contains it already
 
     @staticmethod
-    def of(table: Tensor, ids: Tensor, vocabulary: int, norm: Tensor, eps: float, embedding: Tensor | None) -> Frozen:
-        place = torch.full((vocabulary,), -1, dtype=torch.long, device=table.device)
-        place[ids.to(table.device)] = torch.arange(ids.shape[0], device=table.device)
-        return Frozen(table, ids, place, norm, eps, embedding)
+    def of(
+        table: Tensor, ids: Tensor, vocabulary: int, norm: Tensor, eps: float, embedding: Tensor | None
+    ) -> FrozenOutput:
+        draft_ids = torch.full((vocabulary,), -1, dtype=torch.long, device=table.device)
+        draft_ids[ids.to(table.device)] = torch.arange(ids.shape[0], device=table.device)
+        return FrozenOutput(table, ids, draft_ids, norm, eps, embedding)
 
-    @property
-    def hidden(self) -> int:
-        return self.table.shape[1]
+    def initial(self, rank: int, seed: int = 0) -> Weights:
+        """Weights that change nothing. Exactly one factor of each product is zero, so that gradients are not."""
+        size = self.table.shape[1]
+        wide = size * (1 if self.embedding is None else 2)
+        generator, like = torch.Generator().manual_seed(seed), self.norm
 
-    def fresh(self, rank: int, seed: int = 0) -> Weights:
-        """Weights that change nothing yet. Of each pair of factors exactly one is zero, or nothing could be learnt."""
-        size, wide = self.hidden, self.hidden * (1 if self.embedding is None else 2)
-        generator = torch.Generator().manual_seed(seed)
-        like = self.norm
-
-        def drawn() -> Tensor:
+        def random() -> Tensor:
             noise: Tensor = torch.randn(rank, wide, generator=generator) * wide**-0.5
             return noise.to(like.device, like.dtype)
 
         weights = {"state": like.new_ones(size), "norm": like.clone()}  # [H]
-        weights |= {"gate": drawn(), "down": drawn(), "up": like.new_zeros(size, rank)}  # [r, wide], [H, r]
+        weights |= {"gate": random(), "down": random(), "up": like.new_zeros(size, rank)}  # [r, wide], [H, r]
         return weights if self.embedding is None else weights | {"token": like.new_zeros(size)}  # [H]
 
-    def adapted(self, w: Weights, state: Tensor, beside: Tensor) -> Adapted:
-        """States [n, H], and the ids of the tokens beside them [n]."""
+    def adapt(self, w: Weights, state: Tensor, previous: Tensor) -> Adapted:
+        """state [n, H]; previous [n]: the ids of the last tokens."""
         x = _unit(state.to(w["state"].dtype), self.eps)  # [n, H]
         y = w["state"] * x
         if self.embedding is not None:
-            e = _unit(self.embedding[beside].to(x.dtype), self.eps)  # [n, H]
+            e = _unit(self.embedding[previous].to(x.dtype), self.eps)  # [n, H]
             x, y = torch.cat([x, e], 1), y + w["token"] * e
         y = y + F.linear(F.silu(F.linear(x, w["gate"])) * F.linear(x, w["down"]), w["up"])
         return Adapted(y, _unit(y, self.eps) * w["norm"])
 
-    def scores(self, w: Weights, state: Tensor, beside: Tensor, rows: Tensor) -> Tensor:
-        """Scores [n, m] of the words whose rows of the table [m, H] are given."""
-        return F.linear(self.adapted(w, state, beside).normed.to(rows.dtype), rows).to(w["state"].dtype)
+    def scores(self, w: Weights, state: Tensor, previous: Tensor, rows: Tensor) -> Tensor:
+        """Scores [n, m] with these rows of the table [m, H]."""
+        return F.linear(self.adapt(w, state, previous).normed.to(rows.dtype), rows).to(w["state"].dtype)
 
 
 def copied(weights: Weights, trained: bool = False) -> Weights:
-    """The same numbers in other tensors; `trained` ones collect gradients."""
+    """A copy; a `trained` one collects gradients."""
     return {name: weight.detach().clone().requires_grad_(trained) for name, weight in weights.items()}
 
 
 def _unit(x: Tensor, eps: float) -> Tensor:
-    """x [n, H] at a mean square of one."""
+    """x [n, H] scaled to a mean square of one."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+# ------------------------------------------------------------ the loss
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The weight of each loss."""
+
+    distil: float  # KL(p ‖ q): match the target's distribution
+    agree: float  # -log q of accepted tokens
+    reward: float  # REINFORCE on accepted nodes and first rejects
+    back: float  # KL(q ‖ p): a stabiliser
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Distillation alone, then a ramp to the mix. Distillation keeps most of the weight: texts change, and no other
+    loss tells what would have been right (measured: docs/log/)."""
+
+    warm: int = 200  # updates
+    ramp: int = 400
+    temperature: float = 1.0  # of the target's distribution
+
+    def at(self, update: int) -> Mix:
+        t = min(max((update - self.warm) / self.ramp, 0.0), 1.0)
+        return Mix(distil=1 - 0.2 * t, agree=0.1 * t, reward=0.05 * t, back=0.05 * t)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Records in terms of the m candidates."""
+
+    p: Tensor  # [n, m] the target's distribution over them
+    covered: Tensor  # [n] the probability that they cover
+    drafted: Tensor  # [n] the drafted candidate; -1: nothing was drafted, or no candidate
+    accepted: Tensor  # [n] bool
+    best: Tensor  # [n] the target's likeliest candidate; -1: no candidate
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens that an update compares."""
+
+    rows: Tensor  # [m, H] of the table
+    index: Tensor  # [V + 1] each target id's index among them, or m; the last entry (id -1) is m
+
+    def labels(self, records: Records, temperature: float) -> Labels:
+        m = self.rows.shape[0]
+        mass = (records.logits / temperature).softmax(-1)  # [n, W]
+        at = self.index[records.top_ids]  # [n, W]
+        p = mass.new_zeros(mass.shape[0], m + 1).scatter_add_(1, at, mass)[:, :m]
+        covered, drafted = p.sum(-1), self.index[records.drafted]  # [n]
+        drafted, best = torch.where(drafted < m, drafted, -1), torch.where(at[:, 0] < m, at[:, 0], -1)
+        return Labels(p / covered.clamp(min=1e-6)[:, None], covered, drafted, records.accepted, best)
+
+
+def loss(scores: Tensor, labels: Labels, mix: Mix, baseline: float) -> Tensor:
+    """A scalar from scores [n, m]. Where nothing was drafted, the currently best candidate is rewarded instead."""
+    log_q = F.log_softmax(scores, -1)  # [n, m]
+    total = mix.distil * (labels.covered * -(labels.p * log_q).sum(-1)).mean()
+    if mix.agree or mix.reward:
+        top = scores.detach().argmax(-1)  # [n]
+        drafted = labels.drafted >= 0
+        node = torch.where(drafted, labels.drafted, top)
+        reward = torch.where(drafted, labels.accepted, top == labels.best).to(scores.dtype)  # [n]
+        log_node = log_q.gather(1, node[:, None])[:, 0]  # [n]
+        total = total - (mix.agree * reward * log_node + mix.reward * (reward - baseline) * log_node).mean()
+    if mix.back:
+        log_p = (labels.p + 1e-4).log()
+        total = total + mix.back * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    return total

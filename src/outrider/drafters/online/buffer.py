@@ -1,9 +1,9 @@
-"""What was verified lately, in a ring of fixed size on the target's device.
+"""Recently verified nodes, in a ring buffer on the target's device.
 
-Promise: it never holds more than `capacity` nodes, the oldest go first, and nothing in it can be turned back into a
-text: no record knows its neighbours, its sequence or its request (docs/learning.md). It knows no losses.
+Promise: it never holds more than `capacity` nodes, the oldest go first, and no text can be recovered from it: a record
+contains neither its neighbours nor its sequence nor its request (docs/learning.md). It knows no losses.
 
-    C capacity   H hidden size   W words of the target's distribution that are kept
+    C capacity   H hidden size   W likeliest ids of the target's distribution that are kept
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TOP = 64  # W: nearly all of the probability nearly always
-_BLOCK = 32  # scores of which only the highest is looked at first
+TOP = 64  # W: nearly always nearly all of the probability
+_BLOCK = 32  # scores whose maximum is compared first
 
 
 class Records(NamedTuple):
     """Verified nodes."""
 
-    state: Tensor  # [n, H] what the drafter knew
-    beside: Tensor  # [n] the token it went on from
-    drafted: Tensor  # [n] target id that it drafted; -1 where it was not asked
+    state: Tensor  # [n, H] the drafter's state
+    previous: Tensor  # [n] the token before the node
+    drafted: Tensor  # [n] the drafted target id; -1 where nothing was drafted
     accepted: Tensor  # [n] bool
-    words: Tensor  # [n, W] the target's likeliest ids there
-    logits: Tensor  # [n, W] and their logits
+    top_ids: Tensor  # [n, W] the target's likeliest ids
+    logits: Tensor  # [n, W] of those
 
     def part(self, rows: Tensor | slice) -> Records:
         return Records(*(field[rows] for field in self))
 
 
-class Seen(NamedTuple):
-    """Verified nodes of one step as they come, before anybody has time for them."""
+class VerifiedNodes(NamedTuple):
+    """Verified nodes of one step, before they are made records."""
 
     states: list[Tensor]  # n of [H]
-    beside: list[int]
+    previous: list[int]
     drafted: list[int]
     accepted: list[bool]
-    logits: Tensor  # [n, V] the target's, for each of them
+    logits: Tensor  # [n, V] the target's
 
     def __len__(self) -> int:
         return len(self.states)
 
 
-def digested(seen: list[Seen], top: int) -> Records:
-    """Several steps' nodes as records: together, because each operation costs more than its work."""
-    logits = seen[0].logits if len(seen) == 1 else torch.cat([each.logits for each in seen])
-    words, values = likeliest(logits, top)
+def records_of(steps: list[VerifiedNodes], top: int) -> Records:
+    """Several steps' nodes as records, together: each operation costs more to launch than to run."""
+    logits = steps[0].logits if len(steps) == 1 else torch.cat([step.logits for step in steps])
+    top_ids, values = likeliest(logits, top)
     return Records(
-        torch.stack([state for each in seen for state in each.states]),
-        torch.tensor([token for each in seen for token in each.beside]),
-        torch.tensor([token for each in seen for token in each.drafted]),
-        torch.tensor([outcome for each in seen for outcome in each.accepted]),
-        words,
+        torch.stack([state for step in steps for state in step.states]),
+        torch.tensor([token for step in steps for token in step.previous]),
+        torch.tensor([token for step in steps for token in step.drafted]),
+        torch.tensor([accepted for step in steps for accepted in step.accepted]),
+        top_ids,
         values,
     )
 
 
 class Ring:
-    """The last so many records."""
+    """The latest `capacity` records."""
 
     def __init__(self, capacity: int, hidden: int, like: Tensor, top: int = TOP) -> None:
         """like: a tensor of the states' dtype and device."""
@@ -78,33 +78,33 @@ class Ring:
         return min(self.added, self.capacity)
 
     def add(self, records: Records) -> None:
-        """Copy these in; the oldest make room."""
+        """Copy these in, over the oldest."""
         count = records.state.shape[0]
-        rows = (torch.arange(self.added, self.added + count) % self.capacity).to(self.fields.state.device)
-        for mine, new in zip(self.fields, records, strict=True):
-            mine[rows] = new.to(mine.device, mine.dtype)
+        rows = self._rows(torch.arange(self.added, self.added + count))
+        for field, values in zip(self.fields, records, strict=True):
+            field[rows] = values.to(field.device, field.dtype)
         self.added += count
 
-    def sample(self, count: int, generator: torch.Generator, sparing: int = 0) -> Records:
-        """So many of them, at random, some perhaps twice; none of the latest `sparing`, where there are others."""
-        old = len(self) - sparing if len(self) > sparing else len(self)
-        rows = (self.added - len(self) + torch.randint(0, old, (count,), generator=generator)) % self.capacity
-        return self.fields.part(rows.to(self.fields.state.device))
+    def sample(self, count: int, generator: torch.Generator, holdout: int = 0) -> Records:
+        """Random records with replacement, none of the latest `holdout` where there are others."""
+        old = len(self) - holdout if len(self) > holdout else len(self)
+        numbers = torch.randint(0, old, (count,), generator=generator)
+        return self.fields.part(self._rows(self.added - len(self) + numbers))
 
     def latest(self, count: int) -> Records:
-        """The last so many."""
-        count = min(count, len(self))
-        rows = torch.arange(self.added - count, self.added) % self.capacity
-        return self.fields.part(rows.to(self.fields.state.device))
+        return self.fields.part(self._rows(torch.arange(self.added - min(count, len(self)), self.added)))
 
     def clear(self) -> None:
         self.added = 0
 
+    def _rows(self, numbers: Tensor) -> Tensor:
+        return (numbers % self.capacity).to(self.fields.state.device)
+
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values [n, count] of the highest of logits [n, V], best first; on the device that they are on.
+    """Ids and values [n, count] of the highest of logits [n, V], best first.
 
-    The highest `count` lie in the `count` blocks with the highest maxima: on a CPU that takes a fifth of the time.
+    The highest `count` are in the `count` blocks with the highest maxima: a fifth of the time of topk on a CPU.
     """
     rows, size = logits.shape
     count = min(count, size)

@@ -167,7 +167,7 @@ class RetokenisedRollout(TranslatedRollout):
             for growth, row in zip(live, logits, strict=True):
                 self._extend(growth, row)
         for growth in grown:
-            self._keep(growth.seq, growth.places)
+            self._keep(growth.seq, growth.spare)
         return Draft.pack(self._chain(growth) for growth in grown)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
