@@ -11,9 +11,10 @@ import pytest
 from outrider.backends.toy import toy
 from outrider.control.acceptance import AcceptanceStats
 from outrider.control.adaptive import Adaptive
+from outrider.control.backoff import FIRST_PAUSE
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
-from outrider.drafters.auto import PATIENCE, Auto, Habit, Trust, settled, value
+from outrider.drafters.auto import Auto, CostStatistics, Trust, settled, value
 from outrider.engine.cache import Cache
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
@@ -27,8 +28,8 @@ def priced(speed: float = 200.0, row: float = 0.05) -> Any:
 # ------------------------------------------------------------ whom auto asks
 
 
-class Says(Drafter):
-    """Says what it is told to."""
+class Fixed(Drafter):
+    """Drafts a chain with a fixed survival."""
 
     def __init__(self, name: str, survival: list[float]) -> None:
         self.name = name  # type: ignore[misc]
@@ -40,15 +41,15 @@ class Says(Drafter):
         return Draft.pack(chain(range(len(self.survival)), survival=list(self.survival)) for _ in seqs)
 
 
-def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Says]:
+def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple[Auto, Fixed]:
     cache = Cache(64, 2, 64)
     plane = cache.add_plane(*TARGET.plane_shape)
     auto = Auto(Workspace(TARGET, cache, plane))
     auto.prices = prices
-    slow = Says("head", costly)
-    auto.free, auto.costly = [Says("suffix", free)], [slow]
+    slow = Fixed("head", costly)
+    auto.free, auto.costly = [Fixed("suffix", free)], [slow]
     auto.drafters = [*auto.free, *auto.costly]
-    auto.habits["head"] = Habit(claims=list(costly), prices={1: 0.001})
+    auto.costs["head"] = CostStatistics(claims=list(costly), call_seconds={1: 0.001})
     return auto, slow
 
 
@@ -57,44 +58,44 @@ SURE, WEAK, GOOD, POOR = [0.95, 0.93, 0.9, 0.88], [0.3, 0.1], [0.8, 0.6, 0.45], 
 
 
 @pytest.mark.parametrize(
-    ("free", "trust", "costly", "speed", "asked"),
+    ("free", "trust", "costly", "speed", "called"),
     [
-        ([], 0.8, GOOD, 200, True),  # silence
-        ([], 0.8, POOR, 200, False),  # 0.08 tokens are not worth a fifth of one
-        ([], 0.8, POOR, 20, True),  # but a fiftieth, and their row is free below
-        (SURE, 1.0, GOOD, 200, False),  # a sure match leaves the head alone
-        (SURE, 0.1, GOOD, 200, True),  # one that has been wrong does not
-        (WEAK, 0.8, GOOD, 200, True),  # a weak one does not stand in its way
-        (WEAK, 0.8, GOOD, 2000, False),  # unless time is dear
-        (GOOD, 1.0, GOOD, 200, False),  # as good as each other: the free one
+        ([], 0.8, GOOD, 200, True),  # no free proposal
+        ([], 0.8, POOR, 200, False),  # a call costs 0.2 tokens and gains 0.08
+        ([], 0.8, POOR, 20, True),  # here it costs 0.02
+        (SURE, 1.0, GOOD, 200, False),  # a likely match needs no head
+        (SURE, 0.1, GOOD, 200, True),  # a match of a drafter that was often wrong does
+        (WEAK, 0.8, GOOD, 200, True),  # so does a weak match
+        (WEAK, 0.8, GOOD, 2000, False),  # unless a call is expensive
+        (GOOD, 1.0, GOOD, 200, False),  # equally good: the free one
     ],
 )
-def test_auto_asks_where_it_pays(
-    free: list[float], trust: float, costly: list[float], speed: float, asked: bool
+def test_auto_calls_where_it_pays(
+    free: list[float], trust: float, costly: list[float], speed: float, called: bool
 ) -> None:
     auto, slow = auto_of(free, costly, priced(speed, row=0.0))
     auto.trust[1, "suffix"] = Trust(1.0, trust)
     (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
-    assert bool(slow.calls) is asked
-    assert (tree.source == "head") is asked
+    assert bool(slow.calls) is called
+    assert (tree.source == "head") is called
 
 
-def test_the_better_offer_is_taken_whoever_was_asked() -> None:
+def test_the_better_proposal_is_taken_whichever_drafter_was_called() -> None:
     auto, slow = auto_of(WEAK, GOOD, priced())
-    slow.survival = POOR  # it usually has more to say
+    slow.survival = POOR  # less than its usual claims
     (tree,) = auto.draft(DraftRequest([SEQ], [8], auto.prices)).trees
     assert slow.calls == 1
     assert tree.source == "suffix"
 
 
-def test_where_k_is_fixed_only_claims_count() -> None:
-    for free, asked in (([], True), (WEAK, True), (SURE, False)):
+def test_with_fixed_k_only_claims_count() -> None:
+    for free, called in (([], True), (WEAK, True), (SURE, False)):
         auto, slow = auto_of(free, GOOD)
         auto.draft(DraftRequest([SEQ], [8], auto.prices))
-        assert bool(slow.calls) is asked
+        assert bool(slow.calls) is called
 
 
-def test_a_batch_shares_what_a_call_takes() -> None:
+def test_a_batch_shares_the_cost_of_a_call() -> None:
     claims = [0.15]  # 0.12 tokens each, against 0.2 for a call
     one, slow = auto_of([], claims, priced(row=0.0))
     one.draft(DraftRequest([SEQ], [8], one.prices))
@@ -104,7 +105,7 @@ def test_a_batch_shares_what_a_call_takes() -> None:
     assert slow.calls == 1
 
 
-def test_one_that_was_wrong_is_tried_again_and_ever_more_rarely() -> None:
+def test_a_drafter_that_was_wrong_is_tried_again_with_backoff() -> None:
     auto, slow = auto_of([], GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     calls = []
@@ -112,10 +113,10 @@ def test_one_that_was_wrong_is_tried_again_and_ever_more_rarely() -> None:
         before = slow.calls
         auto.draft(DraftRequest([SEQ], [8], auto.prices))
         calls += [step] * (slow.calls - before)
-    assert calls == [PATIENCE - 1, 3 * PATIENCE - 1, 7 * PATIENCE - 1]
+    assert calls == [FIRST_PAUSE - 1, 3 * FIRST_PAUSE - 1, 7 * FIRST_PAUSE - 1]
 
 
-def test_a_free_offer_is_no_reason_to_try_again() -> None:
+def test_a_free_proposal_needs_no_trial() -> None:
     auto, slow = auto_of(SURE, GOOD, priced())
     auto.trust[1, "head"] = Trust(50.0, 0.5)
     for _ in range(100):
@@ -123,46 +124,46 @@ def test_a_free_offer_is_no_reason_to_try_again() -> None:
     assert not slow.calls
 
 
-def test_auto_learns_what_asking_takes_from_the_steps_clock() -> None:
+def test_auto_measures_the_cost_of_a_call_with_the_steps_clock() -> None:
     auto, _ = auto_of([], GOOD, priced())
     auto.draft(DraftRequest([SEQ], [8], auto.prices))
     step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
-    assert auto.habits["head"].price(1) == pytest.approx(0.0011)
-    auto.observe(step)  # nobody was asked since: that price is believed a little less
-    assert auto.habits["head"].price(1) == pytest.approx(0.99 * 0.0011)
+    assert auto.costs["head"].call_cost(1) == pytest.approx(0.0011)
+    auto.observe(step)  # no call since: the cost decays
+    assert auto.costs["head"].call_cost(1) == pytest.approx(0.99 * 0.0011)
 
 
 def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
     auto, _ = auto_of([], GOOD, priced())
-    auto.mute = {"head"}
+    auto.without_claims = {"head"}
     unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
     for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
         auto._score(SEQ, "head", unread, verified, verdict)
-        assert bool(auto.habits["head"].told.added) is scored
+        assert bool(auto.costs["head"].outcomes.added) is scored
     auto._score(SEQ, "head", unread, chain([7, 9], source="head"), verdict)
-    assert auto.habits["head"].told.added == 1
-    hopes = auto.habits["head"].usual(2)
-    assert hopes[0] > 0.5 > hopes[1] / hopes[0]  # the first came true, the second did not
+    assert auto.costs["head"].outcomes.added == 1
+    survival = auto.costs["head"].expected_survival(2)
+    assert survival[0] > 0.5 > survival[1] / survival[0]  # the first came true, the second did not
 
 
-def test_a_drafter_that_never_leaves_off_is_told_where() -> None:
-    """The more a token of it takes, the fewer; never more than twice what was tried."""
+def test_the_length_of_a_drafter_without_claims() -> None:
+    """The more a token costs, the shorter; never longer than twice the longest so far."""
     lengths = []
     for seconds in (0.0, 0.0002, 0.002):
         auto, _ = auto_of([], GOOD, priced(500, row=0.0))
-        habit = auto.habits["head"] = Habit(prices={1: seconds}, longest=8)
+        stats = auto.costs["head"] = CostStatistics(call_seconds={1: seconds}, longest=8)
         for _ in range(50):
-            habit.told.add(chain([1, 2], source="head"), [0], "ar")
-            habit.told.add(chain([1, 2], source="head"), [0, 1], "aa")
+            stats.outcomes.add(chain([1, 2], source="head"), [0], "ar")
+            stats.outcomes.add(chain([1, 2], source="head"), [0, 1], "aa")
         lengths.append(auto._length("head", 32, 1))
     assert lengths[0] == 16 > lengths[1] > lengths[2] == 1
-    auto.habits["head"] = Habit()
+    auto.costs["head"] = CostStatistics()
     assert auto._length("head", 32, 1) == 4  # the first time
 
 
-def test_value_is_the_best_beginning() -> None:
+def test_value_is_that_of_the_best_prefix() -> None:
     assert value([0.9, 0.5, 0.1], 1.0, lambda rows: 0.3 * rows) == pytest.approx(0.8)
     assert value([0.9, 0.5], 0.5, lambda rows: 0.0) == pytest.approx(0.7)
     assert value([0.2], 1.0, lambda rows: 1.0 * rows) == 0.0
@@ -170,17 +171,17 @@ def test_value_is_the_best_beginning() -> None:
 
 def test_only_claims_whose_outcome_is_known_are_scored() -> None:
     tree = chain([1, 2, 3, 4], survival=[0.9, 0.8, 0.7, 0.6])
-    assert settled(tree, [1, 2], 2) == [0.9, 0.8]  # it agrees so far, and nobody knows how it goes on
-    assert settled(tree, [1, 9], 1) == [0.9, 0.8, 0.7, 0.6]  # it has failed: all beyond has, too
+    assert settled(tree, [1, 2], 2) == [0.9, 0.8]  # it agrees so far; the rest is unknown
+    assert settled(tree, [1, 9], 1) == [0.9, 0.8, 0.7, 0.6]  # it was rejected, and so was all beyond
     branches = Tree([1, 5, 2], [-1, -1, 0], [0.5, 0.3, 0.2])
     assert settled(branches, [1], 1) == [0.5, 0.3]
 
 
-def test_habits_forget_slowly_and_count_what_was_not_said() -> None:
-    habit = Habit(claims=[0.5, 0.5])
+def test_mean_claims_count_missing_depths_as_zero() -> None:
+    stats = CostStatistics(claims=[0.5, 0.5])
     for _ in range(200):
-        habit.heard([0.8])
-    assert habit.claims == pytest.approx([0.8, 0.0], abs=0.01)
+        stats.add_claims([0.8])
+    assert stats.claims == pytest.approx([0.8, 0.0], abs=0.01)
 
 
 # ------------------------------------------------------------ the controller
@@ -195,18 +196,20 @@ def turn() -> Turn:
 def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
     paced, other = Adaptive(PassCosts(COSTS)), Adaptive(PassCosts(COSTS))
     for controller in (paced, other):
-        controller.draft_node, controller.draft_call = 0.0005, 0.001
+        controller.mode.draft_node.value, controller.mode.draft_call.value = 0.0005, 0.001
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == paced.k_max
     assert 0 < other.budget([turn()], Traits())[0].budget < other.k_max
-    paced.draft_call = 0.02  # four passes for a draft
+    paced.mode.draft_call.value = 0.02  # four passes for a draft
     assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == 0
 
 
 def test_a_frugal_drafter_is_asked_every_time() -> None:
     controller = Adaptive(PassCosts(COSTS))
-    controller.draft_node = controller.draft_call = 0.02
+    controller.mode.draft_node.value = controller.mode.draft_call.value = 0.02
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == controller.k_max
-    controller.asking.hides = True  # a device of its own: there, asking has a price that only the controller knows
+    controller.mode.backoff.pipelined = (
+        True  # a device of its own: there, asking has a price that only the controller knows
+    )
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == 0
 
 
@@ -215,7 +218,7 @@ def test_prices_are_those_of_the_step_at_hand() -> None:
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(200)
     assert controller.prices.price(7) == pytest.approx(0.4)
-    controller.lead = 2.0
+    controller.mode.lead.value = 2.0
     assert controller.prices.speed == pytest.approx(200)  # the same step
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(400)
