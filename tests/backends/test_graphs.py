@@ -10,7 +10,7 @@ import torch
 
 from outrider.backends import WHOLE, ops
 from outrider.backends.cuda.capture import Driver
-from outrider.backends.cuda.graphs import BATCHES, Graphs, padded_size
+from outrider.backends.cuda.graphs import BATCHES, Graphs, _shape, padded_size
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
@@ -254,7 +254,7 @@ def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transform
     runner = engine(target, "off", 0).target
     packing = BatchBuilder(runner.state.cache)  # type: ignore[attr-defined]
     packing.tokens, packing.want = [0] * 1500, list(range(1200))
-    shape = runner._shape(packing, (), (), WHOLE, ())  # type: ignore[attr-defined]
+    shape = _shape(packing, (), (), WHOLE, ())
     assert shape.rows > shape.wanted >= 1200
 
 

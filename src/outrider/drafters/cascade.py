@@ -21,6 +21,7 @@ class Cascade(Drafter):
     traits = Traits(options=("cascade",))
 
     def __init__(self, workspace: Workspace) -> None:
+        super().__init__(workspace)
         members = workspace.option(self.name, default=self._defaults(workspace))
         names = [name.strip() for name in (members.split(",") if isinstance(members, str) else members)]
         if not names or {"cascade", "auto"} & set(names):

@@ -42,6 +42,7 @@ class SmallModel(Drafter):
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
         self.model, tokenizer, self.model_name = _draft_model(space)
         self.translated: TranslatedRollout | None = None
         if _needs_translation(self.model, tokenizer, space):

@@ -33,6 +33,7 @@ class NGram(Drafter):
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
         high = int(space.option("ngram_max", "prompt_lookup_max", default=4))
         low = int(space.option("ngram_min", "prompt_lookup_min", default=min(2, high)))
         if not 1 <= low <= high:

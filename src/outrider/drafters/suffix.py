@@ -43,6 +43,7 @@ class Suffix(Drafter):
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
         self._floor = float(space.option("suffix_min_survival", "suffix_decoding_min_token_prob", default=0.1))
         if not 0 <= self._floor <= 1:
             raise ConfigError(f"suffix_min_survival is {self._floor:g}, but it is a probability: choose from 0 to 1.")

@@ -50,7 +50,7 @@ class Ahead(Drafter):
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
-        self.space = space
+        super().__init__(space)
         self.max_forks = number_option(space, "ahead_forks", FORKS, 1, 64)
         self.fixed_depth = number_option(space, "ahead_depth", 0, 0, MAX_DEPTH)  # 0: as deep as pays
         self.fork_share = number_option(space, "ahead_c", 1.0, 0, 1)

@@ -168,7 +168,8 @@ class EarlyExit(Drafter):
     )
 
     def __init__(self, space: Workspace) -> None:
-        self.space, self.exit = space, _load(space)
+        super().__init__(space)
+        self.exit = _load(space)
         reused = space.first_layers if space.option("exit_reuse", default=True) else None
         first = reused or ScratchLayers(space, space.passes(space.target, space.plane))
         self.rollout = ExitRollout(self.exit, space, first)

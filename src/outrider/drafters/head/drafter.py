@@ -101,7 +101,7 @@ class TrainedHead(Drafter):
     )
 
     def __init__(self, space: Workspace) -> None:
-        self.space = space
+        super().__init__(space)
         head = load_head(space)
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)

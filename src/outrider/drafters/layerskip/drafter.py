@@ -43,7 +43,7 @@ class LayerSkip(Drafter):
     traits = Traits(options=(*SETS, "draft_vocab", "refine", "tree", "tree_width", "tree_depth"))
 
     def __init__(self, space: Workspace) -> None:
-        self.space = space
+        super().__init__(space)
         skip, passes = _skip(space), space.passes(space.target, space.plane)
         self.rollout = ScratchRollout(
             space.target, space.cache, space.plane, skip.part, source="layerskip", passes=passes

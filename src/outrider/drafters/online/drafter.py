@@ -52,6 +52,7 @@ class Online(Drafter):
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:
+        super().__init__(space)
         self.inner = _inner(space)
         self.rollout: Any = self.inner.rollout  # a `StateKeeping`
         network: Any = self.rollout.network

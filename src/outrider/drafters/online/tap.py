@@ -124,7 +124,7 @@ class BareTap(Drafter):
     name = "tap"
 
     def __init__(self, space: Workspace) -> None:
-        self.space = space
+        super().__init__(space)
         tap = Tap(space.target, _vocabulary(space), space.target.compute)
         self.last = LastStates(tap.layer)
         self.rollout = TapRollout(tap, space.cache, self.last)
