@@ -15,7 +15,7 @@ from outrider.backends.cuda.kernels import attention, elementwise, matmul
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
 from outrider.backends.cuda.kernels.matmul import Parts, Tiling
 
-from support.kernels import DEVICE, GPU, HALF
+from support.kernels import DEVICE, GPU, HALF, row_invariant
 
 DTYPES = [HALF, torch.float32]
 CLOSE = {HALF: 1.2e-2, torch.float32: 1e-5}
@@ -64,6 +64,7 @@ def test_weights_in_eight_bits() -> None:
     assert error(ours, exact) < 1e-5
 
 
+@row_invariant
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_of_a_product_is_the_same_alone_and_among_many(splits: int, gated: bool) -> None:
@@ -209,6 +210,7 @@ def test_attention_is_the_exact_one_rounded(
         assert error(scene.run(scene.device_blocks(pad=3), window), scene.exact(window)) < CLOSE[dtype]
 
 
+@row_invariant
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_row_of_attention_is_the_same_alone_and_among_many(trees: bool) -> None:
     """Alone in its block, in a chain's block, merged by the last program or in registers: the same bits."""

@@ -13,7 +13,7 @@ from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
-from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, chain
+from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, Verdict, chain
 
 TARGET = toy()
 
@@ -128,7 +128,8 @@ def taught(costs: PassCosts, claim: float, hits: float, name: str = "suffix") ->
     tree = chain([1], survival=[claim])
     for i in range(300):
         hit = (i * 7 % 100) < hits * 100
-        controller._learn(turn(), tree, [0] if hit else [], ACCEPTED if hit else REJECTED)
+        verdict = Verdict([0] if hit else [], [1], ACCEPTED if hit else REJECTED)
+        controller._learn_acceptance(turn(), tree, verdict)
     return controller
 
 

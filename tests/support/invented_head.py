@@ -66,7 +66,7 @@ def fake_head() -> Any:
     )  # fmt: skip
 
 
-def said(kind: str, rnd: random.Random) -> list[int]:
+def answer_text(kind: str, rnd: random.Random) -> list[int]:
     """A prompt and its answer. `half` repeats twenty tokens after every twenty new ones."""
     if kind != "half":
         return text(kind, rnd)
@@ -92,7 +92,7 @@ class Requests(Run):
         self.passed = self.world.now
         self.recorded = len(self.recordings)
         rnd = random.Random(5)
-        self.texts = {i: said(kind, rnd) for i in range(len(right))}
+        self.texts = {i: answer_text(kind, rnd) for i in range(len(right))}
         params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
         sizes = [rnd.randrange(20, 300) for _ in right]
         self.seqs = [Sequence(i, self.texts[i][: sizes[i]], params) for i in self.texts]
@@ -143,7 +143,7 @@ class Requests(Run):
 
 
 @dataclass(frozen=True)
-class Told:
+class Measured:
     """Answers of several requests in a row by a fresh engine; recordings are counted apart."""
 
     seconds: list[float]

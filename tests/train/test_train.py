@@ -531,7 +531,7 @@ def test_ctrl_c_prints_how_to_resume(home: Path, tmp_path: Path, monkeypatch: py
         yield lambda: next(calls, None) is None
 
     with monkeypatch.context() as patched:
-        patched.setattr(cli_train, "_asked_to_stop", stops)
+        patched.setattr(cli_train, "_stop_request", stops)
         patched.setattr("sys.argv", ["outrider", "train", "--steps", "12"])
         done = invoke(home, tmp_path / "out", "--steps", 12)
     assert done.exit_code == 130

@@ -106,7 +106,7 @@ def make(drafter: str | type[Drafter], workspace: Workspace) -> Drafter:
 
 def suits(drafter: str | type[Drafter], target: Model) -> bool:
     """Whether a drafter can work with this kind of target at all."""
-    return target.has_layers or not lookup(drafter).traits.needs_layers
+    return not lookup(drafter).traits.needs_layers or target.has_layers
 
 
 def check_options(drafter: str | type[Drafter], options: Iterable[str]) -> None:

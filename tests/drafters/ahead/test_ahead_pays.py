@@ -23,7 +23,7 @@ from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import QueueSizes, SharedQueue
 
 from support.ahead import SimulatedHost
-from support.invented_head import MANY, RECORDING, Requests, Told, fake_head
+from support.invented_head import MANY, RECORDING, Measured, Requests, fake_head
 from support.invented_time import fake_model
 from support.kernels import GPU
 
@@ -85,7 +85,9 @@ class ClockedRequests(Requests):
         return engine
 
 
-def measured(drafter: str, right: float, k: int | str = "auto", head: bool = False, times: Times | None = None) -> Told:
+def measured(
+    drafter: str, right: float, k: int | str = "auto", head: bool = False, times: Times | None = None
+) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         options = {} if head else {"draft_model": fake_model(small=True)}
         patch.setattr(ClockedRequests, "options", options | {"ahead_fallback": ""})
@@ -97,7 +99,7 @@ def measured(drafter: str, right: float, k: int | str = "auto", head: bool = Fal
         assert not run[0].engine.failures
         made = run[0].engine.drafter
         assert not isinstance(made, Ahead) or not made.host.bypassed
-    return Told([seconds - RECORDING * recorded for seconds, recorded in answers], sum(n for _, n in answers))
+    return Measured([seconds - RECORDING * recorded for seconds, recorded in answers], sum(n for _, n in answers))
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["model", "head"])

@@ -15,17 +15,19 @@ from outrider.drafters import DraftRequest
 from outrider.drafters.head import drafter as head_module
 from outrider.types import Draft, Sequence, chain
 
-from support.invented_head import MANY, RECORDING, Requests, Told
+from support.invented_head import MANY, RECORDING, Measured, Requests
 from support.kernels import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 
 
-def told(drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh", head: bool = True) -> Told:
+def measured(
+    drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh", head: bool = True
+) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         run = Requests(patch, drafter, right, k, kind, head)
         found = [run.answer(seq) for seq in run.seqs]
-    return Told([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
+    return Measured([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
 
 
 PROMPTS = 7  # recordings that plain decoding needs too, at most: prompts have all lengths
@@ -34,15 +36,15 @@ PROMPTS = 7  # recordings that plain decoding needs too, at most: prompts have a
 @pytest.mark.parametrize(("right", "ks", "least"), [(0.9, (8, 12), 0.93), (0.68, (6, 8), 0.93), (0.3, (2,), 0.85)])
 def test_k_is_found_where_a_head_drafts(right: float, ks: tuple[int, ...], least: float) -> None:
     """A recording that counted as the price of asking kept the head silent for the first half of such a row."""
-    best = max(told("head", [right] * MANY, k).speed() for k in ks)
-    auto = told("head", [right] * MANY)
+    best = max(measured("head", [right] * MANY, k).speed() for k in ks)
+    auto = measured("head", [right] * MANY)
     assert auto.speed() > least * best
     assert auto.speed(slice(0, 2)) > (least - 0.1) * best  # from the first answers on
     assert auto.recordings <= PROMPTS + 6  # two ways to read, three lengths, and to verify the longest
 
 
 def test_a_head_that_is_always_wrong_costs_next_to_nothing() -> None:
-    plain, auto = told("off", [0.05] * MANY), told("head", [0.05] * MANY)
+    plain, auto = measured("off", [0.05] * MANY), measured("head", [0.05] * MANY)
     assert auto.speed() > 0.98 * plain.speed()
     assert auto.recordings <= PROMPTS + 3
 
@@ -52,7 +54,7 @@ def test_texts_that_change_between_requests(drafter: str) -> None:
     """Every other one is of a kind that the head cannot guess: each is worth what it would be among its own."""
     good, bad = slice(0, None, 2), slice(1, None, 2)
     right = [0.68, 0.05] * (MANY // 2)
-    plain, fixed, auto = told("off", right), told("head", right, 6), told(drafter, right)
+    plain, fixed, auto = measured("off", right), measured("head", right, 6), measured(drafter, right)
     assert auto.speed(good) > 0.9 * fixed.speed(good)
     assert auto.speed(bad) > 0.96 * plain.speed(bad)
 
@@ -62,8 +64,8 @@ def test_texts_that_change_between_requests(drafter: str) -> None:
 )
 def test_auto_is_as_good_as_the_best_of_its_drafters(kind: str, right: float) -> None:
     row = [right] * MANY
-    without, auto = (told("auto", row, kind=kind, head=head) for head in (False, True))
-    alone = told("head", row, kind=kind)
+    without, auto = (measured("auto", row, kind=kind, head=head) for head in (False, True))
+    alone = measured("head", row, kind=kind)
     assert auto.speed() > 0.95 * max(without.speed(), alone.speed())
     assert auto.recordings <= PROMPTS + 7
 
