@@ -150,8 +150,9 @@ def check_drafter(
     options = base.traits.trial(target) if options is None else options
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, max_tokens=tokens)
+        alone = reference(target, Scenario("reference"), params)
         for scenario in SCENARIOS:
-            expected = reference(target, scenario, params)
+            expected = alone[: scenario.batch] * (2 if scenario.repeat else 1)
             for candidate, listeners in ((base, (requests,)), (meddled(base, seed=compared), ())):
                 config = Config(drafter=candidate, k=5, options=options, **scenario.config)
                 generated = decode(build_engine(target, config, tokenizer, listeners), scenario, params)

@@ -387,6 +387,7 @@ def test_identity_follows_files_and_settings(tmp_path: Path) -> None:
 # ------------------------------------------------------------ the real model
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_perplexity_of_the_default_model() -> None:
     from outrider.models.checkpoint import open_checkpoint

@@ -405,6 +405,7 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypat
     fails(measure(folder, "tune", "--out", tmp_path / "no" / "p.json"), "folder does not exist")
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_real_weights(tmp_path: Path) -> None:
     quick = ("--limit", 1, "--tokens", 8, "--json")

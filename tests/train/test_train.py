@@ -239,6 +239,7 @@ def test_a_step_in_mixed_precision_is_about_the_same_step(kind: str) -> None:
     assert all(p.grad.dtype is torch.float32 for p in objective.net.parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_step_compiles_to_one_graph(kind: str) -> None:
     objective, (batch, _) = toy_objective(kind), a_batch()

@@ -55,6 +55,7 @@ def test_captured_passes_grow_the_same_forks(monkeypatch: pytest.MonkeyPatch, te
     assert prepared(make(captured=True), temperature) == expected
 
 
+@pytest.mark.slow
 def test_the_warm_up_records_what_rounds_need_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)

@@ -272,6 +272,7 @@ def test_filters_are_drawn_on_the_device_and_penalties_on_the_host(
     assert all(shape.drawn for shape in made.drafter.rollout.graphs.captured)
 
 
+@pytest.mark.slow
 def test_short_floats_too(target: Transformer, plain: dict[str, list[list[int]]]) -> None:
     made = engine(target, head_for(target, "eagle3", HALF), plain["mixed"], k=3)
     assert made.target.plane.streams[0].dtype == HALF

@@ -94,6 +94,7 @@ class FixedCost:
         return 1.0 - 0.08 * len(skip.blocks)
 
 
+@pytest.mark.slow
 def test_better_sets_are_adopted_within_the_share_of_the_time() -> None:
     one = engine(skip_mlp=[4], refine=0.5)
     found = refinement(one)
