@@ -20,7 +20,7 @@ except PackageNotFoundError:  # run from a source tree
     __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .drafters import Drafter, register
+    from .drafters import Drafter, DraftRequest, Traits, register
     from .export.accelerate import Accelerated, accelerate
     from .llm import LLM, Completion, Result
     from .models.detokenizer import Piece
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "models.detokenizer", "SamplingParams": "params",
     "Draft": "types", "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters",
+    "DraftRequest": "drafters", "Traits": "drafters",
     "accelerate": "export.accelerate", "Accelerated": "export.accelerate",
 }  # fmt: skip
 __all__ = [
-    "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "Drafter", "ModelError", "OutriderError", "Piece",
-    "Result", "SamplingParams", "Tree", "__version__", "accelerate", "chain", "register",
+    "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "DraftRequest", "Drafter", "ModelError",
+    "OutriderError", "Piece", "Result", "SamplingParams", "Traits", "Tree", "__version__", "accelerate", "chain", "register",
 ]  # fmt: skip
 
 
