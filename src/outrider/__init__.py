@@ -34,7 +34,8 @@ _HOMES = {
 }  # fmt: skip
 __all__ = [
     "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "DraftRequest", "Drafter", "ModelError",
-    "OutriderError", "Piece", "Result", "SamplingParams", "Traits", "Tree", "__version__", "accelerate", "chain", "register",
+    "OutriderError", "Piece", "Result", "SamplingParams", "Traits", "Tree", "__version__", "accelerate", "chain",
+    "register",
 ]  # fmt: skip
 
 
