@@ -148,6 +148,7 @@ SCRUB = """async () => {
 }"""
 
 
+@pytest.mark.slow  # by the wall clock: a busy or slow machine draws fewer frames
 def test_five_thousand_steps_scrub_smoothly(page: Page, address: str, record_property: Any) -> None:
     show(page, address, "run")
     drop(page, "long.jsonl", long_trace(5_000))
