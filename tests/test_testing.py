@@ -98,3 +98,19 @@ def test_a_failing_member_is_counted_and_logged_once(
     logged = [record.getMessage() for record in caplog.records if record.name == "outrider.engine"]
     assert len(logged) == 1
     assert failure in logged[0]
+
+
+def test_failures_with_changing_messages_are_counted_as_one_kind() -> None:
+    class Changing(Drafter):
+        name = "changing"
+        calls = 0
+
+        def draft(self, request: DraftRequest) -> Draft:
+            Changing.calls += 1
+            raise ValueError(f"call {Changing.calls}")
+
+    engine = build_engine(toy(), Config(drafter=Changing, k=3))
+    engine.add(Sequence(1, [1, 2, 3], SamplingParams(max_tokens=12)))
+    while engine.busy:
+        engine.step()
+    assert dict(engine.failures) == {"changing: ValueError: call 1": Changing.calls}

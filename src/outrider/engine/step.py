@@ -72,6 +72,7 @@ class Engine:
         self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
         self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
+        self._first_failures: dict[str, str] = {}  # by kind
         self.clock = Clock(now)
         self.watchdog = Watchdog()  # over the drafter's calls: another thread may give up one that hangs
 
@@ -211,10 +212,12 @@ class Engine:
             self._count_failure(f"{verb}: {_describe(error)}")
 
     def _count_failure(self, failure: str) -> None:
-        """Count a failure; the first of its kind is logged."""
-        if not self.failures[failure]:
+        """Count a failure under the first message of its kind (who failed, with which exception), and log that one."""
+        kind = ": ".join(failure.split(": ")[:2])
+        first = self._first_failures.setdefault(kind, failure)  # messages may differ each time: kinds are few
+        if not self.failures[first]:
             log.warning("The drafter failed (%s). The text is not affected; plain decoding continues.", failure)
-        self.failures[failure] += 1
+        self.failures[first] += 1
 
 
 _PAUSE = 0.002  # seconds between two steps; the rest of a longer pause is the caller's

@@ -1,6 +1,7 @@
-"""Trained heads (EAGLE-3 and block heads): network, int8 form, captured passes, trees, shipped weights.
+"""Trained heads: a small network trained for the target drafts from its hidden states (EAGLE-3, block heads).
 
-Promise: everything about running a trained head is in this folder; deleting it deletes the method.
+Network, int8 form, captured passes, trees and shipped weights. Promise: everything about running a trained head is in
+this folder; deleting it deletes the method.
 """
 
 from .drafter import TrainedHead as TrainedHead, head_for as head_for
