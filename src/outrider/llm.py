@@ -383,6 +383,10 @@ def build_engine(
     plane = cache.add_plane(*model.plane_shape)
     passes = CapturedPasses(cache, config.max_batch, home=model.device)
     captured = passes(model, plane)
+    if captured is not None:
+        from .backends.cuda.rounds import Rounds
+
+        captured.rounds = Rounds(captured)
     first_layers = FirstLayers(model, cache, plane) if captured is None and model.has_layers else None
     runner = captured or Eager(model, plane, first_layers)
     guesses = any(listener.reads_guesses for listener in listeners)
@@ -391,6 +395,7 @@ def build_engine(
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if captured is not None:
         captured.warm(max(_WARM_ROWS, config.max_batch))  # else the first answers would wait for it
+        captured.rounds.warm(config.max_batch, 0)
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
     return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
 

@@ -47,6 +47,7 @@ class Cascade(Drafter):
         return Traits(
             taps=tuple(sorted({tap for traits in each for tap in traits.taps})),
             dry=bool(self.free),
+            late=all(traits.late for traits in each),
             self_limiting=bool(self.costly) and all(drafter.traits.self_limiting for drafter in self.costly),
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),

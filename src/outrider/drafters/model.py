@@ -63,6 +63,12 @@ class SmallModel(Drafter):
             memory=lambda: Memory(weight_bytes(self.model, excluding=space.target), self.rollout.plane.bytes),
         )
 
+    def record(self, rounds: Any) -> bool:
+        if not self.traits.unread or self.padded:
+            return False
+        rounds.draft_with(self.model, self.rollout.plane, self.rollout.part, self.rollout.again)
+        return True
+
     def draft(self, request: DraftRequest) -> Draft:
         seqs, budgets = request.seqs, request.budgets
         self.rollout.stop_below = request.stop_below

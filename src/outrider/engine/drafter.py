@@ -76,6 +76,7 @@ class Traits:
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
     dry: bool = False  # drafts on the host in microseconds; answers dry requests
+    late: bool = False  # drafts chains from tokens alone: they may be verified after more tokens have been emitted
     self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
     weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step
     unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget
@@ -101,6 +102,13 @@ class Drafter:
     def draft(self, request: DraftRequest) -> Draft:
         """A tree for each sequence of the request; an empty tree is always right."""
         raise NotImplementedError(f"The drafter '{type(self).__name__}' has no method draft(request).")
+
+    def record(self, rounds: Any) -> bool:
+        """Have a GPU's rounds draft by themselves from now on; False: `draft` is called on the host.
+
+        rounds: `backends.cuda.rounds.Rounds`, which records passes and kernels into every round.
+        """
+        return False
 
     def begin(self, seq: Sequence) -> None:
         """A sequence arrived."""

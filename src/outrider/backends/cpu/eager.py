@@ -35,11 +35,13 @@ class PendingPass:
 class Eager:
     """Runs one model over its plane; rows whose first layers have run resume from there."""
 
+    rounds = None  # there is no loop beside the engine's
+
     def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
         self.model, self.plane, self.first_layers = model, plane, first_layers
         self._worker: ThreadPoolExecutor | None = None
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
         def run() -> Output:
             if self.first_layers is not None:
                 output = self.first_layers.finish(batch, taps)

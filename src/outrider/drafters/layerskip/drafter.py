@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ...errors import ConfigError
 from ...models.tuning_profile import noted
@@ -56,6 +57,12 @@ class LayerSkip(Drafter):
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
+
+    def record(self, rounds: Any) -> bool:
+        if self.tree:
+            return False
+        rounds.draft_with(self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again)
+        return True
 
     def draft(self, request: DraftRequest) -> Draft:
         # Drafting reads the target's K/V, which is incomplete while a prompt is pending.

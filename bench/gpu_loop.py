@@ -1,0 +1,61 @@
+"""The loop itself: seconds of a round by the wall's clock against those of its kernels, by batch size and drafter.
+
+A ratio of 1 means that the host is never waited for. Rounds in which prompts are read or sequences end are left out.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from gpu_common import Lab, sweep_up
+from gpu_race import Run, run
+from outrider import SamplingParams
+
+KINDS: list[tuple[str, str, int | str]] = [("plain", "off", 0), ("ngram K=4", "ngram", 4), ("model K=8", "model", 8)]
+
+
+def loop_section(lab: Lab) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for size in (int(b) for b in lab.options.batches.split(",")):
+        for name, drafter, k in KINDS:
+            if lab.late or (drafter == "model" and lab.draft is None):
+                continue
+            found[f"{size} {name}"] = measure(lab, size, drafter, k)
+            sweep_up()
+    lab.table(
+        "A round by the wall's clock and by the device's, ms",
+        ("sequences, drafter", "tok/s", "wall", "device", "wall / device", "τ", "rounds"),
+        [
+            (name, r["tok_s"], r["wall_ms"], r["device_ms"], r["ratio"], r["tau"], r["rounds"])
+            for name, r in found.items()
+        ],
+    )
+    return found
+
+
+def measure(lab: Lab, size: int, drafter: str, k: int | str) -> dict[str, Any]:
+    prompts = [q.ids for q in lab.crowd(size)]
+    params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
+    slots = size * (max(map(len, prompts)) + lab.options.tokens + 160)
+    llm = lab.using(drafter, k, batch=size, tokens=slots)
+    run(llm, prompts, params)  # records the graphs
+    return figures(run(llm, prompts, params), size)
+
+
+def figures(done: Run, size: int) -> dict[str, Any]:
+    """Medians over the rounds in which every sequence decodes."""
+    full = [i for i, step in enumerate(done.steps) if len(step.emitted) == size][2:-2]
+    walls, devices, emitted = [], [], 0
+    for before, i in pairwise(full):
+        step = done.steps[i]
+        if before + 1 == i and "read" not in step.device and "record" not in step.device:
+            walls.append(step.end - done.steps[before].end)
+            devices.append(sum(step.device.get(phase, 0.0) for phase in ("draft", "verify")))
+            emitted += sum(step.emitted.values())
+    wall, device = median(walls), median(devices)
+    return {
+        "tok_s": emitted / sum(walls), "wall_ms": wall * 1e3, "device_ms": device * 1e3, "ratio": sum(walls) / sum(devices),
+        "median_ratio": wall / device, "tau": emitted / size / len(walls), "rounds": len(walls),
+    }  # fmt: skip

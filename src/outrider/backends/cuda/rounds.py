@@ -1,0 +1,385 @@
+"""The loop without the host: a round drafts, runs the target's pass, chooses, compares and appends on the device.
+
+A sequence that joins gets one line of device state: its tokens, length, slots, sampling law, draft (`Lines`). A round
+is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many pending
+tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything else is in
+the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the device
+while a sequence runs; the host's copy is what it has read.
+
+Drafts come from three places: the *late slot*, into which host drafters write tokens from a position on, taken where
+the device has emitted their beginning meanwhile; a lookup in the sequence's own text; recorded passes of a draft model.
+
+Promise: the text depends on none of this, because the target's own choices are emitted whatever was drafted. A host
+that is late costs acceptance, never time and never text. It knows lines and rows, not why a budget was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.cache import Plane, Row
+from ...engine.sampling import adjusts, filters
+from ...types import Sequence, Tree, Turn
+from .. import Model, Part
+from ..rows import Rows
+from .capture import PinnedBuffer, fill_padded
+from .graphs import BATCHES, LENGTHS, SAMPLING, WANTED_SIZES, Graphs, padded_size
+from .kernels import rounds as kernels, sampling
+from .kernels.attention import Blocks, rows_per_block
+from .kernels.rounds import COLUMNS, DRAFT, MOST_ENDS, REPORT
+from .kernels.sampling import Laws
+from .state import F64, I32, I64, DeviceState, seconds
+
+LATE_TOKENS = 64  # of a draft in the late slot
+PATCHES = 2048  # table entries that a round can update
+READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
+SOURCES = {kernels.NONE: "", kernels.LATE: "late", kernels.LOOKUP: "ngram", kernels.MODEL: "model"}
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """Everything that a recorded round depends on."""
+
+    batch: int
+    rows: int
+    wanted: int  # equal to `rows`: all of them
+    filtered: bool  # whether some row samples with top-k, top-p or min-p
+
+
+class Lines:
+    """The device's state of every sequence, one line each; the last line is padding."""
+
+    def __init__(self, state: DeviceState) -> None:
+        count, length = state.table.shape
+        device, pinned = state.device, state.device.type == "cuda"
+        self.numbers = torch.zeros(count, COLUMNS, dtype=I64, device=device)
+        self.tokens = torch.zeros(count, length, dtype=I32, device=device)
+        self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
+        self.padding = count - 1
+        # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
+        self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
+        self._tokens = torch.zeros(count, length, dtype=I32, pin_memory=pinned)
+
+    def join(self, seq: Sequence, line: int, held: int, read: int) -> None:
+        """Copy a sequence to its line. held, read: leading tokens in the target's and the draft model's plane."""
+        params, count = seq.params, len(seq.tokens)
+        ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
+        numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
+        whole = [count, held, seq.prompt_len + params.max_tokens, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
+        numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
+        floats[kernels.TEMPERATURE], floats[kernels.TOP_P] = params.temperature, params.top_p
+        floats[kernels.MIN_P] = params.min_p
+        self._tokens[line, :count] = torch.tensor(seq.tokens, dtype=I32)
+        self.numbers[line].copy_(numbers, non_blocking=True)
+        self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
+
+
+class RecordedRound:
+    """One recorded round: rows, the target's pass, choices, comparison, lookup."""
+
+    def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
+        self.rounds, self.shape, state = rounds, shape, rounds.state
+        t, r, device = shape.rows, shape.wanted, state.device
+        blocks = min(t, shape.batch + t // rounds.graphs.rows_per_block)
+        self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
+        self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        self.rows["plan"] = torch.zeros(shape.batch, 8, dtype=I32, device=device)
+        self.results = PinnedBuffer(state.driver, {"report": (I32, (shape.batch, REPORT))})
+        self.inputs = rounds.inputs_for(shape.batch)
+        self.recording = state.record(self._work)
+
+    def _work(self) -> None:
+        d, rounds, lines, rows = self.inputs.device, self.rounds, self.rounds.lines, self.rows
+        state, report = rounds.state, self.results.device["report"]
+        kernels.patch(d["place"], d["slot"], state.table)
+        late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
+        kernels.take_late(lines.numbers, lines.tokens, lines.draft, d["lines"], late)
+        kernels.lay_out(
+            lines.numbers, lines.tokens, state.table, lines.draft, d, rows, state.padding, rounds.graphs.rows_per_block
+        )
+        output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
+        laws = Laws(*(rows[name] for name in SAMPLING))
+        choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
+        kernels.settle(lines.numbers, lines.tokens, lines.draft, d["lines"], rows["plan"], choices, highest, report)
+        if rounds.lookup is not None:
+            kernels.look_up(lines.numbers, lines.tokens, lines.draft, d["lines"], report, *rounds.lookup)
+
+
+class Rounds:
+    """Runs the target's rounds over one cache."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.state = graphs, graphs.state
+        self.lines = Lines(self.state)
+        self.lookup: tuple[int, int] | None = None  # n-gram sizes, least and most, of drafts from a sequence's own text
+        self.chains: DraftChains | None = None  # of a draft model
+        self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
+        self._recorded: dict[RoundShape, RecordedRound] = {}
+        self._owners: dict[int, Row] = {}  # line -> the row that joined it
+
+    def drives(self, seq: Sequence) -> bool:
+        """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
+        return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
+
+    def draft_with(self, model: Model, plane: Plane, part: Part, again: int) -> None:
+        """Let a model draft a chain for every sequence with a budget, at the beginning of each round.
+
+        again: how many of the last tokens each chain reads once more: 2 in a plane of the model's own, so that a round
+        that accepted everything needs no special case; 1 in the target's, where committed K/V must stay as it is.
+        """
+        self.chains = DraftChains(self, model, plane, part, again)
+
+    def forget_lines(self) -> None:
+        """Passes outside of rounds have continued the sequences: they join again."""
+        self._owners.clear()
+
+    def warm(self, batch: int, budget: int) -> None:
+        """Record the rounds of plain decoding and of one budget up to this many sequences, before requests arrive."""
+        for size in (n for n in BATCHES if n < 2 * batch):
+            for rows in {padded_size(size), padded_size(size * (1 + budget))}:
+                self._round(RoundShape(size, rows, rows, False))
+            if self.chains is not None and budget:
+                self.chains.warm(size, budget)
+
+    def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
+        """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
+        sequence i."""
+        shape = self._shape(turns)
+        recorded = self._round(shape)
+        rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
+        for turn, row in zip(turns, rows, strict=True):
+            if self._owners.get(row.line) is not row:
+                self._join(turn.seq, row)
+        self._fill(recorded.inputs, turns, rows, late)
+        recorded.inputs.send()
+        if self.chains is not None:
+            self.chains.draft(turns, rows, late, recorded.inputs, shape)
+        with self.state.timed("verify"):
+            recorded.recording.replay()
+        return PendingRound(self.state, recorded, turns, rows)
+
+    def _join(self, seq: Sequence, row: Row) -> None:
+        self._owners[row.line] = row
+        held, read = min(self.graphs.plane.holds(seq.id), len(seq.tokens) - 1), 0
+        if self.chains is not None:
+            read = self.chains.join(seq, row)
+        self.lines.join(seq, row.line, held, read)
+
+    def _shape(self, turns: Listing[Turn]) -> RoundShape:
+        batch = next((n for n in BATCHES if n >= len(turns)), padded_size(len(turns)))
+        needed = sum(turn.feed + turn.budget for turn in turns)
+        wanted = sum(1 + turn.budget for turn in turns if turn.whole)
+        rows = padded_size(needed)
+        fits = rows if wanted == needed else next((n for n in WANTED_SIZES if n >= wanted), padded_size(wanted))
+        return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns))
+
+    def _round(self, shape: RoundShape) -> RecordedRound:
+        if shape not in self._recorded:
+            self._recorded[shape] = RecordedRound(self, shape)
+        return self._recorded[shape]
+
+    def inputs_for(self, batch: int) -> PinnedBuffer:
+        """What the host sends to a round with this many sequences."""
+        if batch not in self._inputs:
+            each = (I32, (batch,))
+            fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "late_at", "late_count"), each)
+            fields |= {"late": (I32, (batch, LATE_TOKENS)), "place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
+            self._inputs[batch] = buffer = PinnedBuffer(self.state.driver, fields)
+            empty = buffer.next()
+            for name, value in (("lines", self.lines.padding), ("late_at", -1), ("place", -1)):
+                empty[name].fill(value)
+            buffer.send()
+        return self._inputs[batch]
+
+    def _fill(self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree]) -> None:
+        a = inputs.next()
+        fill_padded(a["lines"], [row.line for row in rows], self.lines.padding)
+        fill_padded(a["feeds"], [turn.feed for turn in turns], 0)
+        fill_padded(a["budgets"], [turn.budget for turn in turns], 0)
+        a["late_at"].fill(-1)
+        for i, tree in enumerate(late):
+            if tree.tokens and tree.is_chain:
+                tokens = tree.tokens[:LATE_TOKENS]
+                a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
+                a["late"][i, : len(tokens)] = tokens
+        self.state.patch(a)
+
+    def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None) -> Rows:
+        """Rows that a kernel lays out, for a model's pass."""
+        table, slots = self.state.table, made["slots"]
+        blocks = Blocks(made["info"], self.state.no_tail, table, self.state.scratch(model))
+        want = made["want"] if want is None else want
+        return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
+
+
+def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
+    return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round did for one sequence."""
+
+    row: Row  # the sequence's, when the round was started
+    length: int  # tokens before the round
+    drafted: list[int]  # tokens that were verified
+    source: str  # of the draft
+    accepted: int
+    tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
+    sound: bool  # False: some logit was NaN or infinite
+    offered: int  # tokens of the next draft that the device has found already
+    match: int  # tokens that the match of that draft rests on
+    read: int  # tokens in the draft model's plane
+
+
+class PendingRound:
+    """A round that was started, and the copy of its report to the host."""
+
+    def __init__(self, state: DeviceState, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
+        self.turns, self.rows, self.shape = turns, rows, recorded.shape
+        self.report = recorded.results.next()["report"]
+        recorded.results.receive()
+        self.end = state.driver.event()
+        self.end.record(state.driver.stream)
+        self.phases = state.take_phases()
+
+    def wait(self) -> list[RoundResult]:
+        """One result for each turn."""
+        self.end.synchronize()
+        report = self.report[: len(self.turns)]
+        heads, results = report[:, :8].tolist(), []
+        longest = max((head[2] for head in heads), default=0)
+        choices = report[:, 8 : 9 + longest].tolist()
+        drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
+        for row, head, chosen, draft in zip(self.rows, heads, choices, drafts, strict=True):
+            length, read, drafted, accepted, flags, source, offered, match = head
+            tokens = chosen[: accepted + 1] if flags & 1 else []
+            results.append(
+                RoundResult(
+                    row, length, draft[:drafted], SOURCES[source], accepted, tokens, not flags & 2, offered, match, read
+                )
+            )
+        return results
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Device seconds by phase; the round must have ended."""
+        return seconds(self.phases)
+
+
+# ------------------------------------------------------------ a draft model in the round
+
+
+@dataclass(frozen=True)
+class ChainRecordingShape:
+    batch: int
+    length: int  # tokens of each chain
+    filtered: bool
+
+
+class DraftChains:
+    """Chains of a draft model, recorded: K passes, each feeding the token that the pass before it chose.
+
+    Tokens that the model has not read (a prompt, rounds without its drafts) are read first. How many those are at most
+    is all that the host keeps: `_backlog`.
+    """
+
+    def __init__(self, rounds: Rounds, model: Model, plane: Plane, part: Part, again: int) -> None:
+        self.rounds, self.model, self.plane, self.part, self.again = rounds, model, plane, part, again
+        self.per_block = rows_per_block(model.config.heads, model.config.kv_heads)
+        self._chains: dict[ChainRecordingShape, Any] = {}
+        self._readings: dict[tuple[int, int], Any] = {}  # (batch, rows)
+        self._backlog: dict[int, int] = {}  # line -> at most so many unread tokens
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        """A sequence joins; returns how many leading tokens the model has read."""
+        read = min(self.plane.holds(seq.id), len(seq.tokens))
+        self._backlog[row.line] = max(len(seq.tokens) - self.again - read, 0)
+        return read
+
+    def warm(self, batch: int, length: int) -> None:
+        self._chain(ChainRecordingShape(batch, length, False))
+
+    def draft(
+        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], inputs: PinnedBuffer, shape: RoundShape
+    ) -> None:
+        """Read and draft for the turns with a budget, whose lines and budgets are in the inputs."""
+        drafting = [(turn, row) for turn, row in zip(turns, rows, strict=True) if turn.asks_drafter]
+        backlog = sum(self._backlog[row.line] for _, row in drafting)
+        if backlog and self.again > 1:
+            size = next((n for n in READINGS if n >= backlog), READINGS[-1])
+            reading = self._reading(shape.batch, size, inputs)
+            with self.rounds.state.timed("read"):
+                for _ in range(-(-backlog // size)):
+                    reading.replay()
+        asks = {row.line for _, row in drafting}
+        for turn, row, tree in zip(turns, rows, late, strict=True):
+            if row.line in asks and not tree.tokens:
+                self._backlog[row.line] = 0
+            elif turn.whole:
+                self._backlog[row.line] = (0 if row.line in asks else self._backlog[row.line]) + turn.budget + 1
+        if drafting:
+            length = next(n for n in LENGTHS if n >= max(turn.budget for turn, _ in drafting))
+            recording = self._chain(ChainRecordingShape(shape.batch, length, shape.filtered))
+            with self.rounds.state.timed("draft"):
+                recording.replay()
+
+    def _chain(self, shape: ChainRecordingShape) -> Any:
+        if shape not in self._chains:
+            rounds, b, k, device = self.rounds, shape.batch, shape.length, self.rounds.state.device
+            inputs = rounds.inputs_for(b)
+            out = {f"first_{name}": torch.zeros(self.again * b, dtype=I64, device=device) for name in _ROW_FIELDS}
+            out |= {name: torch.zeros(k, b, dtype=I64, device=device) for name in ("positions", "slots", "drafted")}
+            out |= {"info": torch.zeros(k, b, 8, dtype=I32, device=device)}
+            out |= {"drafts": torch.zeros(b, dtype=I32, device=device)}
+            out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+            out["position"] = torch.zeros(k, b, dtype=I64, device=device)
+            wants = (
+                torch.arange(self.again - 1, self.again * b, self.again, device=device),
+                torch.arange(b, device=device),
+            )
+            self._chains[shape] = rounds.state.record(lambda: self._record(shape, inputs.device, out, wants))
+        return self._chains[shape]
+
+    def _record(
+        self, shape: ChainRecordingShape, d: dict[str, Tensor], out: dict[str, Tensor], wants: tuple[Tensor, Tensor]
+    ) -> None:
+        rounds, lines, state = self.rounds, self.rounds.lines, self.rounds.state
+        kernels.patch(d["place"], d["slot"], state.table)
+        kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
+        tokens = out["first_tokens"]  # [again * B]
+        for j in range(shape.length):
+            made = {"tokens": tokens, "info": out["info"][j]}
+            made |= {name: out[name][j] if j else out[f"first_{name}"] for name in ("positions", "slots")}
+            rows = rounds.rows(made, self.model, wants[0] if j == 0 else wants[1])
+            logits = self.model.forward(rows, self.plane, self.part).logits  # [B, V]
+            laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
+            tokens, _, _ = sampling.choose(logits, laws, shape.filtered)  # [B]
+            out["drafted"][j].copy_(tokens)
+        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"])
+
+    def _reading(self, batch: int, rows: int, inputs: PinnedBuffer) -> Any:
+        if (batch, rows) not in self._readings:
+            rounds, device = self.rounds, self.rounds.state.device
+            made = _row_tensors(rows, min(rows, batch + rows // self.per_block), device)
+            want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
+
+            def work() -> None:
+                d, lines, state = inputs.device, rounds.lines, rounds.state
+                kernels.patch(d["place"], d["slot"], state.table)
+                kernels.lay_out_reading(
+                    lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
+                )
+                self.model.forward(rounds.rows(made, self.model, want), self.plane, part)
+
+            self._readings[batch, rows] = rounds.state.record(work)
+        return self._readings[batch, rows]
+
+
+_ROW_FIELDS = ("tokens", "positions", "slots")
