@@ -15,7 +15,7 @@ that is late costs acceptance, never time and never text. It knows lines and row
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class RecordedRound:
         self.rows["plan"] = torch.zeros(shape.batch, 8, dtype=I32, device=device)
         self.results = PinnedBuffer(state.driver, {"report": (I32, (shape.batch, REPORT))})
         self.inputs = rounds.inputs_for(shape.batch)
-        self.recording = state.record(self._work)
+        self.recording = rounds.record(shape.batch, self._work)
 
     def _work(self) -> None:
         d, rounds, lines, rows = self.inputs.device, self.rounds, self.rounds.lines, self.rows
@@ -120,6 +120,7 @@ class Rounds:
         self.chains: DraftChains | None = None  # of a draft model
         self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
         self._recorded: dict[RoundShape, RecordedRound] = {}
+        self._kept: list[Callable[[], None]] = []
         self._owners: dict[int, Row] = {}  # line -> the row that joined it
 
     def drives(self, seq: Sequence) -> bool:
@@ -150,15 +151,18 @@ class Rounds:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
         shape = self._shape(turns)
-        recorded = self._round(shape)
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
+        recorded = self._round(shape)
+        passes = [] if self.chains is None else self.chains.passes(turns, rows, late, shape)
         self._fill(recorded.inputs, turns, rows, late)
         recorded.inputs.send()
-        if self.chains is not None:
-            self.chains.draft(turns, rows, late, recorded.inputs, shape)
+        for phase, recording, times in passes:
+            with self.state.timed(phase):
+                for _ in range(times):
+                    recording.replay()
         with self.state.timed("verify"):
             recorded.recording.replay()
         return PendingRound(self.state, recorded, turns, rows)
@@ -189,12 +193,18 @@ class Rounds:
             each = (I32, (batch,))
             fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "late_at", "late_count"), each)
             fields |= {"late": (I32, (batch, LATE_TOKENS)), "place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
-            self._inputs[batch] = buffer = PinnedBuffer(self.state.driver, fields)
-            empty = buffer.next()
-            for name, value in (("lines", self.lines.padding), ("late_at", -1), ("place", -1)):
-                empty[name].fill(value)
-            buffer.send()
+            self._inputs[batch] = PinnedBuffer(self.state.driver, fields)
         return self._inputs[batch]
+
+    def record(self, batch: int, work: Callable[[], None]) -> Any:
+        """Capture a part of rounds with this many sequences. It runs once for that, on padding."""
+        inputs = self.inputs_for(batch)
+        empty = inputs.next()
+        for name, value in (("lines", self.lines.padding), ("late_at", -1), ("place", -1)):
+            empty[name].fill(value)
+        inputs.send()
+        self._kept.append(work)  # with the tensors that the recording reads and writes
+        return self.state.record(work)
 
     def _fill(self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree]) -> None:
         a = inputs.next()
@@ -306,29 +316,26 @@ class DraftChains:
     def warm(self, batch: int, length: int) -> None:
         self._chain(ChainRecordingShape(batch, length, False))
 
-    def draft(
-        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], inputs: PinnedBuffer, shape: RoundShape
-    ) -> None:
-        """Read and draft for the turns with a budget, whose lines and budgets are in the inputs."""
+    def passes(
+        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+    ) -> list[tuple[str, Any, int]]:
+        """What reads and drafts for the turns with a budget: phase, recording, how often it runs."""
         drafting = [(turn, row) for turn, row in zip(turns, rows, strict=True) if turn.asks_drafter]
+        passes: list[tuple[str, Any, int]] = []
         backlog = sum(self._backlog[row.line] for _, row in drafting)
         if backlog and self.again > 1:
             size = next((n for n in READINGS if n >= backlog), READINGS[-1])
-            reading = self._reading(shape.batch, size, inputs)
-            with self.rounds.state.timed("read"):
-                for _ in range(-(-backlog // size)):
-                    reading.replay()
-        asks = {row.line for _, row in drafting}
-        for turn, row, tree in zip(turns, rows, late, strict=True):
-            if row.line in asks and not tree.tokens:
-                self._backlog[row.line] = 0
-            elif turn.whole:
-                self._backlog[row.line] = (0 if row.line in asks else self._backlog[row.line]) + turn.budget + 1
+            passes.append(("read", self._reading(shape.batch, size), -(-backlog // size)))
         if drafting:
             length = next(n for n in LENGTHS if n >= max(turn.budget for turn, _ in drafting))
-            recording = self._chain(ChainRecordingShape(shape.batch, length, shape.filtered))
-            with self.rounds.state.timed("draft"):
-                recording.replay()
+            passes.append(("draft", self._chain(ChainRecordingShape(shape.batch, length, shape.filtered)), 1))
+        for turn, row, tree in zip(turns, rows, late, strict=True):
+            if turn.asks_drafter and not tree.tokens:
+                self._backlog[row.line] = 0
+            elif turn.whole:
+                known = 0 if turn.asks_drafter else self._backlog[row.line]
+                self._backlog[row.line] = known + turn.budget + 1
+        return passes
 
     def _chain(self, shape: ChainRecordingShape) -> Any:
         if shape not in self._chains:
@@ -344,7 +351,7 @@ class DraftChains:
                 torch.arange(self.again - 1, self.again * b, self.again, device=device),
                 torch.arange(b, device=device),
             )
-            self._chains[shape] = rounds.state.record(lambda: self._record(shape, inputs.device, out, wants))
+            self._chains[shape] = rounds.record(b, lambda: self._record(shape, inputs.device, out, wants))
         return self._chains[shape]
 
     def _record(
@@ -364,9 +371,9 @@ class DraftChains:
             out["drafted"][j].copy_(tokens)
         kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"])
 
-    def _reading(self, batch: int, rows: int, inputs: PinnedBuffer) -> Any:
+    def _reading(self, batch: int, rows: int) -> Any:
         if (batch, rows) not in self._readings:
-            rounds, device = self.rounds, self.rounds.state.device
+            inputs, rounds, device = self.rounds.inputs_for(batch), self.rounds, self.rounds.state.device
             made = _row_tensors(rows, min(rows, batch + rows // self.per_block), device)
             want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
 
@@ -378,7 +385,7 @@ class DraftChains:
                 )
                 self.model.forward(rounds.rows(made, self.model, want), self.plane, part)
 
-            self._readings[batch, rows] = rounds.state.record(work)
+            self._readings[batch, rows] = rounds.record(batch, work)
         return self._readings[batch, rows]
 
 

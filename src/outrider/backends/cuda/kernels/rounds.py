@@ -373,7 +373,7 @@ def lay_out_chain(
 ) -> None:
     """The rows of the K passes that draft a chain after each sequence.
 
-    out: first_tokens, first_positions, first_slots [again * B] int64; positions, slots [K, B] int64; info [K, B, 8] int32;
+    out: first_tokens, first_positions, first_slots [again * B] int64; positions, slots [K, B] int64; info [K, B, 8];
     drafts [B] int32, tokens that each sequence is to get; the fields of `sampling.Laws` [B], position [K, B].
     """
     passes, batch = out["positions"].shape
