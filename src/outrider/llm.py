@@ -395,7 +395,7 @@ def build_engine(
     controller = make_controller(model, runner, cache, drafter, config, costs)
     if captured is not None:
         captured.warm(max(_WARM_ROWS, config.max_batch))  # else the first answers would wait for it
-        captured.rounds.warm(config.max_batch, 0)
+        captured.rounds.warm(config.max_batch)
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
     return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
 

@@ -13,13 +13,16 @@ from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.cuda.state import DeviceState
+from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Workspace, make
+from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.models.speculators import random_head
 from outrider.types import SamplingParams, Sequence
 
 from support.kernels import DEVICE, GPU
@@ -38,6 +41,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(blur: float = 0.0) -> Transformer:
     config = toy_config(1, context=128)
     return Transformer(config, RandomWeights(config, 1, blur), torch.float32, DEVICE)
+
+
+def head_of(target: Transformer) -> Head:
+    config, tensors = random_head(target.config)
+    return Head(config, tensors, embedding_of(target), target.compute, target.device)
 
 
 def engine(drafter: str = "off", k: int = 0, rounds: bool = True, slots: int = 600, **options: object) -> Engine:
@@ -85,10 +93,17 @@ def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "k", "options"),
-    [("ngram", 3, {"ngram_min": 1}), ("suffix", 3, {}), ("model", 3, {}), ("layerskip", 2, {"skip_mlp": [0]})],
+    [
+        ("ngram", 3, {"ngram_min": 1}),
+        ("suffix", 3, {}),
+        ("model", 3, {}),
+        ("layerskip", 2, {"skip_mlp": [0]}),
+        ("head", 3, {}),
+    ],
 )
 def test_every_source_of_drafts(
     plain: dict[str, list[list[int]]], drafter: str, k: int, options: dict[str, object]
 ) -> None:
-    options = options | ({"draft_model": model(0.15)} if drafter == "model" else {})
+    if drafter in ("model", "head"):
+        options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())}
     assert run(engine(drafter, k, **options), **WARM) == plain["warm"]

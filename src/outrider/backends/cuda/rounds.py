@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,13 @@ from .state import F64, I32, I64, DeviceState, seconds
 LATE_TOKENS = 64  # of a draft in the late slot
 PATCHES = 2048  # table entries that a round can update
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
-SOURCES = {kernels.NONE: "", kernels.LATE: "late", kernels.LOOKUP: "ngram", kernels.MODEL: "model"}
+SOURCES = {
+    kernels.NONE: "",
+    kernels.LATE: "late",
+    kernels.LOOKUP: "ngram",
+    kernels.MODEL: "model",
+    kernels.HEAD: "head",
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,24 @@ class Lines:
         self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
 
 
+class RecordedDrafts(Protocol):
+    """Passes that draft at the beginning of a round."""
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        """A sequence joins; returns how many of its leading tokens the drafter's plane holds."""
+        ...
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        """The device reports that the drafter's plane holds so many leading tokens of a sequence."""
+        ...
+
+    def passes(
+        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+    ) -> list[tuple[str, Any, int]]:
+        """What reads and drafts for the turns with a budget: phase, recording, how often it runs."""
+        ...
+
+
 class RecordedRound:
     """One recorded round: rows, the target's pass, choices, comparison, lookup."""
 
@@ -117,7 +141,7 @@ class Rounds:
         self.graphs, self.state = graphs, graphs.state
         self.lines = Lines(self.state)
         self.lookup: tuple[int, int] | None = None  # n-gram sizes, least and most, of drafts from a sequence's own text
-        self.chains: DraftChains | None = None  # of a draft model
+        self.drafts: RecordedDrafts | None = None  # of a model or a head
         self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
         self._recorded: dict[RoundShape, RecordedRound] = {}
         self._kept: list[Callable[[], None]] = []
@@ -133,19 +157,16 @@ class Rounds:
         again: how many of the last tokens each chain reads once more: 2 in a plane of the model's own, so that a round
         that accepted everything needs no special case; 1 in the target's, where committed K/V must stay as it is.
         """
-        self.chains = DraftChains(self, model, plane, part, again)
+        self.drafts = DraftChains(self, model, plane, part, again)
 
     def forget_lines(self) -> None:
         """Passes outside of rounds have continued the sequences: they join again."""
         self._owners.clear()
 
-    def warm(self, batch: int, budget: int) -> None:
-        """Record the rounds of plain decoding and of one budget up to this many sequences, before requests arrive."""
+    def warm(self, batch: int) -> None:
+        """Record the rounds of plain decoding with up to this many sequences, before requests arrive."""
         for size in (n for n in BATCHES if n < 2 * batch):
-            for rows in {padded_size(size), padded_size(size * (1 + budget))}:
-                self._round(RoundShape(size, rows, rows, False))
-            if self.chains is not None and budget:
-                self.chains.warm(size, budget)
+            self._round(RoundShape(size, padded_size(size), padded_size(size), False))
 
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
@@ -156,7 +177,7 @@ class Rounds:
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
         recorded = self._round(shape)
-        passes = [] if self.chains is None else self.chains.passes(turns, rows, late, shape)
+        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, late, shape)
         self._fill(recorded.inputs, turns, rows, late)
         recorded.inputs.send()
         for phase, recording, times in passes:
@@ -165,14 +186,19 @@ class Rounds:
                     recording.replay()
         with self.state.timed("verify"):
             recorded.recording.replay()
-        return PendingRound(self.state, recorded, turns, rows)
+        return PendingRound(self, recorded, turns, rows)
 
     def _join(self, seq: Sequence, row: Row) -> None:
         self._owners[row.line] = row
         held, read = min(self.graphs.plane.holds(seq.id), len(seq.tokens) - 1), 0
-        if self.chains is not None:
-            read = self.chains.join(seq, row)
+        if self.drafts is not None:
+            read = self.drafts.join(seq, row)
         self.lines.join(seq, row.line, held, read)
+
+    def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
+        """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
+        if self.drafts is not None and self.state.cache.rows.get(seq.id) is row:
+            self.drafts.has_read(seq, min(tokens, len(seq.tokens)))
 
     def _shape(self, turns: Listing[Turn]) -> RoundShape:
         batch = next((n for n in BATCHES if n >= len(turns)), padded_size(len(turns)))
@@ -245,14 +271,13 @@ class RoundResult:
     sound: bool  # False: some logit was NaN or infinite
     offered: int  # tokens of the next draft that the device has found already
     match: int  # tokens that the match of that draft rests on
-    read: int  # tokens in the draft model's plane
 
 
 class PendingRound:
     """A round that was started, and the copy of its report to the host."""
 
-    def __init__(self, state: DeviceState, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
-        self.turns, self.rows, self.shape = turns, rows, recorded.shape
+    def __init__(self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
+        self.rounds, self.turns, self.rows, state = rounds, turns, rows, rounds.state
         self.report = recorded.results.next()["report"]
         recorded.results.receive()
         self.end = state.driver.event()
@@ -267,14 +292,13 @@ class PendingRound:
         longest = max((head[2] for head in heads), default=0)
         choices = report[:, 8 : 9 + longest].tolist()
         drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
-        for row, head, chosen, draft in zip(self.rows, heads, choices, drafts, strict=True):
+        for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
             length, read, drafted, accepted, flags, source, offered, match = head
-            tokens = chosen[: accepted + 1] if flags & 1 else []
+            tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
             results.append(
-                RoundResult(
-                    row, length, draft[:drafted], SOURCES[source], accepted, tokens, not flags & 2, offered, match, read
-                )
+                RoundResult(row, length, draft[:drafted], SOURCES[source], accepted, tokens, sound, offered, match)
             )
+            self.rounds.has_read(turn.seq, row, read)
         return results
 
     @property
@@ -313,8 +337,9 @@ class DraftChains:
         self._backlog[row.line] = max(len(seq.tokens) - self.again - read, 0)
         return read
 
-    def warm(self, batch: int, length: int) -> None:
-        self._chain(ChainRecordingShape(batch, length, False))
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        if self.again > 1:  # else the plane is the target's
+            self.plane.advance(seq.id, tokens)
 
     def passes(
         self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
@@ -369,7 +394,7 @@ class DraftChains:
             laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
             tokens, _, _ = sampling.choose(logits, laws, shape.filtered)  # [B]
             out["drafted"][j].copy_(tokens)
-        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"])
+        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"], kernels.MODEL)
 
     def _reading(self, batch: int, rows: int) -> Any:
         if (batch, rows) not in self._readings:

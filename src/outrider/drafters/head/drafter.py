@@ -138,6 +138,15 @@ class TrainedHead(Drafter):
         self.early: EarlyDraft | None = None
         self.stop_below = 0.0  # of the last request
 
+    def record(self, rounds: Any) -> bool:
+        heads = self.rollout.graphs
+        if heads is None or self.tree or self.rollout.head.config.kind != "eagle3":
+            return False
+        from .rounds import HeadRounds  # needs triton
+
+        rounds.drafts = HeadRounds(rounds, heads)
+        return True
+
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
         seqs, budgets = request.seqs, request.budgets

@@ -23,7 +23,7 @@ READ = 12  # leading tokens that the draft model's plane holds
 ENDS = 13  # the first of its end ids; unused ones are -1
 MOST_ENDS = 8
 COLUMNS = ENDS + MOST_ENDS
-NONE, LATE, LOOKUP, MODEL = 0, 1, 2, 3  # sources of drafts
+NONE, LATE, LOOKUP, MODEL, HEAD = 0, 1, 2, 3, 4  # sources of drafts
 DRAFT = 64  # tokens of the longest draft
 REPORT = 8 + 2 * DRAFT + 1  # numbers reported for a sequence: see `_settle`
 
@@ -390,7 +390,47 @@ def lay_out_chain(
 
 
 @triton.jit
-def _keep_chain(numbers, draft, lines, drafts, drafted, batch, PASSES: tl.constexpr, WIDTH: tl.constexpr):
+def _lay_out_behind(
+    numbers, floats, lines, drafts, positions, info, seed, position, temperature, top_k, top_p, min_p,
+    batch, PASSES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Pass j >= 1 of a head's chain: one row behind the committed ones, which sees j drafted rows in its lane."""
+    i, j = tl.program_id(0), tl.arange(0, WIDTH)
+    line, count = tl.load(lines + i).to(tl.int64), tl.load(drafts + i)
+    n, inside, at = _get(numbers, line, _LENGTH).to(tl.int32), j < PASSES, j * batch + i
+    real = (j >= 1) & (j < count)
+    tl.store(positions + at, tl.where(real, n - 2 + j, 0).to(tl.int64), mask=inside)
+    block = info + at * 8
+    tl.store(block, tl.zeros((WIDTH,), tl.int32) + i, mask=inside)
+    tl.store(block + 1, real.to(tl.int32), mask=inside)
+    tl.store(block + 2, tl.zeros((WIDTH,), tl.int32) + line.to(tl.int32), mask=inside)
+    tl.store(block + 3, tl.zeros((WIDTH,), tl.int32) + n - 1, mask=inside)
+    tl.store(block + 4, n - 1 + j, mask=inside)
+    tl.store(position + at, (n + j).to(tl.int64), mask=inside)
+    at_line = line * _COLUMNS
+    tl.store(seed + i, tl.load(numbers + at_line + _SEED))
+    tl.store(top_k + i, tl.load(numbers + at_line + _TOP_K))
+    tl.store(temperature + i, tl.load(floats + at_line + _TEMPERATURE))
+    tl.store(top_p + i, tl.load(floats + at_line + _TOP_P))
+    tl.store(min_p + i, tl.load(floats + at_line + _MIN_P))
+
+
+def lay_out_behind(numbers: Tensor, lines: Tensor, drafts: Tensor, out: dict[str, Tensor]) -> None:
+    """The rows of a head's later passes, whose keys are committed rows and then the sequence's own lane of slots.
+
+    out: positions [K, B] int64, info [K, B, 8] int32, the fields of `sampling.Laws` [B], position [K, B].
+    """
+    passes, batch = out["later_positions"].shape
+    launch: Any = _lay_out_behind[(batch,)]
+    laws = (out[name] for name in ("seed", "position", "temperature", "top_k", "top_p", "min_p"))
+    launch(
+        numbers, numbers.view(out["temperature"].dtype), lines, drafts, out["later_positions"], out["later_info"],
+        *laws, batch, PASSES=passes, WIDTH=triton.next_power_of_2(passes), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_chain(numbers, draft, lines, drafts, drafted, batch, source, PASSES: tl.constexpr, WIDTH: tl.constexpr):
     i, j = tl.program_id(0), tl.arange(0, WIDTH)
     count = tl.load(drafts + i)
     if count > 0:
@@ -398,32 +438,47 @@ def _keep_chain(numbers, draft, lines, drafts, drafted, batch, PASSES: tl.conste
         token = tl.load(drafted + j * batch + i, mask=j < PASSES, other=0)
         tl.store(draft + line * _DRAFT + j, token.to(tl.int32), mask=j < count)
         _set(numbers, line, _DRAFTED, count)
-        _set(numbers, line, _SOURCE, tl.full((), _MODEL, tl.int32))
+        _set(numbers, line, _SOURCE, tl.full((), 0, tl.int32) + source)
 
 
-def keep_chain(numbers: Tensor, draft: Tensor, lines: Tensor, drafts: Tensor, drafted: Tensor) -> None:
+def keep_chain(numbers: Tensor, draft: Tensor, lines: Tensor, drafts: Tensor, drafted: Tensor, source: int) -> None:
     """Drafted tokens [K, B] int64 become the sequences' drafts, drafts[i] of each."""
     passes, batch = drafted.shape
     launch: Any = _keep_chain[(batch,)]
     width = triton.next_power_of_2(passes)
-    launch(numbers, draft, lines, drafts, drafted, batch, PASSES=passes, WIDTH=width, num_warps=1)
+    launch(numbers, draft, lines, drafts, drafted, batch, source, PASSES=passes, WIDTH=width, num_warps=1)
+
+
+@triton.jit
+def _unread(numbers, lines, budgets, batch, rows, every, LAST: tl.constexpr, FEATURES: tl.constexpr):
+    """Of sequences `every` [B]: tokens, tokens read, rows of this pass, whether these are all that it lacks.
+
+    The first sequences have the room. Slots of a sequence without a budget may not be reserved yet.
+    """
+    ok = every < batch
+    at = tl.load(lines + every, mask=ok, other=0).to(tl.int64) * _COLUMNS
+    n = tl.load(numbers + at + _LENGTH, mask=ok, other=0).to(tl.int32)
+    read = tl.load(numbers + at + _READ, mask=ok, other=0).to(tl.int32)
+    asks = ok & (tl.load(budgets + every, mask=ok, other=0) > 0) & (tl.load(numbers + at + _LIVE, mask=ok, other=0) > 0)
+    if FEATURES:  # the target has left them where it has read
+        asks = asks & (tl.load(numbers + at + _HELD, mask=ok, other=0).to(tl.int32) >= n - 1)
+    late = tl.where(asks, tl.maximum(n - LAST - read, 0), 0)
+    before = tl.minimum(tl.cumsum(late, 0) - late, rows)
+    size = tl.minimum(late, rows - before)
+    return n, read, size, asks & (size == late)
 
 
 @triton.jit
 def _lay_out_reading(
-    numbers, tokens, table, lines, budgets, out_tokens, positions, slots, info,
-    batch, rows, blocks, length, padding, per_block, BATCH: tl.constexpr, WIDTH: tl.constexpr,
+    numbers, tokens, table, lines, budgets, out_tokens, positions, slots, info, want,
+    batch, rows, blocks, length, padding, per_block,
+    BATCH: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """As `_lay_out`, for the tokens that the draft model has not read, but the last two; advances READ."""
+    """As `_lay_out`, for what a drafter has not read: positions READ … LENGTH - LAST - 1, each with the token SHIFT
+    places further."""
     i = tl.program_id(0)
     every = tl.arange(0, BATCH)
-    at = tl.load(lines + every, mask=every < batch, other=0).to(tl.int64) * _COLUMNS
-    n = tl.load(numbers + at + _LENGTH, mask=every < batch, other=0).to(tl.int32)
-    read = tl.load(numbers + at + _READ, mask=every < batch, other=0).to(tl.int32)
-    asks = tl.load(budgets + every, mask=every < batch, other=0) > 0  # slots of others may not be reserved yet
-    late = tl.where(asks, tl.maximum(n - 2 - read, 0), 0)
-    before = tl.minimum(tl.cumsum(late, 0) - late, rows)
-    size = tl.minimum(late, rows - before)  # the first sequences have the room
+    _, read, size, _ = _unread(numbers, lines, budgets, batch, rows, every, LAST, FEATURES)
     groups = (size + per_block - 1) // per_block
     own = every == i
     first, first_block = tl.sum(tl.where(every < i, size, 0), 0), tl.sum(tl.where(every < i, groups, 0), 0)
@@ -439,9 +494,11 @@ def _lay_out_reading(
     else:
         count, held = tl.sum(tl.where(own, size, 0), 0), tl.sum(tl.where(own, read, 0), 0)
         line = tl.load(lines + i).to(tl.int64)
+        if FEATURES:
+            tl.store(want + i, tl.maximum(first + count - 1, 0).to(tl.int64))
         for start in range(0, count, WIDTH):
             r = start + j
-            token = tl.load(tokens + line * length + held + r, mask=r < count, other=0)
+            token = tl.load(tokens + line * length + held + r + SHIFT, mask=r < count, other=0)
             tl.store(out_tokens + first + r, token.to(tl.int64), mask=r < count)
             tl.store(positions + first + r, (held + r).to(tl.int64), mask=r < count)
             slot = tl.load(table + line * length + held + r, mask=r < count, other=0)
@@ -457,30 +514,41 @@ def _lay_out_reading(
 
 
 @triton.jit
-def _advance_reading(numbers, lines, budgets, batch, rows, BATCH: tl.constexpr):
+def _advance_reading(
+    numbers, lines, budgets, drafts, batch, rows, most,
+    BATCH: tl.constexpr, LAST: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """READ moves on by the rows that were laid out; drafts [B]: tokens that each sequence can get after them."""
     every = tl.arange(0, BATCH)
+    n, read, size, complete = _unread(numbers, lines, budgets, batch, rows, every, LAST, FEATURES)
     at = tl.load(lines + every, mask=every < batch, other=0).to(tl.int64) * _COLUMNS
-    n = tl.load(numbers + at + _LENGTH, mask=every < batch, other=0).to(tl.int32)
-    read = tl.load(numbers + at + _READ, mask=every < batch, other=0).to(tl.int32)
-    asks = tl.load(budgets + every, mask=every < batch, other=0) > 0  # slots of others may not be reserved yet
-    late = tl.where(asks, tl.maximum(n - 2 - read, 0), 0)
-    before = tl.minimum(tl.cumsum(late, 0) - late, rows)
-    size = tl.minimum(late, rows - before)
+    limit = tl.load(numbers + at + _LIMIT, mask=every < batch, other=0).to(tl.int32)
+    budget = tl.load(budgets + every, mask=every < batch, other=0)
+    count = tl.minimum(tl.minimum(budget, most), limit - n - 1)
+    if FEATURES:
+        tl.store(drafts + every, tl.where(complete & (size > 0), tl.maximum(count, 0), 0), mask=every < batch)
     tl.store(numbers + at + _READ, (read + size).to(tl.int64), mask=(every < batch) & (size > 0))
 
 
 def lay_out_reading(
     numbers: Tensor, tokens: Tensor, table: Tensor, inputs: dict[str, Tensor], out: dict[str, Tensor],
-    padding: int, per_block: int,
+    padding: int, per_block: int, last: int = 2, shift: int = 0, most: int = 0,
 ) -> None:  # fmt: skip
-    """The rows [T] with which a draft model's plane catches up with the sequences, and its new READ numbers."""
+    """The rows [T] with which a drafter's plane catches up with the sequences, and its new READ numbers.
+
+    last: so many of the last positions are left out; shift: the token of a row is that many places further. With `out`
+    of a head's first pass, want [B] int64 is each sequence's last row, and drafts [B] int32 are the tokens, `most` at
+    most, that it can get: none where some of its rows had no room or no feature yet.
+    """
     lines, budgets, rows = inputs["lines"], inputs["budgets"], out["tokens"].shape[0]
-    batch = lines.shape[0]
+    batch, features = lines.shape[0], "want" in out
     size = triton.next_power_of_2(batch)
     launch: Any = _lay_out_reading[(batch + 1,)]
     launch(
         numbers, tokens, table, lines, budgets, out["tokens"], out["positions"], out["slots"], out["info"],
-        batch, rows, out["info"].shape[0], tokens.shape[1], padding, per_block, BATCH=size, WIDTH=64, num_warps=2,
+        out.get("want", lines), batch, rows, out["info"].shape[0], tokens.shape[1], padding, per_block,
+        BATCH=size, WIDTH=64, LAST=last, SHIFT=shift, FEATURES=features, num_warps=2,
     )  # fmt: skip
     advance: Any = _advance_reading[(1,)]
-    advance(numbers, lines, budgets, batch, rows, BATCH=size, num_warps=1)
+    drafts = out.get("drafts", lines)
+    advance(numbers, lines, budgets, drafts, batch, rows, most, BATCH=size, LAST=last, FEATURES=features, num_warps=1)

@@ -1,0 +1,136 @@
+"""Chains of a trained head in a device's rounds: recorded passes at the beginning of each round.
+
+The first pass feeds the committed rows that the head lacks, with the features that the target's passes have left in
+their slots; each later one feeds the token that the pass before it chose. Drafted rows live in scratch slots behind the
+cache; the next round replaces them by committed rows. It knows a head and lines of device state, not the host's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.cuda.graphs import LENGTHS, SAMPLING
+from ...backends.cuda.kernels import rounds as kernels, sampling
+from ...backends.cuda.kernels.sampling import Laws
+from ...backends.cuda.rounds import Rounds, RoundShape
+from ...backends.cuda.state import I32, I64
+from ...engine.cache import Row
+from ...types import Sequence, Tree, Turn
+from .captured import FEEDS, HeadGraphs, feed_size
+
+
+@dataclass(frozen=True)
+class ChainShape:
+    """Everything that a recorded chain depends on."""
+
+    batch: int
+    rows: int  # of the first pass
+    length: int  # tokens of each chain
+    filtered: bool
+
+
+class HeadRounds:
+    """Recorded chains of one head (`backends.cuda.rounds.RecordedDrafts`)."""
+
+    def __init__(self, rounds: Rounds, heads: HeadGraphs) -> None:
+        self.rounds, self.heads, self.plane = rounds, heads, heads.graphs.plane
+        self._chains: dict[ChainShape, Any] = {}
+        self._readings: dict[int, Any] = {}  # by batch
+        self._backlog: dict[int, int] = {}  # line -> at most so many committed rows that the head lacks
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        read = min(self.plane.holds(seq.id), max(len(seq.tokens) - 2, 0))
+        self._backlog[row.line] = len(seq.tokens) - 1 - read
+        return read
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        self.plane.advance(seq.id, tokens)
+
+    def passes(
+        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+    ) -> list[tuple[str, Any, int]]:
+        """A sequence whose prompt ends with this round has no features yet: it is drafted for in the next one."""
+        pairs = list(zip(turns, rows, strict=True))
+        drafting = [(turn, row) for turn, row in pairs if turn.asks_drafter and turn.feed == 1]
+        passes: list[tuple[str, Any, int]] = []
+        backlog = sum(self._backlog[row.line] for _, row in drafting)
+        if backlog > FEEDS[-1]:
+            passes.append(("read", self._reading(shape.batch), -(-backlog // FEEDS[-1])))
+            backlog = len(drafting)
+        if drafting:
+            length = next(n for n in LENGTHS if n >= max(turn.budget for turn, _ in drafting))
+            chain = ChainShape(shape.batch, feed_size(backlog), length, shape.filtered)
+            passes.append(("draft", self._chain(chain), 1))
+        for turn, row in pairs:
+            if turn.whole:
+                known = 0 if turn.asks_drafter and turn.feed == 1 else self._backlog[row.line]
+                self._backlog[row.line] = known + turn.budget + 1
+        return passes
+
+    def _chain(self, shape: ChainShape) -> Any:
+        if shape not in self._chains:
+            inputs, b, k = self.rounds.inputs_for(shape.batch), shape.batch, shape.length
+            device, out = self.rounds.state.device, self._rows(shape.rows, b)
+            out |= {
+                "want": torch.zeros(b, dtype=I64, device=device),
+                "drafts": torch.zeros(b, dtype=I32, device=device),
+            }
+            out |= {name: torch.zeros(k, b, dtype=I64, device=device) for name in ("later_positions", "drafted")}
+            out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+            out["position"] = torch.zeros(k, b, dtype=I64, device=device)
+            out["later_info"] = torch.zeros(k, b, 8, dtype=I32, device=device)
+            self._chains[shape] = self.rounds.record(b, lambda: self._draft(shape, inputs.device, out))
+        return self._chains[shape]
+
+    def _draft(self, shape: ChainShape, d: dict[str, Tensor], out: dict[str, Tensor]) -> None:
+        lines, heads, b = self.rounds.lines, self.heads, shape.batch
+        scores, outputs = self._feed(d, out, last=1, most=shape.length)
+        kernels.lay_out_behind(lines.numbers, d["lines"], out["drafts"], out)
+        outputs, tokens = outputs[out["want"]], self._choose(shape, out, scores, 0)  # [B, H], [B]
+        slots, tail, every = heads.columns[:, :b], heads.tails[:b], heads.every[:b]  # [LANE, B], [B, LANE], [B]
+        for j in range(1, shape.length):
+            where = (out["later_positions"][j], slots[j - 1], every, out["later_info"][j], tail)
+            scores, outputs = heads.run(tokens, *where, outputs)
+            tokens = self._choose(shape, out, scores, j)
+        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"], kernels.HEAD)
+
+    def _feed(self, d: dict[str, Tensor], out: dict[str, Tensor], last: int, most: int = 0) -> tuple[Tensor, Tensor]:
+        """Committed rows, all but the `last` positions: scores of the wanted rows [B, D], every row's output [T, H]."""
+        lines, state, heads = self.rounds.lines, self.rounds.state, self.heads
+        kernels.patch(d["place"], d["slot"], state.table)
+        kernels.lay_out_reading(
+            lines.numbers, lines.tokens, state.table, d, out, state.padding, heads.graphs.rows_per_block, last, 1, most
+        )
+        features = heads.head.fuse([stream[out["slots"]] for stream in heads.streams])  # [T, H]
+        want = out["want"] if "want" in out else out["tokens"][:0]
+        rows = (out["tokens"], out["positions"], out["slots"], want, out["info"], state.no_tail)
+        return heads.run(*rows, features)
+
+    def _choose(self, shape: ChainShape, out: dict[str, Tensor], scores: Tensor, j: int) -> Tensor:
+        """Every sequence's token j [B]. scores [B, D]."""
+        wide = scores.new_full((scores.shape[0], self.heads.head.config.vocab_size), -torch.inf)
+        logits = wide.index_copy_(1, self.heads.ids, scores)  # [B, V]
+        laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
+        tokens, _, _ = sampling.choose(logits, laws, shape.filtered)
+        out["drafted"][j].copy_(tokens)
+        return tokens
+
+    def _reading(self, batch: int) -> Any:
+        if batch not in self._readings:
+            inputs, out = self.rounds.inputs_for(batch), self._rows(FEEDS[-1], batch)
+
+            def work() -> None:
+                self._feed(inputs.device, out, last=2)
+
+            self._readings[batch] = self.rounds.record(batch, work)
+        return self._readings[batch]
+
+    def _rows(self, rows: int, batch: int) -> dict[str, Tensor]:
+        device, blocks = self.rounds.state.device, min(rows, batch + rows // self.heads.graphs.rows_per_block)
+        made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
+        return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
