@@ -5,6 +5,9 @@ Without a GPU the same code runs uncaptured, with its kernels in triton's interp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
@@ -17,13 +20,13 @@ from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.control.adaptive import Fixed
-from outrider.drafters import Workspace, make
+from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
 from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.models.speculators import random_head
-from outrider.types import SamplingParams, Sequence
+from outrider.types import Draft, SamplingParams, Sequence, chain
 
 from support.kernels import DEVICE, GPU
 
@@ -48,7 +51,9 @@ def head_of(target: Transformer) -> Head:
     return Head(config, tensors, embedding_of(target), target.compute, target.device)
 
 
-def engine(drafter: str = "off", k: int = 0, rounds: bool = True, slots: int = 600, **options: object) -> Engine:
+def engine(
+    drafter: str | type[Drafter] = "off", k: int = 0, rounds: bool = True, slots: int = 600, **options: object
+) -> Engine:
     target = model()
     cache = Cache(slots, 8, 96, DEVICE)
     cache.slots += not GPU  # a CPU's planes have no slot for padding
@@ -64,7 +69,10 @@ def engine(drafter: str = "off", k: int = 0, rounds: bool = True, slots: int = 6
     return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
 
 
-def run(engine: Engine, **params: object) -> list[list[int]]:
+Drafts = dict[tuple[int, int], list[int]]  # (sequence, tokens before it) -> the draft that was verified there
+
+
+def run(engine: Engine, drafts: Drafts | None = None, **params: object) -> list[list[int]]:
     seqs = [
         Sequence(i + 1, prompt, SamplingParams(max_tokens=TOKENS + i, **params), seed=40 + i)  # type: ignore[arg-type]
         for i, prompt in enumerate(PROMPTS)
@@ -75,6 +83,9 @@ def run(engine: Engine, **params: object) -> list[list[int]]:
         step = engine.step()
         assert not step.failure, step.failure
         engine.cache.check()
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
+            if verdict is not None and tree.tokens and drafts is not None:
+                drafts[turn.seq.id, len(turn.seq.tokens) - len(verdict.tokens)] = tree.tokens
     assert not engine.failures
     return [seq.generated for seq in seqs]
 
@@ -91,19 +102,123 @@ def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
     assert run(engine()) == plain["greedy"]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "k", "options"),
-    [
-        ("ngram", 3, {"ngram_min": 1}),
-        ("suffix", 3, {}),
-        ("model", 3, {}),
-        ("layerskip", 2, {"skip_mlp": [0]}),
-        ("head", 3, {}),
-    ],
-)
-def test_every_source_of_drafts(
-    plain: dict[str, list[list[int]]], drafter: str, k: int, options: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "model", "layerskip", "head"])
+def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str) -> None:
+    """The text is the target's own, and a recorded drafter drafts what it drafts between passes on the host."""
+    options: dict[str, object] = {"ngram_min": 1} if drafter == "ngram" else {}
     if drafter in ("model", "head"):
         options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())}
-    assert run(engine(drafter, k, **options), **WARM) == plain["warm"]
+    if drafter == "layerskip":
+        options = {"skip_mlp": [0]}
+    drafts: Drafts = {}
+    assert run(engine(drafter, 3, **options), drafts, **WARM) == plain["warm"]
+    assert drafts
+    if drafter in ("model", "head"):
+        expected: Drafts = {}
+        run(engine(drafter, 3, rounds=False, **options), expected, **WARM)
+        both = drafts.keys() & expected.keys()
+        assert len(both) > len(PROMPTS)
+        assert {at: drafts[at] for at in both} == {at: expected[at] for at in both}
+
+
+# ------------------------------------------------------------ what went wrong in other overlapped loops
+
+
+class Told(Drafter):
+    """Proposes what it was told: texts by sequence id, wrong where `spoil` says so. Its drafts are taken late."""
+
+    traits = Traits(late=True)
+    texts: ClassVar[dict[int, list[int]]] = {}
+    spoil: ClassVar[Callable[[int], bool]] = staticmethod(lambda position: False)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        trees = []
+        for seq, budget in zip(request.seqs, request.budgets, strict=True):
+            at = len(seq.tokens) - seq.prompt_len
+            tokens = self.texts[seq.id][at : at + budget]
+            trees.append(chain([t + 1 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="told"))
+        return Draft.pack(trees)
+
+
+def told(texts: list[list[int]], k: int = 3, spoil: Callable[[int], bool] = lambda at: False, **more: Any) -> Engine:
+    drafter = type("Told", (Told,), {"texts": dict(enumerate(texts, start=1)), "spoil": staticmethod(spoil)})
+    return engine(drafter, k, **more)
+
+
+def test_late_drafts_are_accepted_and_stale_ones_cost_nothing_but_speed(plain: dict[str, list[list[int]]]) -> None:
+    right: Drafts = {}
+    assert run(told(plain["greedy"]), right) == plain["greedy"]
+    text = {i + 1: prompt + plain["greedy"][i] for i, prompt in enumerate(PROMPTS)}
+    assert all(text[seq][at : at + len(tokens)] == tokens for (seq, at), tokens in right.items())
+    assert any(len(tokens) == 3 for tokens in right.values())  # the rest of one whose beginning was emitted
+    wrong: Drafts = {}
+    assert run(told(plain["greedy"], spoil=lambda at: at % 3 == 1), wrong) == plain["greedy"]
+    assert any(text[seq][at : at + len(tokens)] != tokens for (seq, at), tokens in wrong.items())
+
+
+def test_an_end_inside_an_accepted_run(plain: dict[str, list[list[int]]]) -> None:
+    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone."""
+    text = plain["greedy"][1]
+    at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
+    for ends in ({text[at]}, {*range(200, 208), text[at]}):
+        seq = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), ends=frozenset(ends))
+        finish(told([text]), seq)
+        assert (seq.generated, seq.finish) == (text[: at + 1], "stop")
+    stopped = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), on_token=lambda token: token == text[at])
+    finish(told([text]), stopped)
+    assert (stopped.generated, stopped.finish) == (text[: at + 1], "stop")
+    assert len(stopped.origins) == stopped.stats.emitted == at + 1
+    short = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=at + 1))
+    finish(told([text]), short)
+    assert (short.generated, short.finish) == (text[: at + 1], "length")
+
+
+def finish(engine: Engine, *seqs: Sequence) -> None:
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+
+
+def test_members_come_and_go_while_rounds_fly(plain: dict[str, list[list[int]]]) -> None:
+    """One is cancelled while its round flies; another takes its line and slots; a third is preempted and resumes."""
+    texts = plain["greedy"]
+    loop = told(texts, slots=40)
+    first, second, third = (
+        Sequence(i + 1, prompt, SamplingParams(max_tokens=TOKENS)) for i, prompt in enumerate(PROMPTS)
+    )
+    loop.add(first)
+    loop.add(second)
+    loop.step()
+    assert len(loop.flights) == 1  # one more round has been started than was read
+    loop.cancel(first)
+    loop.cache.check()
+    loop.add(third)
+    finish(loop)
+    assert first.generated == texts[0][: len(first.generated)]
+    assert [second.generated, third.generated] == [texts[1][:TOKENS], texts[2][:TOKENS]]
+
+
+def test_a_pool_that_is_exactly_full(plain: dict[str, list[list[int]]]) -> None:
+    need = sum(len(prompt) + TOKENS + i - 1 for i, prompt in enumerate(PROMPTS))
+    assert run(told(plain["greedy"], slots=need)) == plain["greedy"]
+    tight = told(plain["greedy"], slots=need - 12)
+    seqs = [Sequence(i + 1, p, SamplingParams(max_tokens=TOKENS + i)) for i, p in enumerate(PROMPTS)]
+    finish(tight, *seqs)
+    assert [seq.generated for seq in seqs] == plain["greedy"]
+    assert sum(seq.stats.preempted for seq in seqs) > 0
+
+
+def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[list[int]]]) -> None:
+    """Penalties, logprobs and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
+    texts = plain["greedy"]
+    biased = SamplingParams(max_tokens=3, logit_bias={7: 100.0}, logprobs=2)
+    loop = told(texts)
+    free = Sequence(2, PROMPTS[1], SamplingParams(max_tokens=TOKENS))
+    loop.add(free)
+    loop.step()
+    guest = Sequence(1, PROMPTS[0], biased)
+    finish(loop, guest)
+    assert (guest.generated, len(guest.logprobs)) == ([7, 7, 7], 3)
+    assert free.generated == texts[1][:TOKENS]
