@@ -175,7 +175,8 @@ def test_two_drafters_and_the_kinds_of_text_side_by_side(page: Page, real: Serve
 def test_stop_frees_the_slots_at_once(page: Page, small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     address, application = small
     worker = application.service.worker
-    engine, step = worker.llm.engine, worker.llm.engine.step
+    engine = worker.engine.llm.engine
+    step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])  # so that there is something to stop
     open_live(page, address)
     start_race(page, "one two three", tokens=200, temperature=1.3, seed=3)

@@ -44,6 +44,13 @@ class Detokenizer:
             self._decode()
         return self.stopped
 
+    def extend(self, tokens: list[int]) -> int:
+        """As if called with each token until the text ends; returns how many belong to it."""
+        if not self.params.stop:
+            self.pending += tokens
+            return len(tokens)
+        return next((i for i, token in enumerate(tokens, start=1) if self(token)), len(tokens))
+
     @property
     def texts(self) -> list[str]:
         """The text that each token released."""
