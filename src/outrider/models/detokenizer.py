@@ -64,6 +64,10 @@ class Detokenizer:
         self.held = ""
 
     def _decode(self) -> None:
+        if not self.params.stop:  # nothing is held back
+            self.decoded += ["" if token in self.ends else self.stream.push((token,)) for token in self.pending]
+            self.pending = []
+            return
         for token in self.pending:
             self.held += "" if token in self.ends else self.stream.push([token])
             if len(self.decoded) + 1 > self.params.min_tokens:

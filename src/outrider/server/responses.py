@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -44,6 +43,7 @@ class ResponseBuilder:
     kind: str = "chat.completion"  # or text_completion
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
+    _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response of a request that does not stream: one delta per choice."""
@@ -56,6 +56,26 @@ class ResponseBuilder:
         measured = self._measured([self.job.choices[delta.index]]) if delta.finish else {}
         traced = {} if trace is None else {"trace": trace}
         return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
+
+    def event(self, delta: Delta, trace: list[Line] | None = None) -> bytes:
+        """A chunk as an event. Most differ in text and ids only, and are written without building the objects."""
+        index, logprobs = delta.index, self.job.request.params.logprobs
+        if index not in self.offsets or delta.finish is not None or trace is not None or logprobs is not None:
+            return _event(self.chunk(delta, trace))
+        if index not in self._templates:
+            self._templates[index] = self._template(index)
+        before, between, after = self._templates[index]
+        event = before + json.dumps(delta.text).encode() + between
+        return event + b"[%b]" % ",".join(map(str, delta.tokens)).encode() + after if self.with_ids else event
+
+    def _template(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """What is before, between and after the text and the ids of a chunk in the middle of a stream."""
+        slots: list[Any] = ["\0ids"]
+        before, _, after = _event(self.chunk(Delta(index, "\0text", slots, [], None, [], []))).partition(
+            _json("\0text")
+        )
+        between, _, after = after.partition(_json(slots))
+        return before, between, after
 
     def usage_chunk(self) -> Json:
         return self._head(chunk=True) | {"choices": [], "usage": self.usage()}
@@ -189,26 +209,24 @@ def _too_late(job: Job, deadline: float) -> ApiError:
     return ApiError(408, message, "deadline_exceeded", "timeout")
 
 
-async def follow(job: Job, worker: Worker, deadline: float) -> AsyncGenerator[Delta | None, None]:
-    """A job's deltas until its last choice has ended; None after each KEEPALIVE seconds without one."""
-    left = len(job.choices)
-    try:
-        while left:
-            event = await job.events.get(min(KEEPALIVE, deadline - time.monotonic()))
-            if isinstance(event, ApiError):
-                raise event
-            if event is None and time.monotonic() >= deadline:
-                raise _too_late(job, deadline)
-            left -= event is not None and event.finish is not None
-            yield event
-    finally:
-        worker.cancel(job)
+async def next_delta(job: Job, deadline: float) -> Delta | None:
+    """What is new in one of a job's choices; None after KEEPALIVE seconds without news."""
+    event = await job.events.get(min(KEEPALIVE, deadline - time.monotonic()))
+    if isinstance(event, ApiError):
+        raise event
+    if event is None and time.monotonic() >= deadline:
+        raise _too_late(job, deadline)
+    return event
 
 
 async def collect(job: Job, worker: Worker, deadline: float) -> list[Delta]:
     """The choices of a job that does not stream, in order: each has one delta, its whole text."""
-    async with aclosing(follow(job, worker, deadline)) as events:
-        deltas = [delta async for delta in events if delta is not None]
+    deltas: list[Delta] = []
+    try:
+        while len(deltas) < len(job.choices):
+            deltas += [delta] if (delta := await next_delta(job, deadline)) else []
+    finally:
+        worker.cancel(job)
     return sorted(deltas, key=lambda delta: delta.index)
 
 
@@ -247,20 +265,25 @@ class EventStream(StreamingResponse):
             self.worker.cancel(self.builder.job)
 
     async def _events(self) -> AsyncIterator[bytes]:
+        job, left = self.builder.job, len(self.builder.job.choices)
         try:
-            async with aclosing(follow(self.builder.job, self.worker, self.deadline)) as events:
-                async for delta in events:
-                    yield b": waiting\n\n" if delta is None else self._chunk(delta)
+            while left:
+                delta = await next_delta(job, self.deadline)
+                if delta is None:
+                    yield b": waiting\n\n"
+                    continue
+                left -= delta.finish is not None
+                yield self.builder.event(delta, self.traces[delta.index].lines(delta) if self.traces else None)
             if self.with_usage:
                 yield _event(self.builder.usage_chunk())
         except ApiError as error:
             yield _event(error.body())
         yield DONE
 
-    def _chunk(self, delta: Delta) -> bytes:
-        """A chunk, with its trace lines if requested."""
-        return _event(self.builder.chunk(delta, self.traces[delta.index].lines(delta) if self.traces else None))
+
+def _event(data: Json) -> bytes:
+    return b"data: " + _json(data) + b"\n\n"
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

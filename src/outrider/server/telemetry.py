@@ -10,11 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import time
+from bisect import bisect_left
+from collections import Counter as Counting
+from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from .jobs import Choice, Listener, StepReport
 from .messages import EngineLink
@@ -67,7 +74,8 @@ class Metrics(Listener):
         self.ends = counter("request_success", "Answers by finish reason", "finished_reason")
         self.errors = counter("requests_refused", "Requests that got an error, by status", "status")
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token", buckets=SECONDS)
-        self.between = histogram("inter_token_latency_seconds", "Between two chunks", buckets=TOKEN_SECONDS)
+        self.between = StepHistogram("outrider:inter_token_latency_seconds", "Between two chunks", self._labels)
+        self.registry.register(self.between)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first", buckets=TOKEN_SECONDS
         )
@@ -107,11 +115,11 @@ class Metrics(Listener):
         else:
             self.fallbacks.labels(reason=reason_of(progress.why), **self._labels).inc()
         now, latest = time.monotonic(), self._latest
-        for choice in step.choices:
-            before = latest.get(choice.seq)
-            latest[choice.seq] = now
+        times = Counting(latest.get(choice.seq) for choice in step.choices)  # most are the time of the last step
+        latest.update(dict.fromkeys([choice.seq for choice in step.choices], now))
+        for before, count in times.items():
             if before is not None:
-                self.between.observe(now - before)
+                self.between.observe(now - before, count)
 
     def _count_accepted(self, accepted: list[int]) -> None:
         self.accepted_tokens.inc(sum(accepted))
@@ -140,6 +148,25 @@ class Metrics(Listener):
         labels = [*self._labels, *([label] if label else [])]
         family = kind(f"outrider:{name}", help, labels, registry=self.registry, **options)
         return family if label else family.labels(**self._labels)
+
+
+class StepHistogram(Collector):
+    """A histogram over TOKEN_SECONDS that takes many equal values at once: those of one step."""
+
+    def __init__(self, name: str, help: str, labels: dict[str, str]) -> None:
+        self._name, self._help, self._labels = name, help, labels
+        self._counts, self._sum = [0] * (len(TOKEN_SECONDS) + 1), 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(TOKEN_SECONDS, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
+        bounds = [*map(floatToGoString, TOKEN_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
 
 
 class JsonFormatter(logging.Formatter):
