@@ -75,12 +75,12 @@ def serve(
     given = {"max_batch": server.max_batch} | options.arguments()
     log_to(sys.stderr)
     build = partial(load_model, options.model, options.with_learning(given))
-    process = EngineProcess(build, host_options(settings), options.save_learnt)
-    application, facts = make_app(process, settings), process.facts
-    address = f"http://{server.host}:{server.port}"
-    model = f"{application.service.name} ({facts.dtype}, {facts.device}, drafter {facts.drafter})"
-    note(f"Serving {model} at {address}/v1; the page is {address}/")
-    listen(application)
+    with EngineProcess(build, host_options(settings), options.save_learnt) as process:
+        application, facts = make_app(process, settings), process.facts
+        address = f"http://{server.host}:{server.port}"
+        model = f"{application.service.name} ({facts.dtype}, {facts.device}, drafter {facts.drafter})"
+        note(f"Serving {model} at {address}/v1; the page is {address}/")
+        listen(application)
 
 
 # Options of `outrider serve` that vLLM's server does not have.

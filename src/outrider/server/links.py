@@ -66,6 +66,7 @@ class LocalEngine:
 class EngineProcess:
     """An engine in a process of its own. Made before the HTTP side listens: it returns when the model is loaded.
 
+    It ends after `Stop`, when this process dies, and at the end of a `with`.
     `build` makes the engine's `LLM` and `finish` is called with it at the end, both there; both are pickled.
     """
 
@@ -88,6 +89,12 @@ class EngineProcess:
         except BaseException:
             self._kill()
             raise
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kill()
 
     def _wait_until_ready(self) -> tuple[Facts, Any]:
         while data := self._socket.recv(BUFFER):

@@ -193,20 +193,14 @@ def _timings(choices: list[Choice]) -> Json:
 
 
 async def accepted(job: Job, worker: Worker, deadline: float) -> None:
-    """Return when the engine has accepted a job, or raise the error that its client gets."""
+    """Return when the engine has accepted a job, or raise its refusal. At the deadline its reader raises."""
     try:
         await asyncio.wait({job.accepted}, timeout=max(deadline - time.monotonic(), 0.0))
-        if not job.accepted.done():
-            raise _too_late(job, deadline)
-        job.accepted.result()
+        if job.accepted.done():
+            job.accepted.result()
     except BaseException:
         worker.cancel(job)
         raise
-
-
-def _too_late(job: Job, deadline: float) -> ApiError:
-    message = f"The answer took longer than its limit of {deadline - job.arrived:g} s."
-    return ApiError(408, message, "deadline_exceeded", "timeout")
 
 
 async def next_delta(job: Job, deadline: float) -> Delta | None:
@@ -215,7 +209,8 @@ async def next_delta(job: Job, deadline: float) -> Delta | None:
     if isinstance(event, ApiError):
         raise event
     if event is None and time.monotonic() >= deadline:
-        raise _too_late(job, deadline)
+        message = f"The answer took longer than its limit of {deadline - job.arrived:g} s."
+        raise ApiError(408, message, "deadline_exceeded", "timeout")
     return event
 
 

@@ -50,6 +50,7 @@ class Worker:
         self._running: dict[int, Choice] = {}  # by sequence: in its batch, until it says that they have left
         self._numbers = itertools.count(1)
         self._draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # until `start`
         self._mean_seconds = 1.0  # per choice, moving average
         self._heard = time.monotonic()  # when the engine sent the latest message
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -106,13 +107,14 @@ class Worker:
     def drain(self, seconds: float) -> None:
         """Accept no more jobs. Running choices may go on for `seconds`, then end with an error."""
         self._draining = True
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._expire)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._expire)
 
     def stop(self) -> None:
         """End all choices, and wait for the engine's end: not on the loop."""
+        assert self._loop is not None
         self._draining = True
-        done: asyncio.Future[None] = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)  # type: ignore[assignment]
-        done.result()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self.engine.join(STALLED)
 
     async def _stop(self) -> None:
