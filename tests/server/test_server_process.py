@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -358,3 +359,14 @@ def test_a_job_that_is_cancelled_while_its_guide_is_compiled_never_runs(
     assert host.join(5)
     (accepted,) = [message for message in sent if isinstance(message, Accepted) and message.job == 1]
     assert not any(seq in message.seqs for message in sent if isinstance(message, Progress) for seq in accepted.seqs)
+
+
+def test_a_tokenizer_crosses_to_another_process(llm: LLM) -> None:
+    core = llm.tokenizer
+    core.render_chat(HELLO)  # compiles its template, which stays here
+    copy = pickle.loads(pickle.dumps(core))
+    ids = core.encode_chat(HELLO)
+    assert copy.encode_chat(HELLO) == ids
+    assert copy.encode_prompt("naïve €5 😀!") == core.encode_prompt("naïve €5 😀!")
+    assert copy.decode(ids, skip_special=False) == core.decode(ids, skip_special=False)
+    assert (copy.eos_ids, copy.vocab_size, copy.strip) == (core.eos_ids, core.vocab_size, core.strip)
