@@ -354,7 +354,7 @@ class LLM(Listener):
     def observe(self, step: Step) -> None:
         """As the engine's listener: keep the drafted tokens that were not accepted, for `Piece.rejected`."""
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is not None:
+            if verdict is not None and turn.seq.on_token is not None:  # else its text is somebody else's
                 fates = zip(tree.tokens, verdict.fates, strict=True)
                 self._rejected[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
 
