@@ -79,6 +79,10 @@ class Cascade(Drafter):
             self._failures.append(f"{drafter.name}: {type(error).__name__}: {error}")
             return None
 
+    def record(self, rounds: Any) -> None:
+        self._each(lambda drafter: drafter.record(rounds))
+        self._merge_traits()
+
     def begin(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.begin(seq))
 

@@ -42,9 +42,8 @@ class NGram(Drafter):
         self._sizes = range(high, low - 1, -1)  # longest first: a longer match is right more often
         self._indexes: dict[int, NGramIndex] = {}  # by sequence id
 
-    def record(self, rounds: Any) -> bool:
+    def record(self, rounds: Any) -> None:
         rounds.lookup = self._sizes[-1], self._sizes[0]  # beside the host's drafts, which come later
-        return False
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)

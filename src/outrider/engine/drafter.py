@@ -34,7 +34,13 @@ class DraftRequest:
     budgets: list[int]  # [B]
     prices: Prices | None = None  # None: K is fixed
     stop_below: float = 0.0  # a node that survives less often than this is not worth extending
+    in_round: bool = False  # a GPU's round takes the draft up later: recorded passes are asked for by unread chains
     dry: bool = False  # the draft is not verified; it shows whether the next pass should wait for one
+
+    def asked(self, unread: Any, source: str) -> Draft:
+        """Chains that recorded passes are to draft: as long as the budgets, their tokens unread on the device."""
+        trees = (Tree([-1] * budget, list(range(-1, budget - 1)), source=source) for budget in self.budgets)
+        return Draft.pack(trees, unread)
 
     def select(self, indices: Iterable[int]) -> DraftRequest:
         """The same request for some of its sequences."""
@@ -103,12 +109,12 @@ class Drafter:
         """A tree for each sequence of the request; an empty tree is always right."""
         raise NotImplementedError(f"The drafter '{type(self).__name__}' has no method draft(request).")
 
-    def record(self, rounds: Any) -> bool:
-        """Have a GPU's rounds draft by themselves from now on; False: `draft` is called on the host.
+    def record(self, rounds: Any) -> None:
+        """A GPU runs rounds (`backends.cuda.rounds.Rounds`), into which passes and kernels can be recorded.
 
-        rounds: `backends.cuda.rounds.Rounds`, which records passes and kernels into every round.
+        A drafter that does so has the trait `late` from then on. Where a request says `in_round`, it returns an unread
+        chain of the wanted length (`asked`) for each sequence that these passes are to draft for.
         """
-        return False
 
     def begin(self, seq: Sequence) -> None:
         """A sequence arrived."""

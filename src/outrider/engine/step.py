@@ -180,7 +180,7 @@ class Engine:
         if self.target.rounds is None:
             return 1
         everyone = (*self.scheduler.running, *self.scheduler.waiting)
-        deep = (self._recorded or self.drafter.traits.late) and not self._logits_are_read
+        deep = self.drafter.traits.late and not self._logits_are_read
         deep = deep and all(map(self.target.rounds.drives, everyone))
         if deep != self._in_rounds and not self.flights:
             self._in_rounds = deep
@@ -201,7 +201,7 @@ class Engine:
         with clock.time("draft"):
             draft, failure = self._draft(turns)
             if self._in_rounds:
-                turns = self._shorten(turns, draft)
+                turns = turns if self.controller.prices is None else self._shorten(turns, draft)
             else:
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
         flight = Flight(turns, draft, None, clock.seconds, clock.starts, self.controller.why, failure)
@@ -294,7 +294,7 @@ class Engine:
         """
         ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
         budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
-        open_ = [i for i, budget in enumerate(budgets) if budget and not (self._recorded and turns[i].asks_drafter)]
+        open_ = [i for i, budget in enumerate(budgets) if budget]
         trees, failures, unread = [Tree([], [])] * len(turns), [], None
         if open_:
             try:
@@ -310,17 +310,16 @@ class Engine:
         return Draft.pack(trees, unread), "; ".join(failures)
 
     def _request(self, turns: list[Turn], budgets: list[int]) -> Draft:
-        request = DraftRequest([t.seq for t in turns], budgets, self.controller.prices, self.controller.stop_below)
+        seqs, controller = [turn.seq for turn in turns], self.controller
+        request = DraftRequest(seqs, budgets, controller.prices, controller.stop_below, self._in_rounds)
         with self.watchdog("draft"):
             return propose(self.drafter, turns, request)
 
     def _shorten(self, turns: list[Turn], draft: Draft) -> list[Turn]:
-        """Budgets of a round by what host drafters propose after the tokens that the steps in flight emit at least."""
-        if self._recorded or self.controller.prices is None:
-            return turns
-        skipped = (self.scheduler.ahead(turn.seq)[0] for turn in turns)
-        rest = Draft.pack(_after(tree, n) for tree, n in zip(draft.trees, skipped, strict=True))
-        pruned = self.controller.prune(turns, rest).trees
+        """Budgets of a round by what is drafted after the tokens that the steps in flight emit at least."""
+        pairs = zip(turns, draft.trees, strict=True)
+        rest = [_after(tree, self.scheduler.ahead(turn.seq)[0]).cut(turn.budget) for turn, tree in pairs]
+        pruned = self.controller.prune(turns, Draft.pack(rest)).trees
         return [turn.allow(len(tree.tokens), turn.request_only) for turn, tree in zip(turns, pruned, strict=True)]
 
     def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
@@ -432,7 +431,12 @@ def _describe(error: Exception) -> str:
 
 
 def _after(tree: Tree, n: int) -> Tree:
-    """The rest of a chain after its first n tokens; nothing of a tree with branches, which no round can take up."""
+    """The rest of a chain after its first n tokens; nothing of a tree with branches, which no round can take up.
+
+    Unread tokens are drafted in the round itself, after what was emitted meanwhile.
+    """
+    if tree.tokens and tree.tokens[0] < 0:
+        return tree
     if not tree.is_chain or n >= len(tree.tokens):
         return Tree([], [])
     return chain(tree.tokens[n:], tree.survival and tree.survival[n:], source=tree.source)

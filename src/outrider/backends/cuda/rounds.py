@@ -97,9 +97,9 @@ class RecordedDrafts(Protocol):
         ...
 
     def passes(
-        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
     ) -> list[tuple[str, Any, int]]:
-        """What reads and drafts for the turns with a budget: phase, recording, how often it runs."""
+        """What reads and drafts asks[i] tokens for each turn: phase, recording, how often it runs."""
         ...
 
 
@@ -151,13 +151,15 @@ class Rounds:
         """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
         return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
 
-    def draft_with(self, model: Model, plane: Plane, part: Part, again: int) -> None:
-        """Let a model draft a chain for every sequence with a budget, at the beginning of each round.
+    def draft_with(self, model: Model, plane: Plane, part: Part, again: int) -> Tensor:
+        """Let a model draft a chain for every sequence that asks for one, at the beginning of a round. Returns where
+        unread tokens are.
 
         again: how many of the last tokens each chain reads once more: 2 in a plane of the model's own, so that a round
         that accepted everything needs no special case; 1 in the target's, where committed K/V must stay as it is.
         """
         self.drafts = DraftChains(self, model, plane, part, again)
+        return self.state.unread
 
     def forget_lines(self) -> None:
         """Passes outside of rounds have continued the sequences: they join again."""
@@ -177,8 +179,9 @@ class Rounds:
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
         recorded = self._round(shape)
-        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, late, shape)
-        self._fill(recorded.inputs, turns, rows, late)
+        asks = [turn.budget if asks_passes(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks, shape)
+        self._fill(recorded.inputs, turns, rows, late, asks)
         recorded.inputs.send()
         for phase, recording, times in passes:
             with self.state.timed(phase):
@@ -217,7 +220,7 @@ class Rounds:
         """What the host sends to a round with this many sequences."""
         if batch not in self._inputs:
             each = (I32, (batch,))
-            fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "late_at", "late_count"), each)
+            fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "asks", "late_at", "late_count"), each)
             fields |= {"late": (I32, (batch, LATE_TOKENS)), "place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
             self._inputs[batch] = PinnedBuffer(self.state.driver, fields)
         return self._inputs[batch]
@@ -232,14 +235,17 @@ class Rounds:
         self._kept.append(work)  # with the tensors that the recording reads and writes
         return self.state.record(work)
 
-    def _fill(self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree]) -> None:
+    def _fill(
+        self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], asks: list[int]
+    ) -> None:
         a = inputs.next()
         fill_padded(a["lines"], [row.line for row in rows], self.lines.padding)
         fill_padded(a["feeds"], [turn.feed for turn in turns], 0)
         fill_padded(a["budgets"], [turn.budget for turn in turns], 0)
+        fill_padded(a["asks"], asks, 0)
         a["late_at"].fill(-1)
         for i, tree in enumerate(late):
-            if tree.tokens and tree.is_chain:
+            if tree.tokens and tree.tokens[0] >= 0 and tree.is_chain:
                 tokens = tree.tokens[:LATE_TOKENS]
                 a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
                 a["late"][i, : len(tokens)] = tokens
@@ -251,6 +257,11 @@ class Rounds:
         blocks = Blocks(made["info"], self.state.no_tail, table, self.state.scratch(model))
         want = made["want"] if want is None else want
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
+
+
+def asks_passes(tree: Tree) -> bool:
+    """Whether a tree stands for a chain that recorded passes are to draft."""
+    return bool(tree.tokens) and tree.tokens[0] < 0
 
 
 def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
@@ -342,24 +353,21 @@ class DraftChains:
             self.plane.advance(seq.id, tokens)
 
     def passes(
-        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
     ) -> list[tuple[str, Any, int]]:
-        """What reads and drafts for the turns with a budget: phase, recording, how often it runs."""
-        drafting = [(turn, row) for turn, row in zip(turns, rows, strict=True) if turn.asks_drafter]
         passes: list[tuple[str, Any, int]] = []
-        backlog = sum(self._backlog[row.line] for _, row in drafting)
+        backlog = sum(self._backlog[row.line] for row, asked in zip(rows, asks, strict=True) if asked)
         if backlog and self.again > 1:
             size = next((n for n in READINGS if n >= backlog), READINGS[-1])
             passes.append(("read", self._reading(shape.batch, size), -(-backlog // size)))
-        if drafting:
-            length = next(n for n in LENGTHS if n >= max(turn.budget for turn, _ in drafting))
+        if any(asks):
+            length = next(n for n in LENGTHS if n >= max(asks))
             passes.append(("draft", self._chain(ChainRecordingShape(shape.batch, length, shape.filtered)), 1))
-        for turn, row, tree in zip(turns, rows, late, strict=True):
-            if turn.asks_drafter and not tree.tokens:
+        for turn, row, asked in zip(turns, rows, asks, strict=True):
+            if asked:
                 self._backlog[row.line] = 0
             elif turn.whole:
-                known = 0 if turn.asks_drafter else self._backlog[row.line]
-                self._backlog[row.line] = known + turn.budget + 1
+                self._backlog[row.line] += turn.budget + 1
         return passes
 
     def _chain(self, shape: ChainRecordingShape) -> Any:

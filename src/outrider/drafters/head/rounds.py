@@ -20,7 +20,7 @@ from ...backends.cuda.kernels.sampling import Laws
 from ...backends.cuda.rounds import Rounds, RoundShape
 from ...backends.cuda.state import I32, I64
 from ...engine.cache import Row
-from ...types import Sequence, Tree, Turn
+from ...types import Sequence, Turn
 from .captured import FEEDS, HeadGraphs, feed_size
 
 
@@ -52,24 +52,22 @@ class HeadRounds:
         self.plane.advance(seq.id, tokens)
 
     def passes(
-        self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], shape: RoundShape
+        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
     ) -> list[tuple[str, Any, int]]:
         """A sequence whose prompt ends with this round has no features yet: it is drafted for in the next one."""
-        pairs = list(zip(turns, rows, strict=True))
-        drafting = [(turn, row) for turn, row in pairs if turn.asks_drafter and turn.feed == 1]
+        ready = [asked if turn.feed == 1 else 0 for turn, asked in zip(turns, asks, strict=True)]
         passes: list[tuple[str, Any, int]] = []
-        backlog = sum(self._backlog[row.line] for _, row in drafting)
+        backlog = sum(self._backlog[row.line] for row, asked in zip(rows, ready, strict=True) if asked)
         if backlog > FEEDS[-1]:
             passes.append(("read", self._reading(shape.batch), -(-backlog // FEEDS[-1])))
-            backlog = len(drafting)
-        if drafting:
-            length = next(n for n in LENGTHS if n >= max(turn.budget for turn, _ in drafting))
+            backlog = sum(asked > 0 for asked in ready)
+        if any(ready):
+            length = next(n for n in LENGTHS if n >= max(ready))
             chain = ChainShape(shape.batch, feed_size(backlog), length, shape.filtered)
             passes.append(("draft", self._chain(chain), 1))
-        for turn, row in pairs:
+        for turn, row, asked in zip(turns, rows, ready, strict=True):
             if turn.whole:
-                known = 0 if turn.asks_drafter and turn.feed == 1 else self._backlog[row.line]
-                self._backlog[row.line] = known + turn.budget + 1
+                self._backlog[row.line] = (0 if asked else self._backlog[row.line]) + turn.budget + 1
         return passes
 
     def _chain(self, shape: ChainShape) -> Any:

@@ -57,14 +57,18 @@ class LayerSkip(Drafter):
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
+        self.unread: Any = None  # the device's drafts, where its rounds make them
 
-    def record(self, rounds: Any) -> bool:
-        if self.tree:
-            return False
-        rounds.draft_with(self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again)
-        return True
+    def record(self, rounds: Any) -> None:
+        if not self.tree:
+            self.unread = rounds.draft_with(
+                self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again
+            )
+            self.traits = replace(self.traits, late=True)
 
     def draft(self, request: DraftRequest) -> Draft:
+        if request.in_round:
+            return request.asked(self.unread, self.name)
         # Drafting reads the target's K/V, which is incomplete while a prompt is pending.
         plane = self.space.plane
         ready = [i for i, seq in enumerate(request.seqs) if plane.holds(seq.id) == len(seq.tokens) - 1]

@@ -382,7 +382,7 @@ def lay_out_chain(
     laws = ("seed", "position", "temperature", "top_k", "top_p", "min_p")
     launch(
         numbers, numbers.view(out["temperature"].dtype), tokens, table,
-        inputs["lines"], inputs["feeds"], inputs["budgets"],
+        inputs["lines"], inputs["feeds"], inputs["asks"],
         *(out[name] for name in names), *(out[name] for name in laws), batch, tokens.shape[1], padding,
         PASSES=passes, AGAIN=out["first_tokens"].shape[0] // batch, WIDTH=triton.next_power_of_2(passes),
         num_warps=1,
@@ -540,7 +540,7 @@ def lay_out_reading(
     of a head's first pass, want [B] int64 is each sequence's last row, and drafts [B] int32 are the tokens, `most` at
     most, that it can get: none where some of its rows had no room or no feature yet.
     """
-    lines, budgets, rows = inputs["lines"], inputs["budgets"], out["tokens"].shape[0]
+    lines, budgets, rows = inputs["lines"], inputs["asks"], out["tokens"].shape[0]
     batch, features = lines.shape[0], "want" in out
     size = triton.next_power_of_2(batch)
     launch: Any = _lay_out_reading[(batch + 1,)]
