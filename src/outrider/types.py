@@ -343,6 +343,19 @@ class Step:
     coins: Listing[object]  # [B] the randomness each verdict used
     why: str = ""  # the controller's reason for this budget
     failure: str = ""  # the drafter's errors, "name: error"
+    in_round: bool = False  # a device's own loop ran it: `output` has no logits, `batch` no rows
+
+    @property
+    def draft_rows(self) -> list[int]:
+        """Rows of the pass that each turn's draft took. A round has as many as its budget, drafted or not."""
+        if self.in_round:
+            return [turn.budget for turn in self.turns]
+        return [len(tree.tokens) for tree in self.draft.trees]
+
+    @property
+    def rows(self) -> int:
+        """T, padding left out."""
+        return sum(turn.feed for turn in self.turns) + sum(self.draft_rows)
 
     @property
     def seqs(self) -> list[Sequence]:

@@ -143,6 +143,7 @@ class Engine:
         self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
         self.flights: deque[Flight] = deque()  # steps between `_issue` and `_collect`, oldest first
+        self._need_host: set[int] = set()  # sequences that the device alone cannot continue
         self._in_rounds = False  # whether they are rounds of the backend's own loop
         self._recorded = target.rounds is not None and drafter.record(
             target.rounds
@@ -155,6 +156,8 @@ class Engine:
     def add(self, seq: Sequence) -> None:
         if not seq.tokens:
             raise ConfigError("The prompt is empty; a text is continued from at least one token.")
+        if self.target.rounds is not None and not self.target.rounds.drives(seq):
+            self._need_host.add(seq.id)
         self.scheduler.add(seq)
         self._notify("begin", seq)
 
@@ -179,9 +182,7 @@ class Engine:
         """Steps in flight: two where the device alone can go on, else one. A flight is landed before that changes."""
         if self.target.rounds is None:
             return 1
-        everyone = (*self.scheduler.running, *self.scheduler.waiting)
-        deep = self.drafter.traits.late and not self._logits_are_read
-        deep = deep and all(map(self.target.rounds.drives, everyone))
+        deep = self.drafter.traits.late and not (self._logits_are_read or self._need_host)
         if deep != self._in_rounds and not self.flights:
             self._in_rounds = deep
             self.target.rounds.forget_lines()
@@ -253,12 +254,11 @@ class Engine:
             verdicts = [self._take(turn, tree, result) for (turn, result), tree in zip(kept, trees, strict=True)]
         device = flight.pending.seconds
         seconds = {"draft": 0.0, "verify": 0.0} | device | {"judge": self.clock.seconds["judge"]}
-        rows = Batch(self.cache.table)
-        rows.tokens = [0] * sum(turn.feed + len(tree.tokens) for turn, tree in zip(turns, trees, strict=True))
         return Step(
-            self.index, turns, Draft.pack(trees), rows, Output(torch.empty(0), seconds=device), verdicts, seconds,
+            self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
+            verdicts, seconds,
             flight.starts | self.clock.starts, [-1] * len(turns), [KeyedRandom(turn.seq) for turn in turns],
-            flight.why, flight.failure,
+            flight.why, flight.failure, in_round=True,
         )  # fmt: skip
 
     def _is_current(self, turn: Turn, result: RoundResult) -> bool:
@@ -371,6 +371,7 @@ class Engine:
     # ------------------------------------------------------------ details
 
     def _close(self, seq: Sequence) -> None:
+        self._need_host.discard(seq.id)
         self.scheduler.remove(seq, keep=True)
         self.controller.end(seq)
         self._notify("end", seq)

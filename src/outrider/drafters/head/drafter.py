@@ -173,7 +173,7 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
-        if self.traits.unread and step.batch.owners:  # not in a round, which drafts by itself
+        if self.traits.unread and not step.in_round:
             self._start_early(step)
 
     def _start_early(self, step: Step) -> None:
