@@ -14,6 +14,7 @@ import torch
 from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
+from outrider.backends.cuda.kernels import rounds as kernels
 from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.loaded_weights import embedding_of
@@ -22,7 +23,7 @@ from outrider.backends.transformer import Transformer
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
 from outrider.drafters.head.network import Head
-from outrider.engine.cache import Cache
+from outrider.engine.cache import Cache, Row
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.models.speculators import random_head
@@ -32,7 +33,7 @@ from support.kernels import DEVICE, GPU
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 24 if GPU else 6
-WARM = {"temperature": 0.9}
+WARM: dict[str, Any] = {"temperature": 0.9}
 
 
 @pytest.fixture(autouse=True)
@@ -102,20 +103,22 @@ def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
     assert run(engine()) == plain["greedy"]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "model", "layerskip", "head"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "model", "layerskip", "head", "tree"])
 def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str) -> None:
     """The text is the target's own, and a recorded drafter drafts what it drafts between passes on the host."""
     options: dict[str, object] = {"ngram_min": 1} if drafter == "ngram" else {}
-    if drafter in ("model", "head"):
-        options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())}
+    shape = {"tree": True, "tree_width": 2, "tree_depth": 3} if drafter == "tree" else {}
+    if drafter in ("model", "head", "tree"):
+        options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())} | shape
     if drafter == "layerskip":
         options = {"skip_mlp": [0]}
     drafts: Drafts = {}
-    assert run(engine(drafter, 3, **options), drafts, **WARM) == plain["warm"]
+    name, k = ("head", 5) if drafter == "tree" else (drafter, 3)
+    assert run(engine(name, k, **options), drafts, **WARM) == plain["warm"]
     assert drafts
-    if drafter in ("model", "head"):
+    if drafter in ("model", "head", "tree"):
         expected: Drafts = {}
-        run(engine(drafter, 3, rounds=False, **options), expected, **WARM)
+        run(engine(name, k, rounds=False, **options), expected, **WARM)
         both = drafts.keys() & expected.keys()
         assert len(both) > len(PROMPTS)
         assert {at: drafts[at] for at in both} == {at: expected[at] for at in both}
@@ -222,3 +225,61 @@ def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[li
     finish(loop, guest)
     assert (guest.generated, len(guest.logprobs)) == ([7, 7, 7], 3)
     assert free.generated == texts[1][:TOKENS]
+
+
+class Branches:
+    """Recorded drafts that are trees with the right path among wrong ones (`RecordedDrafts`)."""
+
+    def __init__(self, rounds: Rounds, texts: dict[int, list[int]]) -> None:
+        self.lines, self.texts, rounds.drafts, rounds.trees = rounds.lines, texts, self, True
+        self.owners: dict[int, int] = {}  # line -> sequence
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        self.owners[row.line] = seq.id
+        return 0
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        pass
+
+    def passes(self, turns: object, rows: object, asks: object, shape: object) -> list[tuple[str, Any, int]]:
+        return [("draft", self, 1)]
+
+    def replay(self) -> None:
+        for line, seq in self.owners.items():
+            at = int(self.lines.numbers[line, kernels.LENGTH])
+            right = self.texts[seq][at : at + 3]
+            if len(right) == 3:
+                tokens = [right[0] + 1, right[0], right[1], right[1] + 1, right[1], right[2]]
+                self.lines.draft[line, :6] = torch.tensor(tokens)
+                self.lines.parents[line, :6] = torch.tensor([-1, -1, 0, 1, 1, 4])
+                self.lines.numbers[line, kernels.DRAFTED] = 6
+
+
+class Asking(Drafter):
+    traits = Traits(late=True)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        return request.asked(torch.zeros(64), "told")
+
+
+def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, list[list[int]]]) -> None:
+    loop = engine(Asking, 6)
+    rounds = loop.target.rounds
+    assert isinstance(rounds, Rounds)
+    Branches(rounds, {i + 1: prompt + plain["warm"][i] for i, prompt in enumerate(PROMPTS)})
+    seqs = [
+        Sequence(i + 1, p, SamplingParams(max_tokens=TOKENS + i, **WARM), seed=40 + i) for i, p in enumerate(PROMPTS)
+    ]
+    for seq in seqs:
+        loop.add(seq)
+    paths = []
+    while loop.busy:
+        step = loop.step()
+        loop.cache.check()
+        for turn, verdict in zip(step.turns, step.verdicts, strict=True):
+            paths += [verdict.path] if verdict is not None and verdict.path else []
+            row = loop.cache.rows.get(turn.seq.id)
+            if row is not None and not loop.flights:  # nothing is in flight: both tables are at the same point
+                assert rounds.state.table[row.line, : len(row.slots)].tolist() == row.slots
+    assert [seq.generated for seq in seqs] == plain["warm"]
+    assert [1, 4, 5] in paths

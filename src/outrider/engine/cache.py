@@ -172,10 +172,11 @@ class Cache:
         """The slots of the nodes that may be drafted for this sequence, node 0 first."""
         return self.rows[seq.id].spare
 
-    def commit(self, seq: Sequence, fed: int, path: Iterable[int]) -> None:
+    def commit(self, seq: Sequence, fed: int, path: Iterable[int], on_device: bool = False) -> None:
         """The target holds `fed` tokens and the accepted path: their slots become the next positions.
 
         seq.tokens already ends with the emitted tokens; unaccepted nodes' slots stay spare for the next draft.
+        on_device: the device has done the same with its copy of the table.
         """
         row, path = self.rows[seq.id], list(path)
         for plane in self.planes:
@@ -187,7 +188,7 @@ class Cache:
             accepted = set(path)
             row.spare = [slot for node, slot in enumerate(row.spare) if node not in accepted]
             if path != list(range(len(path))):  # a chain's slots are in their places already
-                self._write_table(row, start)
+                self._write_table(row, start, tell=not on_device)
 
     def next_free(self, n: int) -> list[int]:
         """The slots that would be taken next, first to last; fewer if a retired row would have to be evicted."""
@@ -270,10 +271,10 @@ class Cache:
             self.retired.move_to_end(best)
         return best, length
 
-    def _write_table(self, row: Row, start: int) -> None:
-        """Positions from `start` on, spare slots included."""
+    def _write_table(self, row: Row, start: int, tell: bool = True) -> None:
+        """Positions from `start` on, spare slots included; `tell` the copies of the table on devices."""
         slots = [*row.slots[start:], *row.spare[max(start - len(row.slots), 0) :]]
         self._table[row.line, start : start + len(slots)] = slots
         at = row.line * self.length + start
-        for copy in self.changes:
+        for copy in self.changes if tell else ():
             copy.update(zip(range(at, at + len(slots)), slots, strict=True))

@@ -27,9 +27,6 @@ import torch
 from ..control import Controller
 from ..errors import ConfigError, ModelError
 from ..types import (
-    ACCEPTED,
-    REJECTED,
-    UNREACHED,
     Batch,
     Draft,
     Listener,
@@ -44,7 +41,7 @@ from ..types import (
 from .batch import pack
 from .cache import Cache, Plane, Row
 from .drafter import Drafter, DraftRequest
-from .judge import RULES
+from .judge import RULES, fates_of
 from .request_drafts import propose
 from .sampling import KeyedRandom, Target, logprob
 from .scheduler import Scheduler
@@ -77,7 +74,8 @@ class RoundResult(Protocol):
     length: int  # tokens before the round
     drafted: list[int]  # tokens that were verified
     source: str  # of the draft
-    accepted: int
+    parents: list[int] | None  # of a tree's nodes; None: a chain
+    path: list[int]  # accepted nodes
     tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
     sound: bool  # False: some logit was NaN or infinite
 
@@ -250,7 +248,7 @@ class Engine:
             (turn, result) for turn, result in zip(flight.turns, results, strict=True) if self._is_current(turn, result)
         ]
         with self.clock.time("judge"):
-            turns, trees = [turn for turn, _ in kept], [_chain_of(result) for _, result in kept]
+            turns, trees = [turn for turn, _ in kept], [_tree_of(result) for _, result in kept]
             verdicts = [self._take(turn, tree, result) for (turn, result), tree in zip(kept, trees, strict=True)]
         device = flight.pending.seconds
         seconds = {"draft": 0.0, "verify": 0.0} | device | {"judge": self.clock.seconds["judge"]}
@@ -279,10 +277,8 @@ class Engine:
                 "Please report it with the command that led here."
             )
         self.cache.reserve(seq, length, 0)  # the last tokens' slots were reserved with the round
-        fates = ACCEPTED * result.accepted + REJECTED * (result.accepted < len(tree.tokens))
-        fates += UNREACHED * (len(tree.tokens) - len(fates))
-        verdict = seq.extend(Verdict(list(range(result.accepted)), result.tokens, fates), tree)
-        self._commit(seq, length, tree, verdict)
+        verdict = seq.extend(Verdict(result.path, result.tokens, fates_of(tree, result.path)), tree)
+        self._commit(seq, length, tree, verdict, on_device=True)
         return verdict
 
     # ------------------------------------------------------------ the parts of a step
@@ -344,12 +340,12 @@ class Engine:
             seq.logprobs += [logprob(target.logits[row], token, seq.params.logprobs) for row, token in emitted]
         return verdict
 
-    def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict) -> None:
+    def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict, on_device: bool = False) -> None:
         """The target holds the `fed` tokens before the verdict, and every drafted node."""
         plane = self.target.plane
         plane.advance(seq.id, fed)
         plane.wrote(seq.id, range(len(tree.tokens)))
-        self.cache.commit(seq, fed, verdict.path)
+        self.cache.commit(seq, fed, verdict.path, on_device)
         seq.stats.count(tree, verdict)
 
     def _publish(self, step: Step) -> Step:
@@ -443,8 +439,10 @@ def _after(tree: Tree, n: int) -> Tree:
     return chain(tree.tokens[n:], tree.survival and tree.survival[n:], source=tree.source)
 
 
-def _chain_of(result: RoundResult) -> Tree:
-    return chain(result.drafted, source=result.source)
+def _tree_of(result: RoundResult) -> Tree:
+    if result.parents is None:
+        return chain(result.drafted, source=result.source)
+    return Tree(result.drafted, result.parents, source=result.source)
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:

@@ -31,7 +31,7 @@ from .capture import PinnedBuffer, fill_padded
 from .graphs import BATCHES, LENGTHS, SAMPLING, WANTED_SIZES, Graphs, padded_size
 from .kernels import rounds as kernels, sampling
 from .kernels.attention import Blocks, rows_per_block
-from .kernels.rounds import COLUMNS, DRAFT, MOST_ENDS, REPORT
+from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
 from .kernels.sampling import Laws
 from .state import F64, I32, I64, DeviceState, seconds
 
@@ -55,6 +55,7 @@ class RoundShape:
     rows: int
     wanted: int  # equal to `rows`: all of them
     filtered: bool  # whether some row samples with top-k, top-p or min-p
+    tree: bool = False  # drafts may have branches
 
 
 class Lines:
@@ -66,6 +67,7 @@ class Lines:
         self.numbers = torch.zeros(count, COLUMNS, dtype=I64, device=device)
         self.tokens = torch.zeros(count, length, dtype=I32, device=device)
         self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
+        self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
         self.padding = count - 1
         # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
         self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
@@ -109,9 +111,11 @@ class RecordedRound:
     def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
         self.rounds, self.shape, state = rounds, shape, rounds.state
         t, r, device = shape.rows, shape.wanted, state.device
-        blocks = min(t, shape.batch + t // rounds.graphs.rows_per_block)
+        blocks = t if shape.tree else min(t, shape.batch + t // rounds.graphs.rows_per_block)
+        self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
         self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        self.rows["tail"] = self.tail
         self.rows["plan"] = torch.zeros(shape.batch, 8, dtype=I32, device=device)
         self.results = PinnedBuffer(state.driver, {"report": (I32, (shape.batch, REPORT))})
         self.inputs = rounds.inputs_for(shape.batch)
@@ -122,16 +126,20 @@ class RecordedRound:
         state, report = rounds.state, self.results.device["report"]
         kernels.patch(d["place"], d["slot"], state.table)
         late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
-        kernels.take_late(lines.numbers, lines.tokens, lines.draft, d["lines"], late)
+        kernels.take_late(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], late)
         kernels.lay_out(
-            lines.numbers, lines.tokens, state.table, lines.draft, d, rows, state.padding, rounds.graphs.rows_per_block
-        )
+            lines.numbers, lines.tokens, state.table, lines.draft, lines.parents, d, rows,
+            state.padding, rounds.graphs.rows_per_block, self.shape.tree,
+        )  # fmt: skip
         output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
         laws = Laws(*(rows[name] for name in SAMPLING))
         choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
-        kernels.settle(lines.numbers, lines.tokens, lines.draft, d["lines"], rows["plan"], choices, highest, report)
+        kernels.settle(
+            lines.numbers, lines.tokens, lines.draft, lines.parents, state.table, d["lines"], rows["plan"],
+            choices, highest, report, self.shape.tree,
+        )  # fmt: skip
         if rounds.lookup is not None:
-            kernels.look_up(lines.numbers, lines.tokens, lines.draft, d["lines"], report, *rounds.lookup)
+            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], report, *rounds.lookup)
 
 
 class Rounds:
@@ -142,6 +150,7 @@ class Rounds:
         self.lines = Lines(self.state)
         self.lookup: tuple[int, int] | None = None  # n-gram sizes, least and most, of drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
+        self.trees = False  # whether recorded drafts may have branches
         self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
         self._recorded: dict[RoundShape, RecordedRound] = {}
         self._kept: list[Callable[[], None]] = []
@@ -209,7 +218,8 @@ class Rounds:
         wanted = sum(1 + turn.budget for turn in turns if turn.whole)
         rows = padded_size(needed)
         fits = rows if wanted == needed else next((n for n in WANTED_SIZES if n >= wanted), padded_size(wanted))
-        return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns))
+        tree = self.trees and wanted > len(turns)
+        return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns), tree)
 
     def _round(self, shape: RoundShape) -> RecordedRound:
         if shape not in self._recorded:
@@ -254,7 +264,7 @@ class Rounds:
     def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None) -> Rows:
         """Rows that a kernel lays out, for a model's pass."""
         table, slots = self.state.table, made["slots"]
-        blocks = Blocks(made["info"], self.state.no_tail, table, self.state.scratch(model))
+        blocks = Blocks(made["info"], made.get("tail", self.state.no_tail), table, self.state.scratch(model))
         want = made["want"] if want is None else want
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
 
@@ -277,7 +287,8 @@ class RoundResult:
     length: int  # tokens before the round
     drafted: list[int]  # tokens that were verified
     source: str  # of the draft
-    accepted: int
+    parents: list[int] | None  # of a tree's nodes; None: a chain
+    path: list[int]  # accepted nodes
     tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
     sound: bool  # False: some logit was NaN or infinite
     offered: int  # tokens of the next draft that the device has found already
@@ -289,6 +300,7 @@ class PendingRound:
 
     def __init__(self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
         self.rounds, self.turns, self.rows, state = rounds, turns, rows, rounds.state
+        self.tree = recorded.shape.tree
         self.report = recorded.results.next()["report"]
         recorded.results.receive()
         self.end = state.driver.event()
@@ -306,8 +318,13 @@ class PendingRound:
         for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
             length, read, drafted, accepted, flags, source, offered, match = head
             tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
+            parents, path = None, list(range(accepted))
+            if self.tree and drafted:
+                at = 9 + 2 * DRAFT
+                numbers = report[len(results), at : at + DRAFT + DEPTH].tolist()
+                parents, path = numbers[:drafted], numbers[DRAFT : DRAFT + accepted]
             results.append(
-                RoundResult(row, length, draft[:drafted], SOURCES[source], accepted, tokens, sound, offered, match)
+                RoundResult(row, length, draft[:drafted], SOURCES[source], parents, path, tokens, sound, offered, match)
             )
             self.rounds.has_read(turn.seq, row, read)
         return results

@@ -141,10 +141,13 @@ class TrainedHead(Drafter):
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
-        if heads is not None and not self.tree and self.rollout.head.config.kind == "eagle3":
-            from .rounds import HeadRounds  # needs triton
+        if heads is None or self.rollout.head.config.kind != "eagle3":
+            return
+        from .rounds import HeadRounds, fits  # need triton
 
-            rounds.drafts, self.unread = HeadRounds(rounds, heads), rounds.state.unread
+        if not self.tree or fits(self.width, self.depth):
+            shape = (self.width, self.depth) if self.tree else ()
+            rounds.drafts, self.unread = HeadRounds(rounds, heads, *shape), rounds.state.unread
             self.traits = replace(self.traits, late=True)
 
     def draft(self, request: DraftRequest) -> Draft:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sampling import _key
+
 # Columns of a line's numbers (int64; temperature, top_p and min_p are float64 in the same eight bytes).
 LENGTH, HELD, LIMIT, LIVE = 0, 1, 2, 3  # tokens; of them in the target's plane; the most there may be; whether it runs
 SEED, TEMPERATURE, TOP_K, TOP_P, MIN_P = 4, 5, 6, 7, 8
@@ -25,7 +27,8 @@ MOST_ENDS = 8
 COLUMNS = ENDS + MOST_ENDS
 NONE, LATE, LOOKUP, MODEL, HEAD = 0, 1, 2, 3, 4  # sources of drafts
 DRAFT = 64  # tokens of the longest draft
-REPORT = 8 + 2 * DRAFT + 1  # numbers reported for a sequence: see `_settle`
+DEPTH = 16  # of the deepest tree
+REPORT = 8 + 3 * DRAFT + 1 + DEPTH  # numbers reported for a sequence: see `_settle`
 
 _LENGTH, _HELD, _LIMIT, _LIVE = (tl.constexpr(c) for c in (LENGTH, HELD, LIMIT, LIVE))
 _SEED, _TEMPERATURE, _TOP_K = (tl.constexpr(c) for c in (SEED, TEMPERATURE, TOP_K))
@@ -33,7 +36,7 @@ _TOP_P, _MIN_P = tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _DRAFTED, _SOURCE, _MATCH, _READ, _ENDS = (tl.constexpr(c) for c in (DRAFTED, SOURCE, MATCH, READ, ENDS))
 _COLUMNS, _MOST_ENDS = tl.constexpr(COLUMNS), tl.constexpr(MOST_ENDS)
 _NONE, _LATE, _LOOKUP, _MODEL = (tl.constexpr(c) for c in (NONE, LATE, LOOKUP, MODEL))
-_DRAFT, _REPORT = tl.constexpr(DRAFT), tl.constexpr(REPORT)
+_DRAFT, _REPORT, _DEPTH = tl.constexpr(DRAFT), tl.constexpr(REPORT), tl.constexpr(DEPTH)
 
 
 @triton.jit
@@ -63,7 +66,7 @@ def patch(place: Tensor, slot: Tensor, table: Tensor) -> None:
 
 
 @triton.jit
-def _take_late(numbers, tokens, draft, lines, at, count, late, length, LATE_WIDTH: tl.constexpr):
+def _take_late(numbers, tokens, draft, parents, lines, at, count, late, length, LATE_WIDTH: tl.constexpr):
     i = tl.program_id(0)
     line, start, most = tl.load(lines + i), tl.load(at + i), tl.load(count + i)
     n = _get(numbers, line, _LENGTH).to(tl.int32)
@@ -73,19 +76,23 @@ def _take_late(numbers, tokens, draft, lines, at, count, late, length, LATE_WIDT
         ahead = tl.load(late + i * LATE_WIDTH + j)
         emitted = tl.load(tokens + line.to(tl.int64) * length + start + j, mask=j < skip, other=-1)
         if tl.sum(((emitted != ahead) & (j < skip)).to(tl.int32), 0) == 0:
-            tl.store(draft + line.to(tl.int64) * _DRAFT + j - skip, ahead, mask=(j >= skip) & (j < most))
+            node = line.to(tl.int64) * _DRAFT + j - skip
+            tl.store(draft + node, ahead, mask=(j >= skip) & (j < most))
+            tl.store(parents + node, j - skip - 1, mask=(j >= skip) & (j < most))
             _set(numbers, line, _DRAFTED, most - skip)
             _set(numbers, line, _SOURCE, tl.full((), _LATE, tl.int32))
 
 
-def take_late(numbers: Tensor, tokens: Tensor, draft: Tensor, lines: Tensor, late: dict[str, Tensor]) -> None:
+def take_late(
+    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, late: dict[str, Tensor]
+) -> None:
     """Take a draft of the host where it still fits: late["tokens"][i] from position late["at"][i] on (-1: none).
 
     What the sequence has emitted meanwhile must be the draft's beginning, which is skipped.
     """
     launch: Any = _take_late[(lines.shape[0],)]
     launch(
-        numbers, tokens, draft, lines, late["at"], late["count"], late["tokens"], tokens.shape[1],
+        numbers, tokens, draft, parents, lines, late["at"], late["count"], late["tokens"], tokens.shape[1],
         LATE_WIDTH=late["tokens"].shape[1], num_warps=1,
     )  # fmt: skip
 
@@ -110,11 +117,11 @@ def _counts(numbers, lines, feeds, budgets, i, ok):
 
 @triton.jit
 def _lay_out(
-    numbers, floats, tokens, table, draft, lines, feeds, budgets,
-    out_tokens, positions, slots, info, want, plan,
+    numbers, floats, tokens, table, draft, parents, lines, feeds, budgets,
+    out_tokens, positions, slots, info, tail, want, plan,
     seed, position, temperature, top_k, top_p, min_p,
     batch, rows, wanted, blocks, length, padding, per_block,
-    BATCH: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr,
+    BATCH: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Program i < batch lays out sequence i; the last one lays out padding."""
     i = tl.program_id(0)
@@ -122,7 +129,7 @@ def _lay_out(
     n, held, feed, drafted = _counts(numbers, lines, feeds, budgets, every, every < batch)  # [B] each
     size = feed + drafted
     chosen = tl.where((feed > 0) & (held + feed == n), drafted + 1, 0)  # rows whose logits are needed
-    groups = (size + per_block - 1) // per_block
+    groups = (feed + per_block - 1) // per_block + drafted if TREE else (size + per_block - 1) // per_block
     before, own = every < i, every == i
     first, first_wanted = tl.sum(tl.where(before, size, 0), 0), tl.sum(tl.where(before, chosen, 0), 0)
     first_block = tl.sum(tl.where(before, groups, 0), 0)
@@ -153,11 +160,12 @@ def _lay_out(
             tl.store(positions + first + r, (held_ + r).to(tl.int64), mask=r < count)
             slot = tl.load(table + line * length + held_ + r, mask=r < count, other=0)
             tl.store(slots + first + r, slot.to(tl.int64), mask=r < count)
-        for start in range(0, (count + per_block - 1) // per_block, WIDTH):
+        grouped = feed_ if TREE else count  # rows that see those before them
+        for start in range(0, (grouped + per_block - 1) // per_block, WIDTH):
             b = start + j
-            at, ok = info + (first_block + b) * 8, b * per_block < count
+            at, ok = info + (first_block + b) * 8, b * per_block < grouped
             tl.store(at, first + b * per_block, mask=ok)
-            tl.store(at + 1, tl.minimum(count - b * per_block, per_block), mask=ok)
+            tl.store(at + 1, tl.minimum(grouped - b * per_block, per_block), mask=ok)
             tl.store(at + 2, tl.zeros((WIDTH,), tl.int32) + line.to(tl.int32), mask=ok)
             tl.store(at + 3, tl.zeros((WIDTH,), tl.int32) + length, mask=ok)  # every key is in the table
             tl.store(at + 4, held_ + b * per_block + 1, mask=ok)
@@ -176,6 +184,29 @@ def _lay_out(
             tl.store(temperature + at, tl.zeros((WIDTH,), tl.float64) + heat, mask=ok)
             tl.store(top_p + at, tl.zeros((WIDTH,), tl.float64) + tl.load(floats + at_line + _TOP_P), mask=ok)
             tl.store(min_p + at, tl.zeros((WIDTH,), tl.float64) + tl.load(floats + at_line + _MIN_P), mask=ok)
+        if TREE:
+            tl.debug_barrier()  # a node's position replaces that of its number, which other threads may have written
+            node = tl.arange(0, _DRAFT)
+            inside = node < drafted_
+            depth = tl.zeros((_DRAFT,), tl.int32)
+            up = node
+            for _ in range(_DEPTH):
+                depth += (up >= 0).to(tl.int32)
+                up = tl.load(parents + line * _DRAFT + up, mask=inside & (up >= 0), other=-1)
+            row, block = first + feed_ + node, first_block + (feed_ + per_block - 1) // per_block + node
+            tl.store(positions + row, (n_ - 1 + depth).to(tl.int64), mask=inside)
+            tl.store(position + base + (feed_ if ALL else 1) + node, (n_ + depth).to(tl.int64), mask=inside)
+            tl.store(info + block * 8, row, mask=inside)
+            tl.store(info + block * 8 + 1, tl.full((_DRAFT,), 1, tl.int32), mask=inside)
+            tl.store(info + block * 8 + 2, tl.zeros((_DRAFT,), tl.int32) + line.to(tl.int32), mask=inside)
+            tl.store(info + block * 8 + 3, tl.zeros((_DRAFT,), tl.int32) + n_, mask=inside)
+            tl.store(info + block * 8 + 4, n_ + depth, mask=inside)
+            up = node
+            for back in range(_DEPTH):
+                here = inside & (up >= 0)
+                slot = tl.load(table + line * length + n_ + up, mask=here, other=0)
+                tl.store(tail + block * _DEPTH + depth - 1 - back, slot, mask=here)
+                up = tl.load(parents + line * _DRAFT + up, mask=here, other=-1)
         tl.store(plan + i * 8, n_)
         tl.store(plan + i * 8 + 1, feed_)
         tl.store(plan + i * 8 + 2, drafted_)
@@ -184,10 +215,10 @@ def _lay_out(
 
 
 def lay_out(
-    numbers: Tensor, tokens: Tensor, table: Tensor, draft: Tensor, inputs: dict[str, Tensor], out: dict[str, Tensor],
-    padding: int, per_block: int,
+    numbers: Tensor, tokens: Tensor, table: Tensor, draft: Tensor, parents: Tensor,
+    inputs: dict[str, Tensor], out: dict[str, Tensor], padding: int, per_block: int, tree: bool,
 ) -> None:  # fmt: skip
-    """The rows of a round, from each sequence's pending tokens and its draft.
+    """The rows of a round, from each sequence's pending tokens and its draft: a chain, or with `tree` a tree.
 
     inputs: lines, feeds, budgets [B] int32. out: tokens, positions, slots [T] int64; info [N, 8] int32
     (`attention.Blocks`); want [R] int64; the six fields of `sampling.Laws` [R]; plan [B, 8] int32: tokens before the
@@ -197,11 +228,11 @@ def lay_out(
     launch: Any = _lay_out[(batch + 1,)]
     laws = (out[name] for name in ("seed", "position", "temperature", "top_k", "top_p", "min_p"))
     launch(
-        numbers, numbers.view(out["temperature"].dtype), tokens, table, draft,
+        numbers, numbers.view(out["temperature"].dtype), tokens, table, draft, parents,
         inputs["lines"], inputs["feeds"], inputs["budgets"],
-        out["tokens"], out["positions"], out["slots"], out["info"], out["want"], out["plan"], *laws,
+        out["tokens"], out["positions"], out["slots"], out["info"], out["tail"], out["want"], out["plan"], *laws,
         batch, rows, wanted, out["info"].shape[0], tokens.shape[1], padding, per_block,
-        BATCH=triton.next_power_of_2(batch), WIDTH=64, ALL=rows == wanted, num_warps=2,
+        BATCH=triton.next_power_of_2(batch), WIDTH=64, ALL=rows == wanted, TREE=tree, num_warps=2,
     )  # fmt: skip
 
 
@@ -210,11 +241,12 @@ def lay_out(
 
 @triton.jit
 def _settle(
-    numbers, tokens, draft, lines, plan, choices, highest, report, length,
-    WIDTH: tl.constexpr,
+    numbers, tokens, draft, parents, table, lines, plan, choices, highest, report, length,
+    WIDTH: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Report: tokens before, tokens that the draft model has read, drafted, accepted, flags (1 verdict, 2 NaN), source,
-    next draft, its match; then the target's choices [DRAFT + 1], then the draft [DRAFT]."""
+    next draft, its match; then the target's choices along its walk [DRAFT + 1], the draft [DRAFT], the nodes' parents
+    [DRAFT], and the accepted path [DEPTH]."""
     i = tl.program_id(0)
     line = tl.load(lines + i).to(tl.int64)
     n, feed = tl.load(plan + i * 8), tl.load(plan + i * 8 + 1)
@@ -222,8 +254,26 @@ def _settle(
     j = tl.arange(0, WIDTH)  # [WIDTH], more than DRAFT
     choice = tl.load(choices + root + j, mask=j < chosen, other=0).to(tl.int32)
     ahead = tl.load(draft + line * _DRAFT + j, mask=j < drafted, other=-1)
-    accepted = tl.min(tl.where((j < drafted) & (choice == ahead), WIDTH, j), 0)
-    accepted = tl.minimum(accepted, drafted)
+    if TREE:  # walk from the root as long as a child holds the target's choice
+        parent = tl.load(parents + line * _DRAFT + j, mask=j < drafted, other=-2)
+        tl.store(report + i * _REPORT + 9 + 2 * _DRAFT + j, parent, mask=j < _DRAFT)
+        node, accepted, order = -1 + 0 * drafted, 0 * drafted, tl.full((WIDTH,), WIDTH, tl.int32)  # order on the path
+        walked = tl.zeros((WIDTH,), tl.int32)  # the target's choices along the walk
+        going = drafted * 0 + 1
+        for depth in range(_DEPTH + 1):
+            here = tl.sum(tl.where(j == node + 1, choice, 0), 0)
+            walked = tl.where((j == depth) & (going > 0), here, walked)
+            child = tl.min(tl.where((parent == node) & (ahead == here) & (j < drafted), j, WIDTH), 0)
+            going = tl.where(child < WIDTH, going, 0)
+            order = tl.where((j == child) & (going > 0), accepted, order)
+            node = tl.where(going > 0, child, node)
+            accepted += going
+        path_at = report + i * _REPORT + 9 + 3 * _DRAFT
+        tl.store(path_at + order, j, mask=order < _DEPTH)
+        choice = walked
+    else:
+        accepted = tl.min(tl.where((j < drafted) & (choice == ahead), WIDTH, j), 0)
+        accepted = tl.minimum(accepted, drafted)
     high = tl.load(highest + root + j, mask=j < chosen, other=0.0)
     unsound = tl.max(((high != high) | (tl.abs(high) == float("inf"))).to(tl.int32), 0)
     here = report + i * _REPORT
@@ -237,6 +287,12 @@ def _settle(
     tl.store(here + 7, 0)
     tl.store(here + 8 + j, choice, mask=j <= _DRAFT)
     tl.store(here + 9 + _DRAFT + j, ahead, mask=j < _DRAFT)
+    if TREE:  # the accepted nodes' slots come first, then the others in their order, as in `Cache.commit`
+        slot = tl.load(table + line * length + n + j, mask=j < drafted, other=0)
+        others = ((order == WIDTH) & (j < drafted)).to(tl.int32)
+        place = tl.where(order < WIDTH, order, accepted + tl.cumsum(others, 0) - others)
+        tl.debug_barrier()
+        tl.store(table + line * length + n + place, slot, mask=j < drafted)
     if feed > 0:
         held = _get(numbers, line, _HELD).to(tl.int32) + feed
         if chosen > 0:
@@ -261,16 +317,20 @@ def _settle(
 
 
 def settle(
-    numbers: Tensor, tokens: Tensor, draft: Tensor, lines: Tensor, plan: Tensor, choices: Tensor, highest: Tensor,
-    report: Tensor,
+    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, table: Tensor, lines: Tensor, plan: Tensor,
+    choices: Tensor, highest: Tensor, report: Tensor, tree: bool,
 ) -> None:  # fmt: skip
-    """Keep the drafted tokens that equal the target's choices, append what is emitted, and report it.
+    """Keep the drafted tokens that equal the target's choices, append what is emitted, and report it. Slots of a tree's
+    accepted nodes move to the positions that these have now.
 
     choices [R] int64 and highest [R] float32 from `sampling.choose`; report [B, REPORT] int32.
     """
     launch: Any = _settle[(lines.shape[0],)]
     width = 2 * DRAFT
-    launch(numbers, tokens, draft, lines, plan, choices, highest, report, tokens.shape[1], WIDTH=width, num_warps=1)
+    launch(
+        numbers, tokens, draft, parents, table, lines, plan, choices, highest, report, tokens.shape[1],
+        WIDTH=width, TREE=tree, num_warps=1,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------ lookup: the sequence's own text
@@ -278,7 +338,7 @@ def settle(
 
 @triton.jit
 def _look_up(
-    numbers, tokens, draft, lines, report, length, least,
+    numbers, tokens, draft, parents, lines, report, length, least,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The latest position that follows the longest of the last MOST … least tokens; what stands there is the draft."""
@@ -305,6 +365,7 @@ def _look_up(
             j = tl.arange(0, _DRAFT)
             # At the end of the text the copy continues into itself: after "abab" comes "abab".
             tl.store(draft + line * _DRAFT + j, tl.load(text + at + j % (n - at)))
+            tl.store(parents + line * _DRAFT + j, j - 1)
             _set(numbers, line, _DRAFTED, tl.full((), _DRAFT, tl.int32))
             _set(numbers, line, _SOURCE, tl.full((), _LOOKUP, tl.int32))
             _set(numbers, line, _MATCH, match)
@@ -313,11 +374,18 @@ def _look_up(
 
 
 def look_up(
-    numbers: Tensor, tokens: Tensor, draft: Tensor, lines: Tensor, report: Tensor, least: int, most: int
+    numbers: Tensor,
+    tokens: Tensor,
+    draft: Tensor,
+    parents: Tensor,
+    lines: Tensor,
+    report: Tensor,
+    least: int,
+    most: int,
 ) -> None:
     """Draft what followed the latest earlier occurrence of the last tokens, as the drafter `ngram` does."""
     launch: Any = _look_up[(lines.shape[0],)]
-    launch(numbers, tokens, draft, lines, report, tokens.shape[1], least, MOST=most, BLOCK=1024, num_warps=4)
+    launch(numbers, tokens, draft, parents, lines, report, tokens.shape[1], least, MOST=most, BLOCK=1024, num_warps=4)
 
 
 # ------------------------------------------------------------ chains of a draft model
@@ -447,6 +515,69 @@ def keep_chain(numbers: Tensor, draft: Tensor, lines: Tensor, drafts: Tensor, dr
     launch: Any = _keep_chain[(batch,)]
     width = triton.next_power_of_2(passes)
     launch(numbers, draft, lines, drafts, drafted, batch, source, PASSES=passes, WIDTH=width, num_warps=1)
+
+
+@triton.jit
+def _keep_tree(numbers, draft, parents, lines, drafts, tokens, above, survival, NODES: tl.constexpr, source):
+    i, j = tl.program_id(0), tl.arange(0, _DRAFT)
+    possible = tl.load(survival + i * NODES + j, mask=j < NODES, other=0.0) > 0
+    count = tl.minimum(tl.load(drafts + i), tl.sum(possible.to(tl.int32), 0))
+    if count > 0:
+        line = tl.load(lines + i).to(tl.int64)
+        tl.store(draft + line * _DRAFT + j, tl.load(tokens + i * NODES + j, mask=j < NODES, other=0).to(tl.int32))
+        parent = tl.load(above + i * NODES + j, mask=j < NODES, other=-1)
+        tl.store(parents + line * _DRAFT + j, parent.to(tl.int32))
+        _set(numbers, line, _DRAFTED, count)
+        _set(numbers, line, _SOURCE, tl.full((), 0, tl.int32) + source)
+
+
+def keep_tree(
+    numbers: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, drafts: Tensor, nodes: tuple[Tensor, ...],
+    source: int,
+) -> None:  # fmt: skip
+    """Trees become the sequences' drafts, the first drafts[i] nodes of each.
+
+    nodes: tokens, parents int64 and survival float64, [B, M] each, best first; one with survival 0 is left out.
+    """
+    launch: Any = _keep_tree[(lines.shape[0],)]
+    launch(numbers, draft, parents, lines, drafts, *nodes, NODES=nodes[0].shape[1], source=source, num_warps=1)
+
+
+@triton.jit
+def _lay_out_levels(
+    numbers, floats, lines, positions, info, keys, temperature, batch, length,
+    LEVELS: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Level s of a head's tree: BRANCHES rows for each sequence, which see the committed rows and s drafted ones."""
+    i, j = tl.program_id(0), tl.arange(0, WIDTH)
+    line = tl.load(lines + i).to(tl.int64)
+    n = _get(numbers, line, _LENGTH).to(tl.int32)
+    tl.store(temperature + i, tl.load(floats + line * _COLUMNS + _TEMPERATURE))
+    seed = tl.load(numbers + line * _COLUMNS + _SEED)
+    for s in range(LEVELS):
+        key = _key(seed, (n + s).to(tl.int64))
+        tl.store(keys + s * batch + i, key.to(tl.int64, bitcast=True))
+        at, inside = (s * batch + i) * BRANCHES + j, j < BRANCHES
+        reach = tl.minimum(tl.maximum(n - 2 + s, 0), length - 1)
+        tl.store(positions + at, tl.zeros((WIDTH,), tl.int64) + reach, mask=inside)
+        tl.store(info + at * 8, i * BRANCHES + j, mask=inside)
+        tl.store(info + at * 8 + 1, tl.zeros((WIDTH,), tl.int32) + (n > 1).to(tl.int32), mask=inside)
+        tl.store(info + at * 8 + 2, tl.zeros((WIDTH,), tl.int32) + line.to(tl.int32), mask=inside)
+        tl.store(info + at * 8 + 3, tl.zeros((WIDTH,), tl.int32) + n - 1, mask=inside)
+        tl.store(info + at * 8 + 4, tl.zeros((WIDTH,), tl.int32) + tl.minimum(n - 1 + s, length), mask=inside)
+
+
+def lay_out_levels(numbers: Tensor, lines: Tensor, out: dict[str, Tensor], length: int) -> None:
+    """The rows of a head's tree. out: later_positions [D, B * w] int64, later_info [D, B * w, 8] int32, key [D, B]
+    int64 (`engine.sampling.key`), temperature [B] float64."""
+    levels, batch = out["key"].shape
+    branches = out["later_positions"].shape[1] // batch
+    launch: Any = _lay_out_levels[(batch,)]
+    launch(
+        numbers, numbers.view(out["temperature"].dtype), lines, out["later_positions"], out["later_info"], out["key"],
+        out["temperature"], batch, length,
+        LEVELS=levels, BRANCHES=branches, WIDTH=triton.next_power_of_2(branches), num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
