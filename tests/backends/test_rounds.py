@@ -249,7 +249,7 @@ class Branches:
             at = int(self.lines.numbers[line, kernels.LENGTH])
             right = self.texts[seq][at : at + 3]
             if len(right) == 3:
-                tokens = [right[0] + 1, right[0], right[1], right[1] + 1, right[1], right[2]]
+                tokens = [(right[0] + 1) % 48, right[0], right[1], (right[1] + 1) % 48, right[1], right[2]]
                 self.lines.draft[line, :6] = torch.tensor(tokens)
                 self.lines.parents[line, :6] = torch.tensor([-1, -1, 0, 1, 1, 4])
                 self.lines.numbers[line, kernels.DRAFTED] = 6
