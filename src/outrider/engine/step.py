@@ -101,7 +101,7 @@ class Engine:
         self._dry_draft(turns)
         with clock.time("verify"):
             batch, first = pack(self.cache, turns, draft, self.target.plane)
-            steady = self.controller.steady and not self._logits_are_read
+            steady = getattr(self.controller, "steady", False) and not self._logits_are_read
             traits = self.drafter.traits  # drafting may have changed them
             pending = self.target.launch(batch, traits.taps, traits.overlaps, steady)
             with clock.time("overlap"):
@@ -148,7 +148,7 @@ class Engine:
 
     def _dry_draft(self, turns: list[Turn]) -> None:
         """A draft that is not verified: this step's pass was started early, and the next may have to wait for one."""
-        candidates = self.controller.dry_turns(turns)
+        candidates = []
         if candidates:
             try:
                 self.controller.observe_dry(candidates, self._request(candidates, dry=True))
