@@ -13,14 +13,13 @@ from ..types import ACCEPTED, REJECTED, REQUEST_DRAFTS, Tree
 class Rate:
     """A success rate with exponential forgetting, shrunk towards a prior while there are few trials."""
 
-    FADE = 0.98  # the last fifty trials count
     WEIGHT = 4.0  # trials that the prior counts as
 
     def __init__(self) -> None:
         self.hits = self.tries = 0.0
 
-    def add(self, hit: bool) -> None:
-        self.hits, self.tries = self.hits * self.FADE + hit, self.tries * self.FADE + 1
+    def add(self, hit: bool, fade: float) -> None:
+        self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1
 
     def estimate(self, prior: float) -> float:
         return (self.hits + self.WEIGHT * prior) / (self.tries + self.WEIGHT)
@@ -37,6 +36,7 @@ class AcceptanceStats:
 
     def __init__(self, wider: AcceptanceStats | None = None) -> None:
         self.wider = wider
+        self.fade = 0.98 if wider else 0.995  # the last fifty trials of a sequence count, and two hundred of all
         self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by (source, class of EDGES)
         self.depths: list[Rate] = []
         self.added = 0  # drafts
@@ -67,7 +67,7 @@ class AcceptanceStats:
         if tree.source not in REQUEST_DRAFTS:  # rates by depth are the drafter's
             self._add_depths(accepted + (REJECTED in fates), accepted)
         for claim, fate in zip(tree.survival or (), fates, strict=False):
-            self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED)
+            self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED, self.fade)
 
     def add_unverified(self, tree: Tree, token: int) -> None:
         """A draft that was not verified, and the token that came instead: the nodes at depth 1 are settled by it."""
@@ -77,9 +77,9 @@ class AcceptanceStats:
             self._add_depths(1, any(tree.tokens[node] == token for node in roots))
         for node in roots if tree.survival is not None else ():
             rate = self.claims[tree.source, bisect_right(self.EDGES, tree.survival[node])]  # type: ignore[index]
-            rate.add(tree.tokens[node] == token)
+            rate.add(tree.tokens[node] == token, self.fade)
 
     def _add_depths(self, reached: int, accepted: int) -> None:
         self.depths += [Rate() for _ in range(reached - len(self.depths))]
         for depth, rate in enumerate(self.depths[:reached]):
-            rate.add(depth < accepted)
+            rate.add(depth < accepted, self.fade)

@@ -15,7 +15,7 @@ from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
 from .draft_costs import DraftCosts, Line
-from .ema import Ema
+from .ema import moved
 from .pass_costs import PassCosts, StepPrices
 
 
@@ -67,6 +67,7 @@ class Adaptive(Controller):
     SAVED = 2.0  # tokens of credit kept beyond the price of a full draft: gains pay for some fifty empty drafts
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
     ANSWERS = 4  # in a row that must have gained by drafts before the next one may risk more than FIRST
+    RECENT = 0.05  # weight of a step in `lead`: the last twenty count
     TRIED = (4, 2)  # nodes of the first requests: two points make a line
     PROBED = 4  # sequences of a batch that are tried together
     FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
@@ -80,8 +81,7 @@ class Adaptive(Controller):
         self.left: deque[float] = deque(maxlen=self.ANSWERS)  # credits of the last answers when they ended
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
-        self.lead = Ema(0.05)  # recent speed relative to plain decoding, at least 1
-        self.lead.value = 1.0
+        self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -92,7 +92,7 @@ class Adaptive(Controller):
     @property
     def prices(self) -> StepPrices:
         if self._prices is None:
-            self._prices = StepPrices(self.turns, self.costs, self.lead.value or 1.0)
+            self._prices = StepPrices(self.turns, self.costs, self.lead)
         return self._prices
 
     # ------------------------------------------------------------ before drafting
@@ -151,7 +151,8 @@ class Adaptive(Controller):
         return max(min(self.left, default=0.0), self.FIRST) if len(self.left) == self.ANSWERS else self.FIRST
 
     def _credit(self, seq_ids: list[int]) -> float:
-        return max(sum(self.credits[seq_id] for seq_id in seq_ids), 0.0)
+        """What these sequences may lose, at this step's prices: a token of plain decoding costs `lead` of its tokens."""
+        return max(sum(self.credits[seq_id] for seq_id in seq_ids), 0.0) * self.lead
 
     def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
         """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
@@ -181,7 +182,7 @@ class Adaptive(Controller):
             kept[i] += 1
         for i in drafted:
             tree, seq = draft.trees[i], turns[i].seq
-            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= self.credits[seq.id]:
+            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= credit:
                 kept[i] = len(tree.tokens)
             elif not kept[i] and min(tree.tokens) >= 0:
                 self.refused[seq.id] = len(seq.tokens), tree
@@ -258,7 +259,7 @@ class Adaptive(Controller):
             self.credits[turn.seq.id] = min(self.credits[turn.seq.id] + self.SHARE + gain, full)
             tokens += len(verdict.tokens)
         lead = tokens / (verify + drafting + step.clock["judge"]) / speed
-        self.lead.value = max(self.lead.add(lead), 1.0)
+        self.lead = max(moved(self.lead, lead, self.RECENT), 1.0)
 
     def end(self, seq: Sequence) -> None:
         if seq.id in self.credits:
