@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from itertools import accumulate
+from statistics import median_low
 
 from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
@@ -63,12 +64,12 @@ class Adaptive(Controller):
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    SHARE = 0.01  # of the tokens: what may be lost in a long answer
+    SHARE = 0.012  # of the tokens: what may be lost in a long answer
     SAVED = 2.0  # tokens of credit kept beyond the price of a full draft: gains pay for some fifty empty drafts
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
-    ANSWERS = 4  # in a row that must have gained by drafts before the next one may risk more than FIRST
+    ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
-    TRIED = (4, 2)  # nodes of the first requests: two points make a line
+    TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together
     FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
 
@@ -147,8 +148,8 @@ class Adaptive(Controller):
         return dict.fromkeys(eligible[:count], k)
 
     def _first_credit(self) -> float:
-        """Of a new sequence: what all of the last answers had left."""
-        return max(min(self.left, default=0.0), self.FIRST) if len(self.left) == self.ANSWERS else self.FIRST
+        """Of a new sequence: what most of the last answers had left."""
+        return max(median_low(self.left), self.FIRST) if len(self.left) == self.ANSWERS else self.FIRST
 
     def _credit(self, seq_ids: list[int]) -> float:
         """What these sequences may lose, at this step's prices: a token of plain decoding costs `lead` of its tokens."""
@@ -232,8 +233,16 @@ class Adaptive(Controller):
                 for stats in (self.by_sequence[turn.seq.id], self.overall):
                     stats.add(tree, verdict.path, verdict.fates)
             elif refused.tokens and length == len(turn.seq.tokens) - len(verdict.tokens):
-                for stats in (self.by_sequence[turn.seq.id], self.overall):
-                    stats.add_unverified(refused, verdict.tokens[0])
+                self._learn_refused(turn.seq.id, refused, verdict.tokens[0], batch)
+
+    def _learn_refused(self, seq_id: int, tree: Tree, token: int, batch: int) -> None:
+        """What a draft would have gained that was not verified, for want of credit or of worth. Up to FIRST it counts as
+        if it had: bad luck with the first drafts must not end the matter."""
+        for stats in (self.by_sequence[seq_id], self.overall):
+            stats.add_unverified(tree, token)
+        plain, credit = self.costs(batch, batch), self.credits[seq_id]
+        gain = (token == tree.tokens[0]) - batch * (self.costs(batch + 1, batch) / plain - 1)
+        self.credits[seq_id] = max(min(credit, 0.0), min(credit + gain, max(credit, self.FIRST)))
 
     def _learn_drafting(self, asked: list[Turn], seconds: float, batch: int) -> float:
         """Returns the seconds that count: a prompt is read once, for many steps."""
