@@ -34,7 +34,6 @@ class DraftRequest:
     budgets: list[int]  # [B]
     prices: Prices | None = None  # None: K is fixed
     stop_below: float = 0.0  # a node that survives less often than this is not worth extending
-    dry: bool = False  # the draft is not verified; it shows whether the next pass should wait for one
 
     def select(self, indices: Iterable[int]) -> DraftRequest:
         """The same request for some of its sequences."""
@@ -75,7 +74,7 @@ class Traits:
     options: tuple[str, ...] | None = None  # the options it reads; None: any
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
-    dry: bool = False  # drafts on the host in microseconds; answers dry requests
+    dry: bool = False  # drafts on the host in microseconds
     self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
     weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step
     unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget

@@ -69,7 +69,6 @@ class Engine:
         self.target, self.cache, self.drafter = target, cache, drafter
         self.controller, self.scheduler, self.listeners = controller, scheduler, listeners
         self.vocabulary = vocabulary
-        self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
         self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
         self._first_failures: dict[str, str] = {}  # by kind
@@ -98,12 +97,10 @@ class Engine:
         turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick(), traits))
         with clock.time("draft"):
             draft, failure = self._draft(turns)
-        self._dry_draft(turns)
         with clock.time("verify"):
             batch, first = pack(self.cache, turns, draft, self.target.plane)
-            steady = getattr(self.controller, "steady", False) and not self._logits_are_read
             traits = self.drafter.traits  # drafting may have changed them
-            pending = self.target.launch(batch, traits.taps, traits.overlaps, steady)
+            pending = self.target.launch(batch, traits.taps, traits.overlaps)
             with clock.time("overlap"):
                 self._notify("overlap", [t.seq for t in turns], draft)
             output = pending.wait()
@@ -140,20 +137,11 @@ class Engine:
         pruned = self.controller.prune(turns, Draft.pack(trees))
         return replace(pruned, unread=unread), "; ".join(failures)
 
-    def _request(self, turns: list[Turn], dry: bool = False) -> Draft:
+    def _request(self, turns: list[Turn]) -> Draft:
         seqs, budgets = [turn.seq for turn in turns], [turn.budget for turn in turns]
-        request = DraftRequest(seqs, budgets, self.controller.prices, self.controller.stop_below, dry)
+        request = DraftRequest(seqs, budgets, self.controller.prices, self.controller.stop_below)
         with self.watchdog("draft"):
-            return self.drafter.draft(request) if dry else propose(self.drafter, turns, request)
-
-    def _dry_draft(self, turns: list[Turn]) -> None:
-        """A draft that is not verified: this step's pass was started early, and the next may have to wait for one."""
-        candidates = []
-        if candidates:
-            try:
-                self.controller.observe_dry(candidates, self._request(candidates, dry=True))
-            except Exception as error:
-                self._count_failure(f"dry draft: {_describe(error)}")
+            return propose(self.drafter, turns, request)
 
     def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt is still pending."""
