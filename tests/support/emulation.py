@@ -17,6 +17,7 @@ from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
+from outrider.drafters.auto import Auto
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
@@ -150,6 +151,13 @@ class Invented(Drafter):
         return random.Random(seq * 4096 + at).random() < self.nature.right
 
 
+@dataclass(frozen=True)
+class AutoWith:
+    """`auto` with a costly drafter beside its free ones."""
+
+    costly: Nature
+
+
 class Timed:
     """A listener that keeps steps' facts: (tokens emitted, rows, draft seconds)."""
 
@@ -163,7 +171,7 @@ class Timed:
         self.steps.append((tokens, step.batch.count, step.clock["draft"], step.why))
 
 
-DRAFTING = 30e-6  # seconds of a host drafter's search, for each sequence
+SEARCH = {"steep": 30e-6, "flat": 2e-6, "stairs": 2e-6}  # of a host drafter for each sequence; beside a GPU it is hidden
 
 
 def workspace(cache: Cache, plane: Any, options: dict[str, Any]) -> Workspace:
@@ -176,7 +184,7 @@ class Emulation:
     """Texts through an engine: `prompts` tokens of each are given, the rest is generated."""
 
     def __init__(
-        self, machine: str, drafter: str | Nature, texts: Iterable[list[int]], prompts: list[int],
+        self, machine: str, drafter: str | Nature | AutoWith, texts: Iterable[list[int]], prompts: list[int],
         k: int | None = None, batch: int | None = None,
     ) -> None:  # fmt: skip
         """k: fixed; None: chosen by the controller. batch: sequences that run at once."""
@@ -187,7 +195,7 @@ class Emulation:
         cache = Cache(self.batch * (longest + 64) + 600, self.batch + 2, longest + 64)
         plane = cache.add_plane(1, 1, 1, torch.float32)
         self.runner = ClockRunner(self.world, plane, MACHINES[machine], self.texts)
-        self.drafter = self._drafter(drafter, cache, plane)
+        self.drafter = self._drafter(machine, drafter, cache, plane)
         controller: Controller = Adaptive(measured(machine), name=self.drafter.name) if k is None else Fixed(k)
         scheduler = Scheduler(cache, plane, self.batch, 512)
         self.engine = Engine(
@@ -198,14 +206,22 @@ class Emulation:
             for (i, text), given in zip(self.texts.items(), prompts, strict=True)
         ]
 
-    def _drafter(self, drafter: str | Nature, cache: Cache, plane: Any) -> Drafter:
+    def _drafter(self, machine: str, drafter: str | Nature | AutoWith, cache: Cache, plane: Any) -> Drafter:
         if isinstance(drafter, Nature):
             return Invented(self.world, self.texts, drafter)
-        made = make(drafter, workspace(cache, plane, {}))
+        nature = drafter.costly if isinstance(drafter, AutoWith) else None
+        made = make("auto" if isinstance(drafter, AutoWith) else drafter, workspace(cache, plane, {}))
+        if isinstance(made, Auto):
+            made.now = lambda: self.world.now
+            if nature is not None:
+                made.costly = [Invented(self.world, self.texts, nature)]
+                made.drafters += made.costly
+                made.without_claims = {Invented.name} if nature.claim is None else set()
+                made._merge_traits()
         inner = made.draft
 
         def timed(request: DraftRequest) -> Draft:
-            self.world.work(DRAFTING * len(request.seqs))
+            self.world.work(SEARCH[machine] * len(request.seqs))
             return inner(request)
 
         made.draft = timed  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ discarded for its own value.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence as Listing
 from itertools import accumulate
 from statistics import median_low
 
@@ -71,6 +72,7 @@ class Adaptive(Controller):
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
     TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together
+    FULL = 64  # prompt rows from which on a pass has no row to spare
     FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
 
     def __init__(self, costs: PassCosts, k_max: int = 16, name: str = "the drafter", block: int = 1) -> None:
@@ -83,6 +85,7 @@ class Adaptive(Controller):
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
+        self.asked: set[int] = set()  # sequences for which drafts were requested
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -114,10 +117,12 @@ class Adaptive(Controller):
     def _rooms(self, eligible: list[int], free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
         batch, calls = len(self.turns), self.calls[self.traits.mode]
+        if sum(turn.feed for turn in self.turns) > batch + self.FULL:
+            self._explain(f"{self.name} is not used while prompts fill the pass")
+            return {}
         line = self.drafting[self.traits.mode].line(batch)
         if line is None or calls < len(self.TRIED):
-            self.tried = set(eligible[: self.PROBED])
-            return dict.fromkeys(self.tried, self.TRIED[min(calls, len(self.TRIED) - 1)])
+            return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
         if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(eligible, line)
         solvent = [seq_id for seq_id in eligible if self.credits[seq_id] > 0]
@@ -137,8 +142,7 @@ class Adaptive(Controller):
         count, k = self.prices.best_shape(chains, seconds, self._credit(eligible))
         if not count:
             if self._affords_trial(eligible, self.TRIED[-1], line):
-                self.tried = set(eligible[: self.PROBED])
-                return dict.fromkeys(self.tried, self.TRIED[-1])
+                return self._trial(eligible, self.TRIED[-1])
             self._refuse(chains[0][0], self._break_even(len(eligible), line))
             return {}
         if limited:
@@ -154,6 +158,11 @@ class Adaptive(Controller):
     def _credit(self, seq_ids: list[int]) -> float:
         """What these sequences may lose, at this step's prices: a token of plain decoding costs `lead` of its tokens."""
         return max(sum(self.credits[seq_id] for seq_id in seq_ids), 0.0) * self.lead
+
+    def _trial(self, eligible: list[int], k: int) -> dict[int, int]:
+        """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
+        self.tried = set(([seq_id for seq_id in eligible if seq_id in self.asked] or eligible)[: self.PROBED])
+        return dict.fromkeys(self.tried, k)
 
     def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
         """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
@@ -217,13 +226,18 @@ class Adaptive(Controller):
     def observe(self, step: Step) -> None:
         turns, trees, batch = step.turns, step.draft.trees, len(step.turns)
         asked = [turn for turn in turns if turn.asks_drafter]
-        drafting = step.clock["draft"] if asked else 0.0
-        if asked:
-            drafting = self._learn_drafting(asked, drafting, batch)
+        drafting = self._learn_drafting(turns, asked, step.clock["draft"]) if asked else 0.0
         nodes = sum(len(tree.tokens) for tree in trees)
-        if None not in step.verdicts and step.batch.count == batch + nodes:  # no prompt in this pass
-            self._learn_credit(step, len(asked), nodes, drafting)
-            self.costs.refine(step.batch.count, step.clock["verify"], batch)
+        rows, decoded = step.batch.count, sum(verdict is not None for verdict in step.verdicts)
+        plain = decoded == batch and rows == batch + nodes  # no prompt in this pass
+        verify = step.clock["verify"] if plain else self.costs(rows, batch)
+        if decoded:
+            self._learn_credit(step, verify, decoded, drafting)
+        if plain:
+            tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
+            lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
+            self.lead = max(moved(self.lead, lead, self.RECENT), 1.0)
+            self.costs.refine(rows, verify, batch)
         for turn, tree, verdict in zip(turns, trees, step.verdicts, strict=True):
             length, refused = self.refused.pop(turn.seq.id, (0, tree))
             if verdict is None:
@@ -244,34 +258,36 @@ class Adaptive(Controller):
         gain = (token == tree.tokens[0]) - batch * (self.costs(batch + 1, batch) / plain - 1)
         self.credits[seq_id] = max(min(credit, 0.0), min(credit + gain, max(credit, self.FIRST)))
 
-    def _learn_drafting(self, asked: list[Turn], seconds: float, batch: int) -> float:
-        """Returns the seconds that count: a prompt is read once, for many steps."""
-        mode = self.traits.mode  # of the step before, at worst: a sample or two under the wrong mode
-        if seconds > self.CHEAP * self.costs(batch, batch) and any(turn.feed > 1 for turn in asked):
+    def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
+        """Returns the seconds that count. With the first request a prompt is read, once for many steps: that may take
+        half of the first credit, but not end the matter."""
+        mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
+        reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
+        self.asked.update(turn.seq.id for turn in asked)
+        if reads and seconds > self.CHEAP * self.costs(batch, batch):
+            for turn in turns:
+                credit, tokens = self.credits[turn.seq.id], seconds / self.costs(batch, batch)
+                self.credits[turn.seq.id] = max(credit - tokens, min(credit, self.FIRST / 2))
             return 0.0
         self.calls[mode] += 1
         self.drafting[mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
 
-    def _learn_credit(self, step: Step, asked: int, nodes: int, drafting: float) -> None:
-        """What each sequence gained by its nodes, and what these cost all of them."""
-        batch, verify = len(step.turns), step.clock["verify"]
-        plain, expected = self.costs(batch, batch), self.costs(batch + nodes, batch)
-        speed = batch / plain  # tokens per second without drafts
-        row = speed * (min(verify, 3 * expected) - plain) / nodes if nodes else 0.0
-        call = speed * drafting / asked if asked else 0.0
-        full = self.SAVED + call + speed * (self.costs(batch + self.k_max, batch) - plain)
-        tokens = 0
+    def _learn_credit(self, step: Step, verify: float, decoded: int, drafting: float) -> None:
+        """What each sequence gained by its nodes, less what these cost all of them."""
+        batch, rows, nodes = len(step.turns), step.batch.count, sum(len(tree.tokens) for tree in step.draft.trees)
+        speed, expected = decoded / self.costs(decoded, decoded), self.costs(rows, batch)  # without drafts
+        row = speed * (min(verify, 3 * expected) - self.costs(rows - nodes, batch)) / nodes if nodes else 0.0
+        call = speed * drafting / decoded  # all of them wait for it
+        full = self.SAVED + call + speed * (self.costs(rows - nodes + self.k_max, batch) - self.costs(rows - nodes, batch))
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            assert verdict is not None
-            gain = len(verdict.tokens) - 1 - row * len(tree.tokens) - call * turn.asks_drafter
-            self.credits[turn.seq.id] = min(self.credits[turn.seq.id] + self.SHARE + gain, full)
-            tokens += len(verdict.tokens)
-        lead = tokens / (verify + drafting + step.clock["judge"]) / speed
-        self.lead = max(moved(self.lead, lead, self.RECENT), 1.0)
+            if verdict is not None:
+                gain = len(verdict.tokens) - 1 - row * len(tree.tokens) - call
+                self.credits[turn.seq.id] = min(self.credits[turn.seq.id] + self.SHARE + gain, full)
 
     def end(self, seq: Sequence) -> None:
         if seq.id in self.credits:
             self.left.append(self.credits[seq.id])
+        self.asked.discard(seq.id)
         for memory in (self.by_sequence, self.credits, self.refused):
             memory.pop(seq.id, None)  # type: ignore[attr-defined]
