@@ -131,6 +131,8 @@ class Adaptive(Controller):
         elif self.prices.hopeless and not self._affords_trial(eligible, 1, line):
             self._explain(f"{self.name} is not used: even a certain draft would lose by its rows")
             return {}
+        if self.traits.weighs_cost:
+            self.prices.limit = self._credit(solvent)
         return dict.fromkeys(solvent, free)
 
     def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:

@@ -5,6 +5,7 @@ Pass costs are measured at the start (`backends.pass_costs`) and refined by ever
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -141,6 +142,7 @@ class StepPrices:
         several = max(self.deciding, 1)
         worth = EARLY if several > 1 and not costs.padded else 1.0
         self.speed = lead * several / costs(several, several) / worth  # λ
+        self.limit = math.inf  # the highest price that may be paid
         self.margin = MARGIN * self.deciding  # expected tokens that the drafts of all sequences together must gain
 
     def prices(self, rows: int) -> list[float]:
@@ -150,7 +152,9 @@ class StepPrices:
         return [max(unit * (table[first + n] - table[first] + tilt * n), 0.0) for n in range(rows + 1)]
 
     def price(self, rows: int) -> float:
-        return self.prices(rows)[rows]
+        """Infinite beyond the limit."""
+        price = self.prices(rows)[rows]
+        return price if price <= self.limit else math.inf
 
     def best_count(self, survival: list[float], limit: float) -> int:
         """How many of these nodes, likeliest first, gain most beyond the price of their rows, at a price of `limit` at
