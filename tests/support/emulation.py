@@ -32,13 +32,43 @@ Seconds = Callable[[int, int], float]  # (sequences, rows in all) -> of a pass
 Table = dict[int, float]  # rows in all -> milliseconds
 
 STEEP: Table = {
-    1: 6.68, 2: 7.94, 3: 14.9, 4: 17.8, 5: 21.1, 6: 21.8, 8: 26.3, 10: 32.4, 12: 40.6, 16: 52.6, 20: 64.6, 24: 77.0,
-    32: 103.4, 64: 206.0,
+    1: 6.68,
+    2: 7.94,
+    3: 14.9,
+    4: 17.8,
+    5: 21.1,
+    6: 21.8,
+    8: 26.3,
+    10: 32.4,
+    12: 40.6,
+    16: 52.6,
+    20: 64.6,
+    24: 77.0,
+    32: 103.4,
+    64: 206.0,
 }  # a CPU with AVX2 alone: a 135M model in int8, one thread
 FLAT: Table = {1: 4.0, 16: 4.06, 32: 4.21, 64: 4.6, 128: 6.5, 256: 11.0, 512: 20.0, 1024: 38.0}  # a GPU, not padded
 STAIRS: Table = {
-    1: 3.95, 2: 3.97, 4: 3.98, 8: 4.0, 12: 4.03, 16: 4.06, 24: 4.15, 32: 4.21, 48: 4.46, 64: 4.6, 96: 5.6, 128: 5.9,
-    192: 8.7, 256: 8.8, 384: 16.9, 512: 17.2, 768: 22.7, 1024: 31.0, 1280: 40.0, 2048: 62.0,
+    1: 3.95,
+    2: 3.97,
+    4: 3.98,
+    8: 4.0,
+    12: 4.03,
+    16: 4.06,
+    24: 4.15,
+    32: 4.21,
+    48: 4.46,
+    64: 4.6,
+    96: 5.6,
+    128: 5.9,
+    192: 8.7,
+    256: 8.8,
+    384: 16.9,
+    512: 17.2,
+    768: 22.7,
+    1024: 31.0,
+    1280: 40.0,
+    2048: 62.0,
 }  # an H200 with a 7B model: a pass is padded to the next of these sizes
 
 
@@ -171,7 +201,11 @@ class Timed:
         self.steps.append((tokens, step.batch.count, step.clock["draft"], step.why))
 
 
-SEARCH = {"steep": 30e-6, "flat": 2e-6, "stairs": 2e-6}  # of a host drafter for each sequence; beside a GPU it is hidden
+SEARCH = {
+    "steep": 30e-6,
+    "flat": 2e-6,
+    "stairs": 2e-6,
+}  # of a host drafter for each sequence; beside a GPU it is hidden
 
 
 def workspace(cache: Cache, plane: Any, options: dict[str, Any]) -> Workspace:

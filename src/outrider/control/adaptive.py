@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence as Listing
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from statistics import median_low
 
 from ..engine.drafter import Traits
@@ -176,9 +176,10 @@ class Adaptive(Controller):
         return (self.prices.price(count) + self.prices.speed * (line(2) - line(1))) / count
 
     def _lowest_claim(self, survival: float) -> float:
-        """The lowest claim of nodes that survive this often."""
-        claims = sorted((survival, *AcceptanceStats.EDGES))
-        return next((claim for claim in claims if self.overall.survival(claim, self.source) >= survival), claims[-1])
+        """The lowest claim down to which all nodes survive this often."""
+        claims = sorted((survival, *AcceptanceStats.EDGES), reverse=True)
+        often = takewhile(lambda claim: self.overall.survival(claim, self.source) >= survival, claims)
+        return min(often, default=claims[0])
 
     # ------------------------------------------------------------ before verifying
 
@@ -280,16 +281,21 @@ class Adaptive(Controller):
         batch, rows, nodes = len(step.turns), step.batch.count, sum(len(tree.tokens) for tree in step.draft.trees)
         speed, expected = decoded / self.costs(decoded, decoded), self.costs(rows, batch)  # without drafts
         row = speed * (min(verify, 3 * expected) - self.costs(rows - nodes, batch)) / nodes if nodes else 0.0
-        call = speed * drafting / decoded  # all of them wait for it
-        full = self.SAVED + call + speed * (self.costs(rows - nodes + self.k_max, batch) - self.costs(rows - nodes, batch))
+        call = speed * drafting / max(sum(turn.asks_drafter for turn in step.turns), 1)
+        full = (
+            self.SAVED + call + speed * (self.costs(rows - nodes + self.k_max, batch) - self.costs(rows - nodes, batch))
+        )
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None:
-                gain = len(verdict.tokens) - 1 - row * len(tree.tokens) - call
+                gain = len(verdict.tokens) - 1 - row * len(tree.tokens) - call * turn.asks_drafter
                 self.credits[turn.seq.id] = min(self.credits[turn.seq.id] + self.SHARE + gain, full)
 
     def end(self, seq: Sequence) -> None:
-        if seq.id in self.credits:
-            self.left.append(self.credits[seq.id])
+        credit = self.credits.pop(seq.id, None)
+        if credit is not None:
+            self.left.append(credit)
+            for other in self.credits if credit < 0 else ():  # the debts of trials outlive their sequences
+                self.credits[other] += credit / len(self.credits)
         self.asked.discard(seq.id)
-        for memory in (self.by_sequence, self.credits, self.refused):
-            memory.pop(seq.id, None)  # type: ignore[attr-defined]
+        self.by_sequence.pop(seq.id, None)
+        self.refused.pop(seq.id, None)

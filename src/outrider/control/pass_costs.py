@@ -75,7 +75,8 @@ class PassCosts:
             for (low, below), (high, above) in pairwise(zip(known, costs, strict=True)):
                 slope = (above - below) / (high - low)
                 table += [above if stairs else below + slope * i for i in range(1, high - low + 1)]
-            table += [costs[-1] + slope * i for i in range(1, 2 * rows - known[-1] + 1)]
+            size = max(known[-1] // 2, 1) if stairs else 1
+            table += [costs[-1] + slope * -(-i // size) * size for i in range(1, 2 * rows - known[-1] + 1)]
             self._tables[sequences] = table
         return table
 

@@ -237,7 +237,9 @@ class Auto(Cascade):
         if not seqs:
             return []
         if not stats.known and self.prices.speed:  # its first calls are for one sequence: a batch must not read all
-            return [min(range(len(seqs)), key=lambda i: drafter.backlog(seqs[i]))] if self.taps_on else []  # its prompts
+            return (
+                [min(range(len(seqs)), key=lambda i: drafter.backlog(seqs[i]))] if self.taps_on else []
+            )  # its prompts
         length = self._length(drafter, max(budgets), len(seqs))
         gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
