@@ -7,15 +7,15 @@ discarded for its own value.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence as Listing
 from itertools import accumulate, takewhile
-from statistics import median_low
 
 from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
+from .credit import Credit
 from .draft_costs import DraftCosts, Line
 from .ema import moved
 from .pass_costs import PassCosts, StepPrices
@@ -58,17 +58,11 @@ class Adaptive(Controller):
     highest worth are drafted; none, where none has any. Where many sequences fill a pass, rows cost more: less is
     drafted.
 
-    Expectations may be wrong. So each sequence has a credit in tokens: FIRST, plus SHARE of each emitted token, plus
-    the tokens that its drafts gained, less λ times the seconds that they took. A step risks no more than the credit of
-    its sequences if every node is rejected: drafts grow with their success, and whatever a drafter claims, an answer of
-    n tokens loses at most FIRST + SHARE · n of them. Where nothing is expected to pay, the same credit pays for trials.
+    Expectations may be wrong, so a step risks no more than the `credit` of its sequences if every node is rejected:
+    drafts grow with their success. Where nothing is expected to pay, the same credit pays for trials.
     """
 
-    FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    SHARE = 0.012  # of the tokens: what may be lost in a long answer
-    SAVED = 2.0  # tokens of credit kept beyond the price of a full draft: gains pay for some fifty empty drafts
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
-    ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
     TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together
@@ -80,8 +74,7 @@ class Adaptive(Controller):
         self.why, self._nothing = "no step yet", f"{name} has nothing to propose: plain decoding"
         self.overall = AcceptanceStats()
         self.by_sequence: dict[int, AcceptanceStats] = defaultdict(lambda: AcceptanceStats(self.overall))
-        self.credits: dict[int, float] = defaultdict(self._first_credit)  # by sequence
-        self.left: deque[float] = deque(maxlen=self.ANSWERS)  # credits of the last answers when they ended
+        self.credit = Credit()
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
@@ -105,6 +98,8 @@ class Adaptive(Controller):
         self.turns, self.traits, self._prices, self.tried = turns, traits, None, set()
         self.why, self.stop_below = self._nothing, 0.0
         eligible = [turn.seq.id for turn in turns if room_for(turn, 1)]
+        for seq_id in eligible:
+            self.credit.admit(seq_id)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
         rooms = self._rooms(eligible, free) if eligible else {}
         request_only = {turn.seq.id for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
@@ -125,15 +120,15 @@ class Adaptive(Controller):
             return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
         if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(eligible, line)
-        solvent = [seq_id for seq_id in eligible if self.credits[seq_id] > 0]
-        if not solvent:
+        if self.credit.tokens <= 0:
             self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
-        elif self.prices.hopeless and not self._affords_trial(eligible, 1, line):
+            return {}
+        if self.prices.hopeless and not self._affords_trial(eligible, 1, line):
             self._explain(f"{self.name} is not used: even a certain draft would lose by its rows")
             return {}
         if self.traits.weighs_cost:
-            self.prices.limit = self._credit(solvent)
-        return dict.fromkeys(solvent, free)
+            self.prices.limit = self._risk
+        return dict.fromkeys(eligible, free)
 
     def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:
         """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
@@ -141,7 +136,7 @@ class Adaptive(Controller):
         eligible = sorted(eligible, key=lambda seq_id: -sum(survival[seq_id]))
         chains, limited = [survival[seq_id] for seq_id in eligible], self.traits.self_limiting
         seconds = [line(self.k_max if limited else k) for k in range(self.k_max + 1)]
-        count, k = self.prices.best_shape(chains, seconds, self._credit(eligible))
+        count, k = self.prices.best_shape(chains, seconds, self._risk)
         if not count:
             if self._affords_trial(eligible, self.TRIED[-1], line):
                 return self._trial(eligible, self.TRIED[-1])
@@ -153,13 +148,10 @@ class Adaptive(Controller):
             self.stop_below = self._lowest_claim(self._break_even(count, line))
         return dict.fromkeys(eligible[:count], k)
 
-    def _first_credit(self) -> float:
-        """Of a new sequence: what most of the last answers had left."""
-        return max(median_low(self.left), self.FIRST) if len(self.left) == self.ANSWERS else self.FIRST
-
-    def _credit(self, seq_ids: list[int]) -> float:
-        """What these sequences may lose, at this step's prices: a token of plain decoding costs `lead` of its tokens."""
-        return max(sum(self.credits[seq_id] for seq_id in seq_ids), 0.0) * self.lead
+    @property
+    def _risk(self) -> float:
+        """What may be lost, at this step's prices: a token of plain decoding is worth `lead` of its tokens."""
+        return max(self.credit.tokens, 0.0) * self.lead
 
     def _trial(self, eligible: list[int], k: int) -> dict[int, int]:
         """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
@@ -169,7 +161,7 @@ class Adaptive(Controller):
     def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
         """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
         rows = k * min(len(eligible), self.PROBED)
-        return 2 * (self.prices.price(rows) + self.prices.speed * line(k)) <= self._credit(eligible)
+        return 2 * (self.prices.price(rows) + self.prices.speed * line(k)) <= self._risk
 
     def _break_even(self, count: int, line: Line) -> float:
         """The survival at which one more node for each of these sequences pays."""
@@ -190,12 +182,11 @@ class Adaptive(Controller):
             return draft
         prices, batch, kept = self.prices, len(turns), [0] * len(turns)
         order = sorted((-chance, i) for i in drafted for chance in self._survival(turns[i], draft.trees[i]))
-        credit = self._credit([turns[i].seq.id for i in drafted])
-        for _, i in order[: prices.best_count([-chance for chance, _ in order], credit)]:
+        for _, i in order[: prices.best_count([-chance for chance, _ in order], self._risk)]:
             kept[i] += 1
         for i in drafted:
             tree, seq = draft.trees[i], turns[i].seq
-            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= credit:
+            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= self._risk:
                 kept[i] = len(tree.tokens)
             elif not kept[i] and min(tree.tokens) >= 0:
                 self.refused[seq.id] = len(seq.tokens), tree
@@ -253,49 +244,35 @@ class Adaptive(Controller):
                 self._learn_refused(turn.seq.id, refused, verdict.tokens[0], batch)
 
     def _learn_refused(self, seq_id: int, tree: Tree, token: int, batch: int) -> None:
-        """What a draft would have gained that was not verified, for want of credit or of worth. Up to FIRST it counts as
-        if it had: bad luck with the first drafts must not end the matter."""
+        """A draft that was not verified, for want of credit or of worth."""
         for stats in (self.by_sequence[seq_id], self.overall):
             stats.add_unverified(tree, token)
-        plain, credit = self.costs(batch, batch), self.credits[seq_id]
-        gain = (token == tree.tokens[0]) - batch * (self.costs(batch + 1, batch) / plain - 1)
-        self.credits[seq_id] = max(min(credit, 0.0), min(credit + gain, max(credit, self.FIRST)))
+        rows = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # the price of one
+        self.credit.forgo((token == tree.tokens[0]) - rows)
 
     def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
-        """Returns the seconds that count. With the first request a prompt is read, once for many steps: that may take
-        half of the first credit, but not end the matter."""
+        """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
         mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
-            for turn in turns:
-                credit, tokens = self.credits[turn.seq.id], seconds / self.costs(batch, batch)
-                self.credits[turn.seq.id] = max(credit - tokens, min(credit, self.FIRST / 2))
+            self.credit.read(batch / self.costs(batch, batch) * seconds)
             return 0.0
         self.calls[mode] += 1
         self.drafting[mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
 
     def _learn_credit(self, step: Step, verify: float, decoded: int, drafting: float) -> None:
-        """What each sequence gained by its nodes, less what these cost all of them."""
+        """The tokens that drafts gained, less those that plain decoding would have made in their time."""
         batch, rows, nodes = len(step.turns), step.batch.count, sum(len(tree.tokens) for tree in step.draft.trees)
-        speed, expected = decoded / self.costs(decoded, decoded), self.costs(rows, batch)  # without drafts
-        row = speed * (min(verify, 3 * expected) - self.costs(rows - nodes, batch)) / nodes if nodes else 0.0
-        call = speed * drafting / max(sum(turn.asks_drafter for turn in step.turns), 1)
-        full = (
-            self.SAVED + call + speed * (self.costs(rows - nodes + self.k_max, batch) - self.costs(rows - nodes, batch))
-        )
-        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is not None:
-                gain = len(verdict.tokens) - 1 - row * len(tree.tokens) - call * turn.asks_drafter
-                self.credits[turn.seq.id] = min(self.credits[turn.seq.id] + self.SHARE + gain, full)
+        plain, speed = self.costs(rows - nodes, batch), decoded / self.costs(decoded, decoded)
+        verified = min(verify, 3 * self.costs(rows, batch)) - plain if nodes else 0.0
+        gain = sum(len(verdict.path) for verdict in step.verdicts if verdict is not None)
+        full = self.costs(rows - nodes + batch * self.k_max, batch) - plain + drafting
+        self.credit.add(self.credit.SHARE * decoded + gain - speed * (verified + drafting), speed * full)
 
     def end(self, seq: Sequence) -> None:
-        credit = self.credits.pop(seq.id, None)
-        if credit is not None:
-            self.left.append(credit)
-            for other in self.credits if credit < 0 else ():  # the debts of trials outlive their sequences
-                self.credits[other] += credit / len(self.credits)
+        self.credit.end(seq.id)
         self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)
         self.refused.pop(seq.id, None)
