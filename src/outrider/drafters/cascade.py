@@ -58,7 +58,7 @@ class Cascade(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         self._failures = []
         trees, unread = [Tree([], [])] * len(request.seqs), None
-        for drafter in self.free if request.dry else self.drafters:
+        for drafter in self.drafters:
             empty = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, request.seqs[i])]
             proposed = self._ask(drafter, request.select(empty)) if empty else None
             if proposed is not None:

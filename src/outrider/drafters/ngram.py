@@ -43,7 +43,9 @@ class NGram(Drafter):
         self._indexes: dict[int, NGramIndex] = {}  # by sequence id
 
     def record(self, rounds: Any) -> None:
-        rounds.lookup = self._sizes[-1], self._sizes[0]  # beside the host's drafts, which come later
+        from ..backends.cuda.rounds import Lookup  # needs triton
+
+        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], DOUBT)
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)

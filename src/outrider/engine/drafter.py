@@ -35,7 +35,6 @@ class DraftRequest:
     prices: Prices | None = None  # None: K is fixed
     stop_below: float = 0.0  # a node that survives less often than this is not worth extending
     in_round: bool = False  # a GPU's round takes the draft up later: recorded passes are asked for by unread chains
-    dry: bool = False  # the draft is not verified; it shows whether the next pass should wait for one
 
     def asked(self, unread: Any, source: str) -> Draft:
         """Chains that recorded passes are to draft: as long as the budgets, their tokens unread on the device."""
@@ -81,7 +80,7 @@ class Traits:
     options: tuple[str, ...] | None = None  # the options it reads; None: any
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
-    dry: bool = False  # drafts on the host in microseconds; answers dry requests
+    dry: bool = False  # drafts on the host in microseconds
     late: bool = False  # drafts chains from tokens alone: they may be verified after more tokens have been emitted
     self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
     weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step

@@ -74,6 +74,8 @@ class RoundResult(Protocol):
     length: int  # tokens before the round
     drafted: list[int]  # tokens that were verified
     source: str  # of the draft
+    late_from: int | None  # a host draft: how many of its tokens had been emitted already
+    survival: list[float] | None  # of a chain that the device found itself
     parents: list[int] | None  # of a tree's nodes; None: a chain
     path: list[int]  # accepted nodes
     tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
@@ -143,9 +145,8 @@ class Engine:
         self.flights: deque[Flight] = deque()  # steps between `_issue` and `_collect`, oldest first
         self._need_host: set[int] = set()  # sequences that the device alone cannot continue
         self._in_rounds = False  # whether they are rounds of the backend's own loop
-        self._recorded = target.rounds is not None and drafter.record(
-            target.rounds
-        )  # whether these draft by themselves
+        if target.rounds is not None:
+            drafter.record(target.rounds)
         self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
         self._first_failures: dict[str, str] = {}  # by kind
         self.clock = Clock(now)
@@ -244,14 +245,13 @@ class Engine:
     def _read_round(self, flight: Flight) -> Step:
         """What a device has decided, as a step."""
         results = flight.pending.wait()
-        kept = [
-            (turn, result) for turn, result in zip(flight.turns, results, strict=True) if self._is_current(turn, result)
-        ]
+        each = zip(flight.turns, results, flight.draft.trees, strict=True)
+        kept = [(turn, result, late) for turn, result, late in each if self._is_current(turn, result)]
         with self.clock.time("judge"):
-            turns, trees = [turn for turn, _ in kept], [_tree_of(result) for _, result in kept]
-            verdicts = [self._take(turn, tree, result) for (turn, result), tree in zip(kept, trees, strict=True)]
+            turns, trees = [turn for turn, _, _ in kept], [_tree_of(result, late) for _, result, late in kept]
+            verdicts = [self._take(turn, tree, result) for (turn, result, _), tree in zip(kept, trees, strict=True)]
         device = flight.pending.seconds
-        seconds = {"draft": 0.0, "verify": 0.0} | device | {"judge": self.clock.seconds["judge"]}
+        seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
             verdicts, seconds,
@@ -439,10 +439,15 @@ def _after(tree: Tree, n: int) -> Tree:
     return chain(tree.tokens[n:], tree.survival and tree.survival[n:], source=tree.source)
 
 
-def _tree_of(result: RoundResult) -> Tree:
+def _tree_of(result: RoundResult, late: Tree) -> Tree:
+    """What a round verified; of a host draft that it took up late, with the survival that the drafter claimed."""
+    tokens = result.drafted
+    if result.late_from is not None:
+        claims = late.survival and late.survival[result.late_from : result.late_from + len(tokens)]
+        return chain(tokens, claims, source=late.source)
     if result.parents is None:
-        return chain(result.drafted, source=result.source)
-    return Tree(result.drafted, result.parents, source=result.source)
+        return chain(tokens, result.survival, source=result.source)
+    return Tree(tokens, result.parents, source=result.source)
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:

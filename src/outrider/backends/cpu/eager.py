@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class PendingPass:
 class Eager:
     """Runs one model over its plane; rows whose first layers have run resume from there."""
 
-    rounds = None  # there is no loop beside the engine's
+    rounds: Any = None  # there is no loop beside the engine's
 
     def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
         self.model, self.plane, self.first_layers = model, plane, first_layers

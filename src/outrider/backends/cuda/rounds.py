@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +89,14 @@ class Lines:
         self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
 
 
+class Lookup(NamedTuple):
+    """The drafter `ngram` on the device."""
+
+    least: int  # n-gram sizes
+    most: int
+    doubt: float  # after m matching tokens the next one matches with probability m / (m + doubt)
+
+
 class RecordedDrafts(Protocol):
     """Passes that draft at the beginning of a round."""
 
@@ -139,7 +149,8 @@ class RecordedRound:
             choices, highest, report, self.shape.tree,
         )  # fmt: skip
         if rounds.lookup is not None:
-            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], report, *rounds.lookup)
+            sizes = rounds.lookup[:2]
+            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes)
 
 
 class Rounds:
@@ -148,7 +159,7 @@ class Rounds:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.state = graphs, graphs.state
         self.lines = Lines(self.state)
-        self.lookup: tuple[int, int] | None = None  # n-gram sizes, least and most, of drafts from a sequence's own text
+        self.lookup: Lookup | None = None  # drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
         self.trees = False  # whether recorded drafts may have branches
         self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
@@ -207,10 +218,21 @@ class Rounds:
             read = self.drafts.join(seq, row)
         self.lines.join(seq, row.line, held, read)
 
+    def _is_late(self, tree: Tree) -> bool:
+        """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
+        known = self.lookup is not None and tree.source == "ngram"
+        return bool(tree.tokens) and tree.tokens[0] >= 0 and tree.is_chain and not known
+
     def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
         """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
         if self.drafts is not None and self.state.cache.rows.get(seq.id) is row:
             self.drafts.has_read(seq, min(tokens, len(seq.tokens)))
+
+    def claims(self, match: int, tokens: int) -> list[float]:
+        """The survival of a draft that was looked up after a match of this length."""
+        assert self.lookup is not None
+        doubt = self.lookup.doubt
+        return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
     def _shape(self, turns: Listing[Turn]) -> RoundShape:
         batch = next((n for n in BATCHES if n >= len(turns)), padded_size(len(turns)))
@@ -255,7 +277,7 @@ class Rounds:
         fill_padded(a["asks"], asks, 0)
         a["late_at"].fill(-1)
         for i, tree in enumerate(late):
-            if tree.tokens and tree.tokens[0] >= 0 and tree.is_chain:
+            if self._is_late(tree):
                 tokens = tree.tokens[:LATE_TOKENS]
                 a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
                 a["late"][i, : len(tokens)] = tokens
@@ -287,12 +309,12 @@ class RoundResult:
     length: int  # tokens before the round
     drafted: list[int]  # tokens that were verified
     source: str  # of the draft
+    late_from: int | None  # a host draft: how many of its tokens had been emitted already
+    survival: list[float] | None  # of a chain that the device found itself
     parents: list[int] | None  # of a tree's nodes; None: a chain
     path: list[int]  # accepted nodes
     tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
     sound: bool  # False: some logit was NaN or infinite
-    offered: int  # tokens of the next draft that the device has found already
-    match: int  # tokens that the match of that draft rests on
 
 
 class PendingRound:
@@ -301,6 +323,7 @@ class PendingRound:
     def __init__(self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
         self.rounds, self.turns, self.rows, state = rounds, turns, rows, rounds.state
         self.tree = recorded.shape.tree
+        self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
         self.report = recorded.results.next()["report"]
         recorded.results.receive()
         self.end = state.driver.event()
@@ -311,20 +334,25 @@ class PendingRound:
         """One result for each turn."""
         self.end.synchronize()
         report = self.report[: len(self.turns)]
-        heads, results = report[:, :8].tolist(), []
+        heads: list[list[int]] = report[:, :8].tolist()
+        results: list[RoundResult] = []
         longest = max((head[2] for head in heads), default=0)
         choices = report[:, 8 : 9 + longest].tolist()
         drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
         for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
-            length, read, drafted, accepted, flags, source, offered, match = head
+            length, read, drafted, accepted, flags, source, match, _ = head
             tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
             parents, path = None, list(range(accepted))
             if self.tree and drafted:
                 at = 9 + 2 * DRAFT
-                numbers = report[len(results), at : at + DRAFT + DEPTH].tolist()
+                numbers = report[len(results)][at : at + DRAFT + DEPTH].tolist()
                 parents, path = numbers[:drafted], numbers[DRAFT : DRAFT + accepted]
+            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
+            survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
             results.append(
-                RoundResult(row, length, draft[:drafted], SOURCES[source], parents, path, tokens, sound, offered, match)
+                RoundResult(
+                    row, length, draft[:drafted], SOURCES[source], skipped, survival, parents, path, tokens, sound
+                )
             )
             self.rounds.has_read(turn.seq, row, read)
         return results

@@ -245,8 +245,8 @@ def _settle(
     WIDTH: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Report: tokens before, tokens that the draft model has read, drafted, accepted, flags (1 verdict, 2 NaN), source,
-    next draft, its match; then the target's choices along its walk [DRAFT + 1], the draft [DRAFT], the nodes' parents
-    [DRAFT], and the accepted path [DEPTH]."""
+    the length of the match that a lookup rests on; then the target's choices along its walk [DRAFT + 1], the draft
+    [DRAFT], the nodes' parents [DRAFT], and the accepted path [DEPTH]."""
     i = tl.program_id(0)
     line = tl.load(lines + i).to(tl.int64)
     n, feed = tl.load(plan + i * 8), tl.load(plan + i * 8 + 1)
@@ -283,8 +283,7 @@ def _settle(
     tl.store(here + 3, accepted)
     tl.store(here + 4, (chosen > 0).to(tl.int32) + 2 * unsound)
     tl.store(here + 5, tl.where(drafted > 0, _get(numbers, line, _SOURCE), 0).to(tl.int32))
-    tl.store(here + 6, 0)
-    tl.store(here + 7, 0)
+    tl.store(here + 6, _get(numbers, line, _MATCH).to(tl.int32))
     tl.store(here + 8 + j, choice, mask=j <= _DRAFT)
     tl.store(here + 9 + _DRAFT + j, ahead, mask=j < _DRAFT)
     if TREE:  # the accepted nodes' slots come first, then the others in their order, as in `Cache.commit`
@@ -338,7 +337,7 @@ def settle(
 
 @triton.jit
 def _look_up(
-    numbers, tokens, draft, parents, lines, report, length, least,
+    numbers, tokens, draft, parents, lines, length, least,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The latest position that follows the longest of the last MOST … least tokens; what stands there is the draft."""
@@ -369,23 +368,14 @@ def _look_up(
             _set(numbers, line, _DRAFTED, tl.full((), _DRAFT, tl.int32))
             _set(numbers, line, _SOURCE, tl.full((), _LOOKUP, tl.int32))
             _set(numbers, line, _MATCH, match)
-            tl.store(report + i * _REPORT + 6, _DRAFT)
-            tl.store(report + i * _REPORT + 7, match)
 
 
 def look_up(
-    numbers: Tensor,
-    tokens: Tensor,
-    draft: Tensor,
-    parents: Tensor,
-    lines: Tensor,
-    report: Tensor,
-    least: int,
-    most: int,
+    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, least: int, most: int
 ) -> None:
     """Draft what followed the latest earlier occurrence of the last tokens, as the drafter `ngram` does."""
     launch: Any = _look_up[(lines.shape[0],)]
-    launch(numbers, tokens, draft, parents, lines, report, tokens.shape[1], least, MOST=most, BLOCK=1024, num_warps=4)
+    launch(numbers, tokens, draft, parents, lines, tokens.shape[1], least, MOST=most, BLOCK=1024, num_warps=4)
 
 
 # ------------------------------------------------------------ chains of a draft model
