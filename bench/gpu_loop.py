@@ -13,16 +13,22 @@ from gpu_common import Lab, sweep_up
 from gpu_race import Run, run
 from outrider import SamplingParams
 
-KINDS: list[tuple[str, str, int | str]] = [("plain", "off", 0), ("ngram K=4", "ngram", 4), ("model K=8", "model", 8)]
+TREE = {"tree": True, "tree_width": 5, "tree_depth": 6}
+KINDS: list[tuple[str, str, int | str, dict[str, Any]]] = [
+    ("plain", "off", 0, {}), ("ngram K=4", "ngram", 4, {}), ("auto", "auto", "auto", {}),
+    ("model K=8", "model", 8, {}), ("model auto", "model", "auto", {}),
+    ("head K=6", "head", 6, {}), ("head tree of 24", "head", 24, TREE),
+]  # fmt: skip
 
 
 def loop_section(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in (int(b) for b in lab.options.batches.split(",")):
-        for name, drafter, k in KINDS:
-            if lab.late or (drafter == "model" and lab.draft is None):
+        for name, drafter, k, more in KINDS:
+            missing = (drafter == "model" and lab.draft is None) or (drafter == "head" and not lab.options.head)
+            if lab.late or missing:
                 continue
-            found[f"{size} {name}"] = measure(lab, size, drafter, k)
+            found[f"{size} {name}"] = measure(lab, size, drafter, k, more)
             sweep_up()
     lab.table(
         "A round by the wall's clock and by the device's, ms",
@@ -35,11 +41,11 @@ def loop_section(lab: Lab) -> dict[str, Any]:
     return found
 
 
-def measure(lab: Lab, size: int, drafter: str, k: int | str) -> dict[str, Any]:
+def measure(lab: Lab, size: int, drafter: str, k: int | str, more: dict[str, Any]) -> dict[str, Any]:
     prompts = [q.ids for q in lab.crowd(size)]
     params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
     slots = size * (max(map(len, prompts)) + lab.options.tokens + 160)
-    llm = lab.using(drafter, k, batch=size, tokens=slots)
+    llm = lab.using(drafter, k, batch=size, tokens=slots, **more)
     run(llm, prompts, params)  # records the graphs
     return figures(run(llm, prompts, params), size)
 
