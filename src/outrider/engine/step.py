@@ -143,6 +143,7 @@ class Engine:
         self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
         self.flights: deque[Flight] = deque()  # steps between `_issue` and `_collect`, oldest first
+        self.pace = HostPace()
         self._need_host: set[int] = set()  # sequences that the device alone cannot continue
         self._in_rounds = False  # whether they are rounds of the backend's own loop
         if target.rounds is not None:
@@ -251,6 +252,7 @@ class Engine:
             turns, trees = [turn for turn, _, _ in kept], [_tree_of(result, late) for _, result, late in kept]
             verdicts = [self._take(turn, tree, result) for (turn, result, _), tree in zip(kept, trees, strict=True)]
         device = flight.pending.seconds
+        self.pace.ran(device)
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
@@ -291,6 +293,7 @@ class Engine:
         ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
         budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
         open_ = [i for i, budget in enumerate(budgets) if budget]
+        open_ = self.pace.affordable(open_) if self._in_rounds else open_
         trees, failures, unread = [Tree([], [])] * len(turns), [], None
         if open_:
             try:
@@ -298,6 +301,7 @@ class Engine:
                 unread, failures = drafted.unread, list(drafted.failures)
                 for i, tree in zip(open_, drafted.trees, strict=True):
                     trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
+                self.pace.drafted(len(open_), self.clock.since("draft"))
             except Exception as error:  # a drafter costs speed, never an answer
                 failures.append(f"{self.drafter.name or type(self.drafter).__name__}: {_describe(error)}")
                 trees, unread = [Tree([], [])] * len(turns), None
@@ -413,6 +417,10 @@ class Clock:
             self.starts = dict.fromkeys(self.seconds, since - self.zero) | self.starts
             self.reported = now
 
+    def since(self, phase: str) -> float:
+        """Seconds since a phase of this step began."""
+        return self.now() - self.zero - self.starts[phase]
+
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         begin = self.now()
@@ -421,6 +429,31 @@ class Clock:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - begin
+
+
+class HostPace:
+    """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round."""
+
+    SHARE = 0.5  # of a round's device time; the rest is for reading the last round and starting the next
+
+    def __init__(self) -> None:
+        self.round, self.each = 0.0, 0.0  # seconds, moving averages: of a round, and of one sequence's draft
+        self._turn = 0  # sequences take turns
+
+    def drafted(self, sequences: int, seconds: float) -> None:
+        self.each += 0.2 * (seconds / sequences - self.each)
+
+    def ran(self, device: dict[str, float]) -> None:
+        self.round += 0.2 * (device.get("draft", 0.0) + device.get("verify", 0.0) - self.round)
+
+    def affordable(self, wanted: list[int]) -> list[int]:
+        """As many of these as there is time for, others the next time."""
+        most = len(wanted) if not (self.round and self.each) else max(int(self.SHARE * self.round / self.each), 1)
+        if most >= len(wanted):
+            return wanted
+        start = self._turn % len(wanted)
+        self._turn += most
+        return sorted((wanted[start:] + wanted[:start])[:most])
 
 
 def _describe(error: Exception) -> str:

@@ -15,8 +15,10 @@ that is late costs acceptance, never time and never text. It knows lines and row
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +32,7 @@ from ...types import Sequence, Tree, Turn
 from .. import Model, Part
 from ..rows import Rows
 from .capture import PinnedBuffer, fill_padded
-from .graphs import BATCHES, LENGTHS, SAMPLING, WANTED_SIZES, Graphs, padded_size
+from .graphs import BATCHES, CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
 from .kernels import rounds as kernels, sampling
 from .kernels.attention import Blocks, rows_per_block
 from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
@@ -38,6 +40,7 @@ from .kernels.sampling import Laws
 from .state import F64, I32, I64, DeviceState, seconds
 
 LATE_TOKENS = 64  # of a draft in the late slot
+WARM_ROWS = 24  # of one sequence's round that is recorded beforehand
 PATCHES = 2048  # table entries that a round can update
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
 SOURCES = {
@@ -58,6 +61,14 @@ class RoundShape:
     wanted: int  # equal to `rows`: all of them
     filtered: bool  # whether some row samples with top-k, top-p or min-p
     tree: bool = False  # drafts may have branches
+
+    def holds(self, other: RoundShape) -> bool:
+        """Whether a round of the other shape can be padded to this one at little cost."""
+        same = (self.batch, self.wanted == self.rows) == (other.batch, other.wanted == other.rows)
+        fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else other.rows)
+        return (
+            same and fits and other.wanted <= self.wanted and (other.filtered, other.tree) <= (self.filtered, self.tree)
+        )
 
 
 class Lines:
@@ -164,6 +175,7 @@ class Rounds:
         self.trees = False  # whether recorded drafts may have branches
         self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
         self._recorded: dict[RoundShape, RecordedRound] = {}
+        self._missed: Counter[RoundShape] = Counter()  # rounds of a shape that was not recorded
         self._kept: list[Callable[[], None]] = []
         self._owners: dict[int, Row] = {}  # line -> the row that joined it
 
@@ -186,9 +198,12 @@ class Rounds:
         self._owners.clear()
 
     def warm(self, batch: int) -> None:
-        """Record the rounds of plain decoding with up to this many sequences, before requests arrive."""
-        for size in (n for n in BATCHES if n < 2 * batch):
-            self._round(RoundShape(size, padded_size(size), padded_size(size), False))
+        """Record rounds of plain decoding and, for one sequence, of drafts, before requests arrive."""
+        drafts = [(1, rows) for rows in ROW_SIZES if rows <= WARM_ROWS]
+        for size, rows in [*((n, padded_size(n)) for n in BATCHES if n < 2 * batch), *drafts]:
+            shape = RoundShape(size, rows, rows, False, self.trees and rows > size)
+            if shape not in self._recorded:
+                self._recorded[shape] = RecordedRound(self, shape)
 
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
@@ -244,7 +259,12 @@ class Rounds:
         return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns), tree)
 
     def _round(self, shape: RoundShape) -> RecordedRound:
+        """The round of this shape, or at first a larger one: recording takes as long as dozens of rounds."""
         if shape not in self._recorded:
+            self._missed[shape] += 1
+            larger = [other for other in self._recorded if other.holds(shape)]
+            if larger and self._missed[shape] <= MISSES:
+                return self._recorded[min(larger, key=lambda other: other.rows)]
             self._recorded[shape] = RecordedRound(self, shape)
         return self._recorded[shape]
 
@@ -366,15 +386,8 @@ class PendingRound:
 # ------------------------------------------------------------ a draft model in the round
 
 
-@dataclass(frozen=True)
-class ChainRecordingShape:
-    batch: int
-    length: int  # tokens of each chain
-    filtered: bool
-
-
 class DraftChains:
-    """Chains of a draft model, recorded: K passes, each feeding the token that the pass before it chose.
+    """Chains of a draft model, recorded pass by pass: each feeds the token that the pass before it chose.
 
     Tokens that the model has not read (a prompt, rounds without its drafts) are read first. How many those are at most
     is all that the host keeps: `_backlog`.
@@ -383,7 +396,7 @@ class DraftChains:
     def __init__(self, rounds: Rounds, model: Model, plane: Plane, part: Part, again: int) -> None:
         self.rounds, self.model, self.plane, self.part, self.again = rounds, model, plane, part, again
         self.per_block = rows_per_block(model.config.heads, model.config.kv_heads)
-        self._chains: dict[ChainRecordingShape, Any] = {}
+        self._chains: dict[tuple[int, bool], ChainPasses] = {}  # by batch, and whether some sequence has a filter
         self._readings: dict[tuple[int, int], Any] = {}  # (batch, rows)
         self._backlog: dict[int, int] = {}  # line -> at most so many unread tokens
 
@@ -406,48 +419,16 @@ class DraftChains:
             size = next((n for n in READINGS if n >= backlog), READINGS[-1])
             passes.append(("read", self._reading(shape.batch, size), -(-backlog // size)))
         if any(asks):
-            length = next(n for n in LENGTHS if n >= max(asks))
-            passes.append(("draft", self._chain(ChainRecordingShape(shape.batch, length, shape.filtered)), 1))
+            key = shape.batch, shape.filtered
+            if key not in self._chains:
+                self._chains[key] = ChainPasses(self, *key)
+            passes += [("draft", self._chains[key].upto(min(max(asks), DRAFT)), 1)]
         for turn, row, asked in zip(turns, rows, asks, strict=True):
             if asked:
                 self._backlog[row.line] = 0
             elif turn.whole:
                 self._backlog[row.line] += turn.budget + 1
         return passes
-
-    def _chain(self, shape: ChainRecordingShape) -> Any:
-        if shape not in self._chains:
-            rounds, b, k, device = self.rounds, shape.batch, shape.length, self.rounds.state.device
-            inputs = rounds.inputs_for(b)
-            out = {f"first_{name}": torch.zeros(self.again * b, dtype=I64, device=device) for name in _ROW_FIELDS}
-            out |= {name: torch.zeros(k, b, dtype=I64, device=device) for name in ("positions", "slots", "drafted")}
-            out |= {"info": torch.zeros(k, b, 8, dtype=I32, device=device)}
-            out |= {"drafts": torch.zeros(b, dtype=I32, device=device)}
-            out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
-            out["position"] = torch.zeros(k, b, dtype=I64, device=device)
-            wants = (
-                torch.arange(self.again - 1, self.again * b, self.again, device=device),
-                torch.arange(b, device=device),
-            )
-            self._chains[shape] = rounds.record(b, lambda: self._record(shape, inputs.device, out, wants))
-        return self._chains[shape]
-
-    def _record(
-        self, shape: ChainRecordingShape, d: dict[str, Tensor], out: dict[str, Tensor], wants: tuple[Tensor, Tensor]
-    ) -> None:
-        rounds, lines, state = self.rounds, self.rounds.lines, self.rounds.state
-        kernels.patch(d["place"], d["slot"], state.table)
-        kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
-        tokens = out["first_tokens"]  # [again * B]
-        for j in range(shape.length):
-            made = {"tokens": tokens, "info": out["info"][j]}
-            made |= {name: out[name][j] if j else out[f"first_{name}"] for name in ("positions", "slots")}
-            rows = rounds.rows(made, self.model, wants[0] if j == 0 else wants[1])
-            logits = self.model.forward(rows, self.plane, self.part).logits  # [B, V]
-            laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
-            tokens, _, _ = sampling.choose(logits, laws, shape.filtered)  # [B]
-            out["drafted"][j].copy_(tokens)
-        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"], kernels.MODEL)
 
     def _reading(self, batch: int, rows: int) -> Any:
         if (batch, rows) not in self._readings:
@@ -467,4 +448,57 @@ class DraftChains:
         return self._readings[batch, rows]
 
 
-_ROW_FIELDS = ("tokens", "positions", "slots")
+class ChainPasses:
+    """The passes of one batch size, each recorded once for chains of all lengths."""
+
+    def __init__(self, chains: DraftChains, batch: int, filtered: bool) -> None:
+        self.chains, self.batch, self.filtered = chains, batch, filtered
+        rounds, b, again, device = chains.rounds, batch, chains.again, chains.rounds.state.device
+        self.inputs, self.recorded = rounds.inputs_for(b), list[Any]()
+        names = ("tokens", "positions", "slots")
+        out = {f"first_{name}": torch.zeros(again * b, dtype=I64, device=device) for name in names}
+        out |= {name: torch.zeros(DRAFT, b, dtype=I64, device=device) for name in ("positions", "slots", "drafted")}
+        out |= {"info": torch.zeros(DRAFT, b, 8, dtype=I32, device=device)}
+        out |= {"drafts": torch.zeros(b, dtype=I32, device=device)}
+        out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        out["position"] = torch.zeros(DRAFT, b, dtype=I64, device=device)
+        self.out = out
+        self.wants = torch.arange(again - 1, again * b, again, device=device), torch.arange(b, device=device)
+        self.keep = rounds.record(b, self._keep)
+
+    def upto(self, length: int) -> ReplayAll:
+        """What drafts chains of this length."""
+        for j in range(len(self.recorded), length):
+            self.recorded.append(self.chains.rounds.record(self.batch, partial(self._pass, j)))
+        return ReplayAll([*self.recorded[:length], self.keep])
+
+    def _pass(self, j: int) -> None:
+        chains, out, lines = self.chains, self.out, self.chains.rounds.lines
+        rounds, state, d = chains.rounds, chains.rounds.state, self.inputs.device
+        made = {"tokens": out["drafted"][j - 1], "info": out["info"][j]}
+        made |= {"positions": out["positions"][j], "slots": out["slots"][j]}
+        if j == 0:
+            kernels.patch(d["place"], d["slot"], state.table)
+            kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
+            made |= {name: out[f"first_{name}"] for name in ("tokens", "positions", "slots")}  # [again * B]
+        rows = rounds.rows(made, chains.model, self.wants[min(j, 1)])
+        logits = chains.model.forward(rows, chains.plane, chains.part).logits  # [B, V]
+        laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
+        tokens, _, _ = sampling.choose(logits, laws, self.filtered)  # [B]
+        out["drafted"][j].copy_(tokens)
+
+    def _keep(self) -> None:
+        lines, out = self.chains.rounds.lines, self.out
+        lists = (self.inputs.device["lines"], out["drafts"], out["drafted"])
+        kernels.keep_chain(lines.numbers, lines.draft, *lists, kernels.MODEL)
+
+
+@dataclass(frozen=True)
+class ReplayAll:
+    """Recordings that are replayed one after the other."""
+
+    recordings: list[Any]
+
+    def replay(self) -> None:
+        for recording in self.recordings:
+            recording.replay()
