@@ -393,11 +393,12 @@ def build_engine(
     workspace = Workspace(model, cache, plane, config.options, tokenizer, passes, first_layers, guesses)
     drafter = make(config.drafter, workspace)
     controller = make_controller(model, runner, cache, drafter, config, costs)
-    if captured is not None:
-        captured.warm(max(_WARM_ROWS, config.max_batch))  # else the first answers would wait for it
-        captured.rounds.warm(config.max_batch)
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
-    return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    if captured is not None:  # else the first answers would wait for it
+        captured.warm(max(_WARM_ROWS, config.max_batch))
+        captured.rounds.warm(config.max_batch)  # with what the drafter has recorded
+    return engine
 
 
 def make_controller(

@@ -245,14 +245,15 @@ class Engine:
 
     def _read_round(self, flight: Flight) -> Step:
         """What a device has decided, as a step."""
+        begin = self.clock.now()
         results = flight.pending.wait()
+        device = flight.pending.seconds
+        self.pace.waited(self.clock.now() - begin, device)
         each = zip(flight.turns, results, flight.draft.trees, strict=True)
         kept = [(turn, result, late) for turn, result, late in each if self._is_current(turn, result)]
         with self.clock.time("judge"):
             turns, trees = [turn for turn, _, _ in kept], [_tree_of(result, late) for _, result, late in kept]
             verdicts = [self._take(turn, tree, result) for (turn, result, _), tree in zip(kept, trees, strict=True)]
-        device = flight.pending.seconds
-        self.pace.ran(device)
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
@@ -432,23 +433,33 @@ class Clock:
 
 
 class HostPace:
-    """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round."""
+    """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round.
 
-    SHARE = 0.5  # of a round's device time; the rest is for reading the last round and starting the next
+    The time for drafting grows while the host waits for rounds to end, and shrinks as soon as it does not.
+    """
+
+    SLACK = 0.1  # of a round's time that the host should be left waiting
+    GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
 
     def __init__(self) -> None:
-        self.round, self.each = 0.0, 0.0  # seconds, moving averages: of a round, and of one sequence's draft
+        self.seconds = 0.001  # for drafting in one round
+        self.each = 0.0  # of one sequence's draft, moving average
         self._turn = 0  # sequences take turns
 
     def drafted(self, sequences: int, seconds: float) -> None:
         self.each += 0.2 * (seconds / sequences - self.each)
 
-    def ran(self, device: dict[str, float]) -> None:
-        self.round += 0.2 * (device.get("draft", 0.0) + device.get("verify", 0.0) - self.round)
+    def waited(self, seconds: float, device: dict[str, float]) -> None:
+        """The host waited so long for a round with these device times."""
+        slack = self.SLACK * sum(device.values())
+        if seconds < slack:
+            self.seconds *= self.CUT
+        else:
+            self.seconds = min(self.seconds + self.GROWTH * (seconds - slack), sum(device.values()))
 
     def affordable(self, wanted: list[int]) -> list[int]:
         """As many of these as there is time for, others the next time."""
-        most = len(wanted) if not (self.round and self.each) else max(int(self.SHARE * self.round / self.each), 1)
+        most = int(self.seconds / self.each) if self.each else len(wanted)
         if most >= len(wanted):
             return wanted
         start = self._turn % len(wanted)
