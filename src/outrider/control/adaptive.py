@@ -17,7 +17,6 @@ from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
 from .draft_costs import DraftCosts, Line
-from .ema import moved
 from .pass_costs import PassCosts, StepPrices
 
 
@@ -230,7 +229,7 @@ class Adaptive(Controller):
         if plain:
             tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
             lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
-            self.lead = max(moved(self.lead, lead, self.RECENT), 1.0)
+            self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
         for turn, tree, verdict in zip(turns, trees, step.verdicts, strict=True):
             length, refused = self.refused.pop(turn.seq.id, (0, tree))

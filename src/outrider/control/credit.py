@@ -30,7 +30,7 @@ class Credit:
             self.tokens += max(proven, self.FIRST)
 
     def add(self, gain: float, full: float) -> None:
-        """A step gained so many tokens, or lost them. `full`: the price of full drafts; more than it needs is let go."""
+        """A step gained so many tokens, or lost them. `full`: the price of full drafts; no more is saved."""
         most = full + self.SAVED * len(self.running)
         self.tokens = min(self.tokens + gain, max(most, self.tokens))
 

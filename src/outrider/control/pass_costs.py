@@ -51,11 +51,6 @@ class PassCosts:
         known, costs = self._known(sequences)
         return scale * max(_interpolate(known, costs, rows) + tilt * max(rows - sequences, 0), costs[0])
 
-    def points(self, sequences: int) -> Points:
-        """Row counts and costs between which costs are linear."""
-        rows = self._known(sequences)[0]
-        return rows, [self(row, sequences) for row in rows]
-
     def correction(self, sequences: int) -> tuple[float, float]:
         """Scale and tilt."""
         if sequences not in self._corrections:
@@ -188,8 +183,5 @@ class StepPrices:
 
     @property
     def hopeless(self) -> bool:
-        """Whether even a certain, free draft loses. Linear and stair costs have their best counts at their points."""
-        points, plain = zip(*self.costs.points(self.sequences), strict=True), self.costs(self.rows, self.sequences)
-        return all(
-            row - self.rows - self.speed * (cost - plain) <= self.margin for row, cost in points if row > self.rows
-        )
+        """Whether even a certain, free draft loses."""
+        return all(n - price <= self.margin for n, price in enumerate(self.prices(max(8 * self.deciding, 16))))
