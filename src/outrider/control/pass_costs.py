@@ -164,8 +164,8 @@ class StepPrices:
                 best, gain = n, tokens - price
         return best
 
-    def best_shape(self, chains: list[list[float]], seconds: list[float], limit: float) -> tuple[int, int]:
-        """How many of these chains, best first, and how many nodes of each gain most; (0, 0): none gain anything.
+    def best_shape(self, chains: list[list[float]], seconds: list[float], limit: float) -> tuple[int, int, float]:
+        """How many of these chains, best first, how many nodes of each, and what these gain; (0, 0, 0): nothing.
         They pay for their rows and for seconds[nodes] of drafting, `limit` at most. chains[i][d] is a survival."""
         best, gain, expected = (0, 0), self.margin, [0.0] * len(chains[0])
         prices = self.prices(len(chains) * len(expected))
@@ -179,7 +179,7 @@ class StepPrices:
                     break
                 if tokens - price > gain:
                     best, gain = (count, k), tokens - price
-        return best
+        return *best, gain - self.margin
 
     @property
     def hopeless(self) -> bool:

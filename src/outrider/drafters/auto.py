@@ -43,7 +43,7 @@ TRIAL_SHARE = 0.02  # of the tokens emitted since the last trial that the next o
 
 
 class Ema:
-    """A moving average of positive samples. One counts as at most CLIP times the average: an outlier moves it little."""
+    """A moving average of positive samples; one counts as at most CLIP times the average: outliers do little."""
 
     CLIP = 3.0
 
@@ -273,7 +273,7 @@ class Auto(Cascade):
         gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
         cost = self.prices.speed * stats.call_cost(len(gaining), length)
-        if gaining and sum(gains[i] for i in gaining) > cost:
+        if gaining and sum(gains[i] for i in gaining) > cost and cost <= getattr(self.prices, "limit", math.inf):
             self.worthwhile = True
             return gaining
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
@@ -323,10 +323,12 @@ class Auto(Cascade):
             return budget
         if not stats.known:
             return min(budget, FIRST_LENGTH - stats.drafts % 2)  # two lengths show what one more token costs
-        best, gain, tokens = 1, -math.inf, 0.0
+        best, gain, tokens, limit = 1, -math.inf, 0.0, getattr(prices, "limit", math.inf)
         for k, survival in enumerate(stats.expected_survival(budget), start=1):
             tokens += survival
             cost = prices.price(k * sequences) + prices.speed * stats.call_cost(sequences, k)
+            if cost > limit:
+                break
             if tokens - cost / sequences > gain:
                 best, gain = k, tokens - cost / sequences
         return best
