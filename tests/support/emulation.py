@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from outrider.backends.toy import toy
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
 from outrider.control.pass_costs import PassCosts
@@ -270,3 +271,14 @@ class Emulation:
         for seq in self.seqs:
             assert seq.tokens == self.texts[seq.id][:-1]
         return self.world.now
+
+
+def auto_with(drafter: Drafter) -> Auto:
+    """`auto` with one costly drafter that taps two layers of the target."""
+    target = toy()
+    cache = Cache(64, 2, 64)
+    auto = Auto(Workspace(target, cache, cache.add_plane(*target.plane_shape)))
+    drafter.traits = replace(drafter.traits, taps=(1, 2))
+    auto.free, auto.costly, auto.drafters = [], [drafter], [drafter]
+    auto._merge_traits()
+    return auto

@@ -17,7 +17,6 @@ from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
 from .draft_costs import DraftCosts, Line
-from .ema import moved
 from .pass_costs import PassCosts, StepPrices
 
 
@@ -67,6 +66,7 @@ class Adaptive(Controller):
     TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together
     FULL = 64  # prompt rows from which on a pass has no row to spare
+    LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
 
     def __init__(self, costs: PassCosts, k_max: int = 16, name: str = "the drafter", block: int = 1) -> None:
@@ -79,6 +79,7 @@ class Adaptive(Controller):
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
+        self.reading = (0.0, 1, 1)  # of the last request that read prompts: seconds, nodes, tokens read
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -136,7 +137,10 @@ class Adaptive(Controller):
         eligible = sorted(eligible, key=lambda seq_id: -sum(survival[seq_id]))
         chains, limited = [survival[seq_id] for seq_id in eligible], self.traits.self_limiting
         seconds = [line(self.k_max if limited else k) for k in range(self.k_max + 1)]
-        count, k = self.prices.best_shape(chains, seconds, self._risk)
+        count, k, gain = self.prices.best_shape(chains, seconds, self._risk)
+        read = [seq_id for seq_id in eligible if seq_id in self.asked]
+        if gain and gain < self._price_of_reading({*eligible[:count]} - self.asked, line):
+            return self._costly_rooms(read, line) if read else {}
         if not count:
             if self._affords_trial(eligible, self.TRIED[-1], line):
                 return self._trial(eligible, self.TRIED[-1])
@@ -147,6 +151,13 @@ class Adaptive(Controller):
         else:
             self.stop_below = self._lowest_claim(self._break_even(count, line))
         return dict.fromkeys(eligible[:count], k)
+
+    def _price_of_reading(self, seq_ids: set[int], line: Line) -> float:
+        """Tokens per step that the first requests for these sequences cost, over the steps that they serve."""
+        unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
+        seconds, k, tokens = self.reading
+        total = max(seconds - line(k), 0.0) / tokens * sum(len(seq.tokens) for seq in unread)
+        return self.prices.speed * total / min([self.LASTS, *(seq.room for seq in unread)])
 
     @property
     def _risk(self) -> float:
@@ -230,25 +241,24 @@ class Adaptive(Controller):
         if plain:
             tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
             lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
-            self.lead = max(moved(self.lead, lead, self.RECENT), 1.0)
+            self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
         for turn, tree, verdict in zip(turns, trees, step.verdicts, strict=True):
-            length, refused = self.refused.pop(turn.seq.id, (0, tree))
-            if verdict is None:
-                continue
-            if tree.tokens:
+            if verdict is not None and tree.tokens:
                 self.source = tree.source if turn.asks_drafter else self.source
                 for stats in (self.by_sequence[turn.seq.id], self.overall):
                     stats.add(tree, verdict.path, verdict.fates)
-            elif refused.tokens and not step.in_round and length == len(turn.seq.tokens) - len(verdict.tokens):
-                self._learn_refused(turn.seq.id, refused, verdict.tokens[0], batch)
+            elif verdict is not None and verdict.tokens and not step.in_round:
+                self._learn_refused(turn.seq, verdict.tokens, batch)
 
-    def _learn_refused(self, seq_id: int, tree: Tree, token: int, batch: int) -> None:
-        """A draft that was not verified, for want of credit or of worth."""
-        for stats in (self.by_sequence[seq_id], self.overall):
-            stats.add_unverified(tree, token)
-        rows = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # the price of one
-        self.credit.forgo((token == tree.tokens[0]) - rows)
+    def _learn_refused(self, seq: Sequence, tokens: list[int], batch: int) -> None:
+        """What a draft would have gained that was not verified before these tokens, for want of credit or of worth."""
+        length, tree = self.refused.get(seq.id, (0, Tree([], [])))
+        if length == len(seq.tokens) - len(tokens) and tree.tokens:  # else it was refused in a later step
+            for stats in (self.by_sequence[seq.id], self.overall):
+                stats.add_unverified(tree, tokens[0])
+            rows = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # the price of one
+            self.credit.forgo((tokens[0] == tree.tokens[0]) - rows)
 
     def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
         """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
@@ -256,6 +266,7 @@ class Adaptive(Controller):
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
+            self.reading = seconds, max(turn.budget for turn in asked), sum(len(turn.seq.tokens) for turn in asked)
             self.credit.read(batch / self.costs(batch, batch) * seconds)
             return 0.0
         self.calls[mode] += 1

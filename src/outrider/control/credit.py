@@ -14,7 +14,7 @@ class Credit:
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    SHARE = 0.012  # of the tokens: what may be lost in a long answer
+    SHARE = 0.01  # of the tokens: what may be lost in a long answer
     SAVED = 2.0  # tokens of each sequence kept beyond the price of full drafts: gains pay for some fifty empty drafts
     ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
 
@@ -30,7 +30,7 @@ class Credit:
             self.tokens += max(proven, self.FIRST)
 
     def add(self, gain: float, full: float) -> None:
-        """A step gained so many tokens, or lost them. `full`: the price of full drafts; what exceeds it is let go."""
+        """A step gained so many tokens, or lost them. `full`: the price of full drafts; no more is saved."""
         most = full + self.SAVED * len(self.running)
         self.tokens = min(self.tokens + gain, max(most, self.tokens))
 

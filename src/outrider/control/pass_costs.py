@@ -51,11 +51,6 @@ class PassCosts:
         known, costs = self._known(sequences)
         return scale * max(_interpolate(known, costs, rows) + tilt * max(rows - sequences, 0), costs[0])
 
-    def points(self, sequences: int) -> Points:
-        """Row counts and costs between which costs are linear."""
-        rows = self._known(sequences)[0]
-        return rows, [self(row, sequences) for row in rows]
-
     def correction(self, sequences: int) -> tuple[float, float]:
         """Scale and tilt."""
         if sequences not in self._corrections:
@@ -169,8 +164,8 @@ class StepPrices:
                 best, gain = n, tokens - price
         return best
 
-    def best_shape(self, chains: list[list[float]], seconds: list[float], limit: float) -> tuple[int, int]:
-        """How many of these chains, best first, and how many nodes of each gain most; (0, 0): none gain anything.
+    def best_shape(self, chains: list[list[float]], seconds: list[float], limit: float) -> tuple[int, int, float]:
+        """How many of these chains, best first, how many nodes of each, and what these gain; (0, 0, 0): nothing.
         They pay for their rows and for seconds[nodes] of drafting, `limit` at most. chains[i][d] is a survival."""
         best, gain, expected = (0, 0), self.margin, [0.0] * len(chains[0])
         prices = self.prices(len(chains) * len(expected))
@@ -184,12 +179,9 @@ class StepPrices:
                     break
                 if tokens - price > gain:
                     best, gain = (count, k), tokens - price
-        return best
+        return *best, gain - self.margin
 
     @property
     def hopeless(self) -> bool:
-        """Whether even a certain, free draft loses. Linear and stair costs have their best counts at their points."""
-        points, plain = zip(*self.costs.points(self.sequences), strict=True), self.costs(self.rows, self.sequences)
-        return all(
-            row - self.rows - self.speed * (cost - plain) <= self.margin for row, cost in points if row > self.rows
-        )
+        """Whether even a certain, free draft loses."""
+        return all(n - price <= self.margin for n, price in enumerate(self.prices(max(8 * self.deciding, 16))))

@@ -24,9 +24,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..control.acceptance import AcceptanceStats
-from ..control.backoff import Backoff
 from ..control.draft_costs import DraftCosts
-from ..control.ema import Ema
 from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, DraftRequest, Prices, Traits, Workspace, lookup, names, register
 from .cascade import Cascade, may_draft
@@ -39,8 +37,38 @@ DECAY = 0.99  # of a call's cost for each step without a call
 READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those of the last steps
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
+FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
 SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
 TRIAL_SHARE = 0.02  # of the tokens emitted since the last trial that the next one may cost
+
+
+class Ema:
+    """A moving average of positive samples; one counts as at most CLIP times the average: outliers do little."""
+
+    CLIP = 3.0
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.value: float | None = None  # None: no sample yet
+
+    def add(self, x: float) -> None:
+        mean = x if self.value is None else self.value
+        self.value = mean + self.rate * (min(x, self.CLIP * mean) - mean)
+
+
+class Backoff:
+    """Of trials: one is due after `pause` idle steps. Each trial doubles the pause, up to LONGEST_PAUSE."""
+
+    def __init__(self) -> None:
+        self.idle, self.pause = 0, FIRST_PAUSE
+
+    @property
+    def due(self) -> bool:
+        return self.idle >= self.pause
+
+    def tried(self) -> None:
+        """A trial starts."""
+        self.idle, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
 
 
 @dataclass
@@ -78,9 +106,9 @@ class CostStatistics:
         """The claims of its latest draft of up to `length` tokens, likeliest first; what it left out counts as 0."""
         self.drafts += 1
         rate = max(0.05, 1 / (self.drafts + 2))  # the first drafts count most
+        claims = claims + [0.0] * (length - len(claims))
         self.claims += claims[len(self.claims) :]
-        for depth in range(min(length, len(self.claims))):
-            claim = claims[depth] if depth < len(claims) else 0.0
+        for depth, claim in enumerate(claims):
             self.claims[depth] += rate * (claim - self.claims[depth])
 
     def expected_survival(self, depths: int) -> list[float]:
@@ -247,7 +275,7 @@ class Auto(Cascade):
         gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
         cost = self.prices.speed * stats.call_cost(len(gaining), length)
-        if gaining and sum(gains[i] for i in gaining) > cost:
+        if gaining and sum(gains[i] for i in gaining) > cost and cost <= getattr(self.prices, "limit", math.inf):
             self.worthwhile = True
             return gaining
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
@@ -297,10 +325,12 @@ class Auto(Cascade):
             return budget
         if not stats.known:
             return min(budget, FIRST_LENGTH - stats.drafts % 2)  # two lengths show what one more token costs
-        best, gain, tokens = 1, -math.inf, 0.0
+        best, gain, tokens, limit = 1, -math.inf, 0.0, getattr(prices, "limit", math.inf)
         for k, survival in enumerate(stats.expected_survival(budget), start=1):
             tokens += survival
             cost = prices.price(k * sequences) + prices.speed * stats.call_cost(sequences, k)
+            if cost > limit:
+                break
             if tokens - cost / sequences > gain:
                 best, gain = k, tokens - cost / sequences
         return best
