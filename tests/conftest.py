@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # where a test wants several, they share busy cores
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from outrider import LLM, drafters
 
 from support import tiny
 
-pytest_plugins = ("support.browser", "support.pages", "pytester")
+pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
 
 

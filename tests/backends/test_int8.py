@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-import platform
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +14,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from outrider.backends import WHOLE, Part, ops
-from outrider.backends.cpu import native, quantise as quant
+from outrider.backends import WHOLE, Part
+from outrider.backends.cpu import quantise as quant
 from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, TorchProduct
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
@@ -26,8 +24,6 @@ from outrider.engine.cache import Plane
 from outrider.models.config import ModelConfig
 
 LENGTH = 64
-BUILDS = {"tuned": "", "narrow": "-mno-avx512f", "narrowest": "-mno-avx512f -mno-avx2 -mno-fma"}
-COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 # ------------------------------------------------------------ tiny models of every family
@@ -115,25 +111,6 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(params=["torch", *BUILDS])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    if request.param == "torch":
-        loaded = native.Native(None, "a test wants torch")
-    else:
-        if COMPILER is None or (BUILDS[request.param] and platform.machine() not in ("x86_64", "AMD64")):
-            pytest.skip("no such build here")
-        monkeypatch.setenv("CC", f"{COMPILER} {BUILDS[request.param]}")
-        loaded = native.load(folder)
-        assert loaded.kernels is not None, loaded.reason
-    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
-    return str(request.param)
 
 
 # ------------------------------------------------------------ numbers
