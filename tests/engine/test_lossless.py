@@ -13,12 +13,14 @@ import torch
 
 from outrider import drafters
 from outrider.backends.rows import rows_of
-from outrider.backends.toy import VOCABULARY, toy
+from outrider.backends.toy import VOCABULARY
 from outrider.config import Config
 from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
 from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, reference
 from outrider.types import Draft, SamplingParams, Sequence, Step, Tree, chain
+
+from support.toys import toy
 
 TARGET = toy()
 NAMES = drafters.names()
@@ -80,7 +82,7 @@ def test_adaptive_k_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance_kit(name: str) -> None:
-    assert check_drafter(name, tokens=20) > 0
+    assert check_drafter(name, target=TARGET, tokens=20) > 0
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
@@ -282,7 +284,7 @@ def test_the_kit_catches_a_drafter_that_changes_text() -> None:
             return Draft.empty(len(seqs))
 
     with pytest.raises(AssertionError, match="changed request"):
-        check_drafter(Cheats, tokens=12)
+        check_drafter(Cheats, target=TARGET, tokens=12)
 
 
 def test_meddling_is_real() -> None:

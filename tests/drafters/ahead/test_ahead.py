@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, drafters
-from outrider.backends.toy import toy
 from outrider.cli.app import app
 from outrider.cli.show import ahead_line
 from outrider.config import Config
@@ -36,6 +35,8 @@ from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.doctor import _ahead_facts
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Tree, chain
+
+from support.toys import toy
 
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4}
@@ -261,7 +262,7 @@ def test_a_perfect_draft_model_hits_every_outcome() -> None:
 
 
 def test_conformance_kit_with_a_model_that_is_often_wrong() -> None:
-    assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, tokens=8) > 0
+    assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, TARGET, tokens=8) > 0
 
 
 @pytest.mark.parametrize(

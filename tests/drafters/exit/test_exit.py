@@ -17,7 +17,7 @@ from outrider.backends import WHOLE, Part
 from outrider.backends.cpu import quantise as quant
 from outrider.backends.cpu.eager import Eager
 from outrider.backends.cpu.int8 import Int8Transformer
-from outrider.backends.toy import VOCABULARY, RandomWeights, toy
+from outrider.backends.toy import VOCABULARY, RandomWeights
 from outrider.config import Config, config_from, from_hugging_face
 from outrider.drafters import DraftRequest, Workspace, make
 from outrider.drafters.exit.drafter import Exit
@@ -29,6 +29,7 @@ from outrider.train.decoder import TargetNet
 from outrider.train.networks import ExitNet
 from outrider.types import Output, Sequence
 
+from support.toys import toy
 from support.training import home, invoke, speaks  # noqa: F401  (`home` is a fixture)
 
 TARGET = toy(layers=4)
@@ -128,7 +129,7 @@ def test_text_and_cache_are_those_of_plain_decoding_to_the_last_bit(dtype: torch
 
 @pytest.mark.parametrize("options", [{"exit_layer": 1}, {"exit_layer": 2}, {"exit_layer": 1, "exit_reuse": False}])
 def test_the_text_stays(options: dict[str, Any]) -> None:
-    assert check_drafter("exit", options, tokens=24)
+    assert check_drafter("exit", options, toy(), tokens=16)
 
 
 class Both(Drafter):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from outrider.backends.loaded_weights import output_norm, output_rows
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.online import learner as learning, store
 from outrider.drafters.online.adapter import FrozenOutput, Labels, Mix, copied, loss
@@ -25,6 +24,8 @@ from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, decode, reference
 from outrider.types import SamplingParams, Sequence
+
+from support.toys import toy
 
 TARGET = toy()
 EAGER = {"learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as can be
