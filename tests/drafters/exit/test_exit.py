@@ -248,7 +248,7 @@ def test_the_net_says_what_drafts_with_it() -> None:
         net = ExitNet(config, ids, net_of_target()).double()
         x = torch.randn(5, config.hidden_size, dtype=torch.float64)
         net.load_state_dict({name: t.double() if t.is_floating_point() else t for name, t in tensors.items()})
-        exit = Exit(2, TARGET, (config, tensors), torch.float64)
+        exit = Exit(2, toy(layers=4, dtype=torch.float64), (config, tensors), torch.float64)
         assert torch.allclose(net.logits(x), exit.scores(x), atol=1e-9)
         assert torch.equal(net.ids, exit.ids)
         assert torch.equal(exit.spread(exit.scores(x))[:, net.ids], exit.scores(x))
@@ -258,7 +258,8 @@ def test_a_net_begins_as_the_targets_own_head() -> None:
     config, _ = random_head(TARGET.config, "exit", vocabulary=VOCABULARY)
     net = ExitNet(config, torch.arange(VOCABULARY), net_of_target()).double()
     x = torch.randn(5, config.hidden_size, dtype=torch.float64)
-    assert torch.allclose(net.logits(x), Exit(2, TARGET, None, torch.float64).scores(x), atol=1e-9)
+    same = Exit(2, toy(layers=4, dtype=torch.float64), None, torch.float64)
+    assert torch.allclose(net.logits(x), same.scores(x), atol=1e-9)
 
 
 @pytest.mark.parametrize("vocabulary", [0, 200])
