@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 from outrider import LLM, drafters
 
-from support import tiny
+from support import examples, tiny  # noqa: F401 - profiles exist before the command line chooses one
 
 pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)

@@ -52,9 +52,16 @@ def options_of(name: str, shape: str) -> dict:
     return lookup(name).traits.trial(TARGET) | SHAPES[shape] | blurred
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+def scenarios_of(name: str, shape: str) -> list[Scenario]:
+    """`test_conformance_kit` runs every scenario with chains, and with a draft model that is always right."""
+    return [s for s in SCENARIOS if shape == "tree" or name == "model" or s.stagger]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("name", "shape", "scenario"),
+    [pytest.param(n, s, x, id=f"{n}-{s}-{x.name}") for n, s in CASES for x in scenarios_of(n, s)],
+)
 def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario: Scenario) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40)
     config = Config(drafter=name, k=6, options=options_of(name, shape), **scenario.config)
@@ -82,7 +89,7 @@ def test_adaptive_k_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance_kit(name: str) -> None:
-    assert check_drafter(name, target=TARGET, tokens=20) > 0
+    assert check_drafter(name, target=TARGET, tokens=30) > 0
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
