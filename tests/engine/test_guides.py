@@ -67,16 +67,15 @@ def with_drafter(llm: LLM, name: str, **changes: Any) -> LLM:
 # ---------------------------------------------------------------- the same text
 
 
-@pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", drafters.names())
-def test_guided_text_is_the_targets(llm: LLM, name: str, form: str, heat: str) -> None:
-    params = SamplingParams(max_tokens=40, guide=FORMS[form], **HEATS[heat])
-    expected = alone(llm, params)
+def test_guided_text_is_the_targets(llm: LLM, name: str, form: str) -> None:
+    params = [SamplingParams(max_tokens=40, guide=FORMS[form], **heat) for heat in HEATS.values()]
+    expected = [text for each in params for text in alone(llm, each)]
     speculative = with_drafter(llm, name)
-    together = speculative.generate(PROMPTS, params)
+    together = speculative.generate(PROMPTS * len(params), [each for each in params for _ in PROMPTS])
     assert [result.token_ids for result in together] == expected
-    assert speculative.generate(PROMPTS[-1], params)[0].token_ids == expected[-1]
+    assert speculative.generate(PROMPTS[-1], params[-1])[0].token_ids == expected[-1]
     assert not speculative.engine.failures
     assert all(result.stats.failures == 0 for result in together)
     speculative.engine.cache.check()

@@ -136,8 +136,7 @@ def kill(host: ProcessHost) -> None:
 PROMPTS = ["the quick brown", "def add(a", "one two", "fox fox fox", "lazy", "a + b", "three four", "dog jumps"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.9), (8, 0.0)])
 def test_a_disturbed_process_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, temperature: float
 ) -> None:
