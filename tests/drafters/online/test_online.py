@@ -73,7 +73,7 @@ def test_rules_that_read_q_get_it(rule: str) -> None:
 def test_the_target_is_left_alone() -> None:
     before = [TARGET.embedding.clone(), TARGET.norm.clone(), TARGET.layers[0].mlp_norm.clone()]
     engine = engine_of()
-    alpha(engine, stream(20))
+    alpha(engine, stream(10))
     assert drafter_of(engine).learner.report.updates > 5
     for old, new in zip(before, [TARGET.embedding, TARGET.norm, TARGET.layers[0].mlp_norm], strict=True):
         assert torch.equal(old, new)
@@ -84,8 +84,8 @@ def test_the_target_is_left_alone() -> None:
 
 def test_acceptance_rises() -> None:
     learns, frozen = engine_of(), engine_of(learn=False)
-    alpha(learns, stream(40))
-    late, never = alpha(learns, stream(15), 100), alpha(frozen, stream(15), 100)
+    alpha(learns, stream(25))
+    late, never = alpha(learns, stream(10), 100), alpha(frozen, stream(10), 100)
     assert late > never + 0.2, (late, never)
     assert drafter_of(learns).learner.report.failures == 0
 
@@ -171,7 +171,7 @@ def test_learning_goes_on_after_one_failure(monkeypatch: pytest.MonkeyPatch) -> 
     real, calls = learning.loss, iter(range(10**9))
     monkeypatch.setattr(learning, "loss", lambda *a: failing("raises")(*a) if next(calls) % 40 == 9 else real(*a))
     engine = engine_of()
-    alpha(engine, stream(40))
+    alpha(engine, stream(16))
     report = drafter_of(engine).learner.report
     assert report.state == "on"
     assert report.failures > 0
@@ -181,7 +181,7 @@ def test_learning_goes_on_after_one_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_interrupted_update_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
-    alpha(engine, stream(20))
+    alpha(engine, stream(10))
     learner, real = drafter_of(engine).learner, learning.loss
     best = learner.weights()
 
