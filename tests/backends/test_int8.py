@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -330,23 +329,6 @@ def test_no_place_to_keep_it_is_no_error(tmp_path: Path) -> None:
     config = FAMILIES["llama"]
     tensors = quant.stored("name", lambda: _tensors(config), tmp_path / "file" / "int8")
     assert _equal(tensors, _tensors(config))
-
-
-def _race(folder: Path) -> None:
-    torch.set_num_threads(1)
-    quant.stored("name", lambda: _tensors(FAMILIES["llama"]), folder)
-
-
-def test_two_processes_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    racing = [context.Process(target=_race, args=(tmp_path,)) for _ in range(2)]
-    for process in racing:
-        process.start()
-    for process in racing:
-        process.join()
-    assert [process.exitcode for process in racing] == [0, 0]
-    kept = quant.stored("name", lambda: pytest.fail("built again"), tmp_path)
-    assert _equal(kept, _tensors(FAMILIES["llama"]))
 
 
 def test_identity_follows_files_and_settings(tmp_path: Path) -> None:

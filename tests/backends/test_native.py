@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from outrider.backends import ops
-from outrider.backends.cpu import native
+from outrider.backends.cpu import native, quantise as quant
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.models import paths
 
 from support.native_builds import COMPILER
@@ -103,14 +104,22 @@ def test_a_library_that_fails_its_check_is_not_loaded(monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_two_processes_may_build_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_processes_may_build_and_quantise_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both caches in one pair of processes, which take long to start."""
     monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0'))
     code = (
-        "import sys, pathlib, outrider.backends.cpu.native as n; "
-        "sys.exit(n.load(pathlib.Path(sys.argv[1])).kernels is None)"
+        "import sys, pathlib; from outrider.backends.cpu import native, quantise as quant\n"
+        "from outrider.backends.toy import RandomWeights, toy_config\n"
+        "folder, config = pathlib.Path(sys.argv[1]), toy_config(1)\n"
+        "quant.stored('name', lambda: quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3]), folder / 'int8')\n"
+        "sys.exit(native.load(folder / 'native').kernels is None)"
     )
-    racing = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "cache")]) for _ in range(2)]
+    racing = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
     assert [process.wait() for process in racing] == [0, 0]
+    kept, config = quant.stored("name", lambda: pytest.fail("built again"), tmp_path / "int8"), toy_config(1)
+    expected = quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3])
+    assert kept.keys() == expected.keys()
+    assert all(torch.equal(kept[name], expected[name]) for name in kept)
 
 
 @needs_compiler
