@@ -7,6 +7,7 @@ On a machine with a GPU the same tests run there; on one without, its kernels ru
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,12 @@ from support import examples, tiny  # noqa: F401 - profiles exist before the com
 
 pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay until the end: looking through them took most of the time of those who collect garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
