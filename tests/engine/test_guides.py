@@ -70,7 +70,7 @@ def with_drafter(llm: LLM, name: str, **changes: Any) -> LLM:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", drafters.names())
 def test_guided_text_is_the_targets(llm: LLM, name: str, form: str) -> None:
-    params = [SamplingParams(max_tokens=40, guide=FORMS[form], **heat) for heat in HEATS.values()]
+    params = [SamplingParams(max_tokens=32, guide=FORMS[form], **heat) for heat in HEATS.values()]
     expected = [text for each in params for text in alone(llm, each)]
     speculative = with_drafter(llm, name)
     together = speculative.generate(PROMPTS * len(params), [each for each in params for _ in PROMPTS])

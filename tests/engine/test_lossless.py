@@ -17,7 +17,7 @@ from outrider.backends.toy import VOCABULARY
 from outrider.config import Config
 from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
 from outrider.llm import build_engine
-from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, reference
+from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, prompts, reference
 from outrider.types import Draft, SamplingParams, Sequence, Step, Tree, chain
 
 from support.toys import toy
@@ -70,13 +70,22 @@ def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario
     assert not engine.failures
 
 
-@pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_means_the_same(name: str, kind: str) -> None:
-    params = SamplingParams(max_tokens=40, **PARAMS[kind])
+def test_every_parameter_means_the_same(name: str) -> None:
+    """Requests with all kinds of parameters, more of them than run at once."""
     engine = build_engine(TARGET, Config(drafter=name, k=5, options=options_of(name, "chain")))
-    scenario = Scenario("staggered", stagger=2)
-    assert decode(engine, scenario, params) == plain(scenario, params)
+    seqs, expected, given = [], [], prompts(4)
+    for params in (SamplingParams(max_tokens=40, **some) for some in PARAMS.values()):
+        expected += plain(Scenario("together"), params)
+        first = len(seqs)
+        seqs += [Sequence(first + i, p, params, 1000 + i, frozenset({0})) for i, p in enumerate(given)]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert [seq.generated for seq in seqs] == expected
+    assert not engine.failures
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -269,8 +278,6 @@ def test_an_oracle_is_fast_and_right(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40)
     scenario = Scenario("together")
     expected = plain(scenario, params)
-    from outrider.testing import prompts
-
     texts = {tuple(prompt): text for prompt, text in zip(prompts(4), expected, strict=True)}
     engine = build_engine(TARGET, Config(drafter=Oracle, k=8, options={"texts": texts}))
     assert decode(engine, scenario, params) == expected
