@@ -7,9 +7,11 @@ On a machine with a GPU the same tests run there; on one without, its kernels ru
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # where a test wants several, they share busy cores
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +24,16 @@ if not torch.cuda.is_available():
 
 from outrider import LLM, drafters
 
-from support import tiny
+from support import examples, tiny  # noqa: F401 - profiles exist before the command line chooses one
 
-pytest_plugins = ("support.browser", "support.pages", "pytester")
+pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay until the end: looking through them took most of the time of those who collect garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

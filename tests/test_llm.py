@@ -561,13 +561,11 @@ def test_bad_configurations(folder: Path, bad: dict[str, object], sentence: str)
         LLM(folder, **({"dtype": "float32"} | bad))
 
 
-def test_a_draft_model_with_another_vocabulary(llm: LLM, folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_with_another_vocabulary(llm: LLM, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3)
     translated = llm.using(drafter="model", draft_model=str(other), k=3)
     params = SamplingParams(max_tokens=8)
     assert translated.generate("one", params)[0].token_ids == llm.generate("one", params)[0].token_ids
-    with pytest.raises(ConfigError, match="another vocabulary"):
-        LLM(folder, dtype="float32", draft_model=str(other), drafter="ahead")
     with pytest.raises(ConfigError, match="vocabularies differ"):
         llm.using(drafter="model", draft_model=toy())
 
@@ -631,7 +629,8 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, method: str) -> None:
 # ---------------------------------------------------------------- the default model
 
 
-REAL_PROMPTS = ["def add(a, b):", "The capital of France is", "one two three one two three one two"]
+REAL_PROMPTS = ["def add(a, b):", "The capital of France is", "one two three one two three one two"] * 2
+REAL_PARAMS = [SamplingParams(temperature=0.8 * (i > 2), seed=5, max_tokens=20) for i in range(6)]
 DRAFTERS = ["suffix", "ngram", "layerskip", "model"]
 
 
@@ -687,37 +686,26 @@ def exact(request: pytest.FixtureRequest, real: LLM) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def spoken(exact: LLM) -> dict[float, list[list[int]]]:
-    """The target alone, one prompt at a time."""
-    alone = exact.using(drafter="off", max_batch=1)
-    return {t: [r.token_ids for r in alone.generate(REAL_PROMPTS, params_at(t))] for t in (0.0, 0.8)}
-
-
-def params_at(temperature: float) -> SamplingParams:
-    return SamplingParams(temperature=temperature, seed=5, max_tokens=24)
+def spoken(exact: LLM) -> list[list[int]]:
+    """The target alone, one request at a time."""
+    return [r.token_ids for r in exact.using(drafter="off", max_batch=1).generate(REAL_PROMPTS, REAL_PARAMS)]
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_real_drafters_change_nothing(
-    exact: LLM, spoken: dict[float, list[list[int]]], name: str, temperature: float
-) -> None:
+def test_real_drafters_change_nothing(exact: LLM, spoken: list[list[int]], name: str) -> None:
     options = {"draft_model": exact.target} if name == "model" else {}
-    results = exact.using(drafter=name, k=3, **options).generate(REAL_PROMPTS, params_at(temperature))
-    assert [r.token_ids for r in results] == spoken[temperature]
+    results = exact.using(drafter=name, k=3, **options).generate(REAL_PROMPTS, REAL_PARAMS)
+    assert [r.token_ids for r in results] == spoken
     if name == "model":
         assert all(r.stats.alpha == 1.0 for r in results)
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_real_batches_and_chunks_change_nothing(
-    exact: LLM, spoken: dict[float, list[list[int]]], temperature: float
-) -> None:
-    for changes in ({"max_batch": 8}, {"max_rows": 3}):
-        batched = exact.using(drafter="suffix", k=3, **changes)
-        assert [r.token_ids for r in batched.generate(REAL_PROMPTS, params_at(temperature))] == spoken[temperature]
+@pytest.mark.parametrize("changes", [{"max_batch": 8}, {"max_rows": 3}], ids=str)
+def test_real_batches_and_chunks_change_nothing(exact: LLM, spoken: list[list[int]], changes: dict[str, int]) -> None:
+    batched = exact.using(drafter="suffix", k=3, **changes)
+    assert [r.token_ids for r in batched.generate(REAL_PROMPTS, REAL_PARAMS)] == spoken
 
 
 def test_a_misspelt_option_is_a_sentence(folder: Path) -> None:

@@ -6,12 +6,13 @@ import logging
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters import Drafter, DraftRequest, lookup
 from outrider.llm import build_engine
 from outrider.testing import Scenario, check_drafter, prompts, reference
 from outrider.types import Draft, SamplingParams, Sequence, Tree, chain
+
+from support.toys import toy
 
 PARAMS = SamplingParams(max_tokens=20)
 
@@ -67,13 +68,13 @@ class Silent(Drafter):
 )
 def test_a_drafter_that_always_fails_is_refused(drafter: type[Drafter], failure: str) -> None:
     with pytest.raises(AssertionError, match=rf"'{drafter.name}' failed in every one of \d+ draft requests") as caught:
-        check_drafter(drafter, tokens=8)
+        check_drafter(drafter, target=toy(), tokens=8)
     assert f"The first failure: {failure}" in str(caught.value)
 
 
 @pytest.mark.parametrize("drafter", [Silent, Sometimes, "off"])
 def test_a_drafter_that_proposes_nothing_or_fails_sometimes_passes(drafter: str | type[Drafter]) -> None:
-    assert check_drafter(drafter, tokens=8) > 0
+    assert check_drafter(drafter, target=toy(), tokens=8) > 0
 
 
 @pytest.mark.parametrize("wrapper", ["cascade", "auto"])

@@ -5,6 +5,10 @@ Without a GPU the same code runs uncaptured, with its kernels in triton's interp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +18,7 @@ from outrider.backends.cuda.graphs import BATCHES, Graphs, _shape, padded_size
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
+from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Workspace, make
 from outrider.engine.batch import BatchBuilder
@@ -21,6 +26,8 @@ from outrider.engine.cache import Cache
 from outrider.engine.request_drafts import Prediction
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.llm import build_engine
+from outrider.models.config import ModelConfig
 from outrider.types import SamplingParams, Sequence
 
 from support.kernels import DEVICE, GPU
@@ -36,8 +43,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
 
 
+def small_config(layers: int) -> ModelConfig:
+    """Two heads instead of four: the interpreter runs a program for each head of each row."""
+    return replace(toy_config(layers, context=128), heads=2, kv_heads=1)
+
+
 def model(blur: float = 0.0, layers: int = 2 if GPU else 1) -> Transformer:
-    config = toy_config(layers, context=128)
+    config = small_config(layers)
     return Transformer(config, RandomWeights(config, 1, blur), torch.float32, DEVICE)
 
 
@@ -88,6 +100,19 @@ def target() -> Transformer:
         return model()
 
 
+@contextmanager
+def alone(target: Transformer, batch: int = 4) -> Iterator[Engine]:
+    """The target without a drafter. The interpreter is slow, and `test_the_same_bits_as_without_a_gpu`: there it is the
+    CPU's runner."""
+    if GPU:
+        yield engine(target, "off", 0, batch)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "on_gpu", lambda tensor: False)
+        same = Transformer(target.config, RandomWeights(target.config, 1), torch.float32)
+        yield build_engine(same, Config(drafter="off", max_length=96))
+
+
 @pytest.mark.parametrize("mix", [pytest.param(mix, marks=slow) for mix in range(4)])
 def test_batched_and_alone_the_same_text(target: Transformer, mix: int) -> None:
     params = MIXES[mix]
@@ -119,7 +144,8 @@ def test_every_drafter_says_what_the_target_says(
     target: Transformer, drafter: str, options: dict[str, object], mix: int
 ) -> None:
     params = MIXES[mix]
-    plain = say(engine(target, "off", 0), params)
+    with alone(target) as plain_engine:
+        plain = say(plain_engine, params)
     if drafter in ("model", "auto"):
         options = options | {"draft_model": model(blur=0.15)}
     guided = engine(target, drafter, 4, **options)
@@ -155,7 +181,8 @@ def test_a_guide_and_a_prediction_beside_a_draft_that_nobody_reads(target: Trans
             assert not running.step().failure
         return [seq.generated for seq in seqs]
 
-    plain = texts(engine(target, "off", 0), [])
+    with alone(target) as plain_engine:
+        plain = texts(plain_engine, [])
     assert all(token % 2 for token in plain[0])
     assert texts(engine(target, "model", 3, draft_model=model(blur=0.15)), plain[1]) == plain
 
@@ -184,13 +211,9 @@ def test_a_good_draft_is_accepted_without_being_read(target: Transformer) -> Non
 
 def test_the_same_bits_as_without_a_gpu(target: Transformer) -> None:
     """Not promised between devices, but a toy in float32 has no near-ties: the texts agree."""
-    config = toy_config(2 if GPU else 1, context=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "on_gpu", lambda tensor: False)
-        from outrider.config import Config
-        from outrider.llm import build_engine
-
-        cpu = Transformer(config, RandomWeights(config, 1), torch.float32)
+        cpu = Transformer(target.config, RandomWeights(target.config, 1), torch.float32)
         plain = say(build_engine(cpu, Config(drafter="off", max_length=96)), [GREEDY] * 3)
     assert say(engine(target, "off", 0), [GREEDY] * 3) == plain
 
@@ -210,12 +233,12 @@ def test_sequences_come_and_go_while_passes_are_started_ahead(target: Transforme
         ahead += crowded.target.started is not None  # type: ignore[attr-defined]
     assert ahead > len(prompts) / 3
     for i, seq in enumerate(seqs):
-        lonely = engine(target, "off", 0, batch=1)
-        lonely._logits_are_read = True  # so that nothing is started ahead
         other = Sequence(1, prompts[i], params[i], seed=40 + i)
-        lonely.add(other)
-        while lonely.busy:
-            lonely.step()
+        with alone(target, batch=1) as lonely:
+            lonely._logits_are_read = True  # so that nothing is started ahead
+            lonely.add(other)
+            while lonely.busy:
+                lonely.step()
         assert other.generated == seq.generated, i
 
 
@@ -240,7 +263,7 @@ def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> Non
 
 
 def test_weights_in_eight_bits_keep_the_promise() -> None:
-    config = toy_config(1, context=128)
+    config = small_config(1)
     eight = Transformer(config, RandomWeights(config, 1), torch.float32, DEVICE, int8=True)
     assert eight.dtype is torch.int8
     assert eight.layers[0].qkv.weight.dtype is torch.int8

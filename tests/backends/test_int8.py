@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
-import platform
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from outrider.backends import WHOLE, Part, ops
-from outrider.backends.cpu import native, quantise as quant
+from outrider.backends import WHOLE, Part
+from outrider.backends.cpu import quantise as quant
 from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, TorchProduct
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
@@ -26,8 +23,6 @@ from outrider.engine.cache import Plane
 from outrider.models.config import ModelConfig
 
 LENGTH = 64
-BUILDS = {"tuned": "", "narrow": "-mno-avx512f", "narrowest": "-mno-avx512f -mno-avx2 -mno-fma"}
-COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 # ------------------------------------------------------------ tiny models of every family
@@ -115,25 +110,6 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(params=["torch", *BUILDS])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    if request.param == "torch":
-        loaded = native.Native(None, "a test wants torch")
-    else:
-        if COMPILER is None or (BUILDS[request.param] and platform.machine() not in ("x86_64", "AMD64")):
-            pytest.skip("no such build here")
-        monkeypatch.setenv("CC", f"{COMPILER} {BUILDS[request.param]}")
-        loaded = native.load(folder)
-        assert loaded.kernels is not None, loaded.reason
-    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
-    return str(request.param)
 
 
 # ------------------------------------------------------------ numbers
@@ -353,23 +329,6 @@ def test_no_place_to_keep_it_is_no_error(tmp_path: Path) -> None:
     config = FAMILIES["llama"]
     tensors = quant.stored("name", lambda: _tensors(config), tmp_path / "file" / "int8")
     assert _equal(tensors, _tensors(config))
-
-
-def _race(folder: Path) -> None:
-    torch.set_num_threads(1)
-    quant.stored("name", lambda: _tensors(FAMILIES["llama"]), folder)
-
-
-def test_two_processes_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    racing = [context.Process(target=_race, args=(tmp_path,)) for _ in range(2)]
-    for process in racing:
-        process.start()
-    for process in racing:
-        process.join()
-    assert [process.exitcode for process in racing] == [0, 0]
-    kept = quant.stored("name", lambda: pytest.fail("built again"), tmp_path)
-    assert _equal(kept, _tensors(FAMILIES["llama"]))
 
 
 def test_identity_follows_files_and_settings(tmp_path: Path) -> None:

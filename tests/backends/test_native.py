@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from outrider.backends import ops
-from outrider.backends.cpu import native
+from outrider.backends.cpu import native, quantise as quant
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.models import paths
 
-COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+from support.native_builds import COMPILER
+
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
@@ -60,7 +62,7 @@ def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_compiler_that_knows_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refuse = 'case "$*" in *-march=native*|*-fopenmp*) echo cannot >&2; exit 1;; esac\n'
-    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'{refuse}exec {COMPILER} "$@"'))
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'{refuse}exec {COMPILER} "$@" -O0'))
     loaded = native.load(tmp_path / "cache")
     assert loaded.kernels is not None
     assert not loaded.kernels.threaded
@@ -71,7 +73,7 @@ def test_what_was_built_is_used_again_and_what_was_damaged_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'echo "$*" >> {log}\nexec {COMPILER} "$@" -O1'))
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'echo "$*" >> {log}\nexec {COMPILER} "$@" -O0'))
 
     def builds() -> int:
         assert native.load(tmp_path / "cache").kernels
@@ -102,19 +104,30 @@ def test_a_library_that_fails_its_check_is_not_loaded(monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_build_and_quantise_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both caches in one pair of processes, which take long to start."""
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0'))
     code = (
-        "import sys, pathlib, outrider.backends.cpu.native as n; "
-        "sys.exit(n.load(pathlib.Path(sys.argv[1])).kernels is None)"
+        "import sys, pathlib; from outrider.backends.cpu import native, quantise as quant\n"
+        "from outrider.backends.toy import RandomWeights, toy_config\n"
+        "folder, config = pathlib.Path(sys.argv[1]), toy_config(1)\n"
+        "quant.stored('name', lambda: quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3]), folder / 'int8')\n"
+        "sys.exit(native.load(folder / 'native').kernels is None)"
     )
     racing = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
     assert [process.wait() for process in racing] == [0, 0]
+    kept, config = quant.stored("name", lambda: pytest.fail("built again"), tmp_path / "int8"), toy_config(1)
+    expected = quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3])
+    assert kept.keys() == expected.keys()
+    assert all(torch.equal(kept[name], expected[name]) for name in kept)
 
 
 @needs_compiler
-def test_backend_says_what_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded = native.load(tmp_path)
-    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
+def test_backend_says_what_runs(
+    native_builds: Callable[[str], native.Native], use_backend: Callable[[str], None]
+) -> None:
+    use_backend("tuned")
+    loaded = native_builds("tuned")
     assert loaded.kernels is not None, loaded.reason
     assert ops.backend().startswith(f"native ({loaded.kernels.isa}, ")
     assert len(native._openmp_runtimes()) <= 1  # torch's own, shared

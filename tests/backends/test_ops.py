@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,40 +11,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from outrider.backends import ops
-from outrider.backends.cpu import native
 from outrider.backends.rows import Rows
+
+from support.native_builds import Use
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 SHAPES = [(9, 3, 64), (12, 2, 128), (32, 8, 64), (4, 4, 32), (3, 1, 80), (6, 2, 36), (50, 1, 64), (2, 2, 256)]
-BUILDS = {"tuned": "", "narrow": "-mno-avx512f", "narrowest": "-mno-avx512f -mno-avx2 -mno-fma"}
-COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 # ------------------------------------------------------------ what the tests share
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-def _use(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
-    """Run the operations by torch, or by a native build of one vector width."""
-    if name == "torch":
-        loaded = native.Native(None, "a test wants torch")
-    else:
-        if COMPILER is None or (BUILDS[name] and platform.machine() not in ("x86_64", "AMD64")):
-            pytest.skip("no such build here")
-        monkeypatch.setenv("CC", f"{COMPILER} {BUILDS[name]}")
-        loaded = native.load(folder)
-        assert loaded.kernels is not None, loaded.reason
-    monkeypatch.setattr(ops, "_loaded", lambda: loaded)
-
-
-@pytest.fixture(params=["torch", *BUILDS])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    _use(monkeypatch, folder, request.param)
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -155,10 +127,8 @@ def test_attend_of_a_row_ignores_its_neighbours(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attend_is_the_same_in_every_division_of_the_work(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    _use(monkeypatch, folder, "tuned")
+def test_attend_is_the_same_in_every_division_of_the_work(shape: tuple[int, int, int], use_backend: Use) -> None:
+    use_backend("tuned")
     case = Case([1500], [(0, 1100 + i, 0) for i in range(100)], shape)  # several blocks; tiles with ragged ends
     expected = case.run()
     for threads, pick in [(2, range(100)), (3, range(100)), (2, [70]), (3, range(20, 23)), (7, range(5, 50))]:
@@ -179,8 +149,8 @@ def test_a_drafted_row_equals_the_committed_one(backend: str) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_attend_on_random_rows(data: st.DataObject, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    _use(monkeypatch, folder, "tuned")
+def test_attend_on_random_rows(data: st.DataObject, use_backend: Use) -> None:
+    use_backend("tuned")
     group, kv_heads, d = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 3), st.sampled_from([4, 16, 40, 64])))
     lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
     rows = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.auto import Trust, agreement, claims
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
 from outrider.types import SamplingParams, Tree, chain
+
+from support.toys import toy
 
 
 def test_agreement_walks_the_tree() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters._drift import WARM, ChangeDetector, Monitor, read
 from outrider.llm import build_engine
 from outrider.types import SamplingParams, Sequence
+
+from support.toys import toy
 
 TARGET = toy()
 

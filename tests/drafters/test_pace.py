@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.control.acceptance import AcceptanceStats
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
@@ -17,6 +16,8 @@ from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
 from outrider.drafters.auto import FIRST_PAUSE, Auto, CostStatistics, Trust, settled, value
 from outrider.engine.cache import Cache
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
+
+from support.toys import toy
 
 TARGET = toy()
 

@@ -57,8 +57,9 @@ def test_an_edit_costs_little_and_garbage_nothing_but_a_row(llm: LLM, name: str,
     speculative = drafting(llm, name)
     edited = [*ids[:12], 77, 78, *ids[14:30], *ids[33:], 79, 80]  # two others, three missing, two too many
     garbage = [dice.randrange(4, 250) for _ in range(60)]
-    for prediction in (edited, garbage, [], ids[20:], ids + ids, [10**6] * 5):
-        (result,) = speculative.generate(PROMPTS[0], replace(params, prediction=prediction))
+    predictions = (edited, garbage, [], ids[20:], ids + ids, [10**6] * 5)
+    each = [replace(params, prediction=prediction) for prediction in predictions]
+    for prediction, result in zip(predictions, speculative.generate(PROMPTS[:1] * len(each), each), strict=True):
         assert result.token_ids == ids
         assert result.stats.accepted_prediction_tokens + result.stats.rejected_prediction_tokens == len(prediction)
         assert not result.stats.failures

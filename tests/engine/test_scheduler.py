@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Fixed
 from outrider.control.pass_costs import PassCosts
@@ -12,6 +11,8 @@ from outrider.drafters import Traits
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.types import ACCEPTED, REJECTED, Draft, SamplingParams, Sequence, Turn, Verdict, chain
+
+from support.toys import toy
 
 TARGET = toy()
 

@@ -14,7 +14,6 @@ import pytest
 from torch import Tensor
 
 from outrider import drafters
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters import lookup
 from outrider.engine.trace import Recorder, Trace, read, recorded, replay
@@ -22,6 +21,8 @@ from outrider.errors import OutriderError
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
 from outrider.types import Listener, SamplingParams, Step
+
+from support.toys import toy
 
 TARGET = toy()
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters import Drafter, DraftRequest, Workspace, register
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
 from outrider.types import Batch, Draft, Listener, Output, SamplingParams, Sequence, Step, Tree, chain
+
+from support.toys import toy
 
 PLACES = 64
 TARGET = toy()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import regex
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Tokenizer as Core, models, pre_tokenizers, processors
 
 from outrider.errors import ModelError
@@ -18,6 +18,7 @@ from outrider.models.gguf_file import _SPLITS, GGUF, adds_bos, build_tokenizer
 from outrider.models.tokenizer import _ALPHABET, ChatTemplate, Tokenizer
 
 from support import tiny
+from support.examples import examples
 
 TEXTS = [
     "Hello, world!",
@@ -86,7 +87,7 @@ def test_round_trip(kind: str, text: str) -> None:
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_round_trip_of_any_text(text: str) -> None:
     clean = text.encode("utf-8", "replace").decode()
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
@@ -120,7 +121,7 @@ def test_byte_level_decoding_is_that_of_tokenizers(ids: list[int]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_split_of_a_stream_gives_the_text_of_decode(data: st.DataObject) -> None:
     tokenizer = KINDS[data.draw(st.sampled_from(list(KINDS)))]
     one = st.one_of(st.integers(0, tokenizer.vocab_size + 2), st.integers(0, 300))
@@ -171,7 +172,7 @@ def reference_sentencepiece(text: str, header: dict[str, Any]) -> list[int]:
 
 
 @given(st.text(alphabet="theinrqucka é日本.🙂\n", max_size=40))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_sentencepiece_from_gguf(text: str) -> None:
     assert SENTENCEPIECE.encode(text) == reference_sentencepiece(text, sentencepiece_header())
 

@@ -94,7 +94,7 @@ class Rearranged:
 def model(tokenizer: Tokenizer, seed: int = 1, padding: int = 0, blur: float = 0.0, context: int = 512) -> Transformer:
     """A tiny model over this tokenizer's ids."""
     config = config_of(tokenizer.vocab_size + padding, context)
-    return Transformer(config, RandomWeights(config, seed, blur), torch.float64)
+    return Transformer(config, RandomWeights(config, seed, blur), torch.float32)
 
 
 def rearranged(
@@ -103,7 +103,7 @@ def rearranged(
     """`model(tokenizer)` with its tokens in this order and more rows."""
     config = config_of(tokenizer.vocab_size)
     larger = replace(config, vocab_size=config.vocab_size + padding)
-    return Transformer(larger, Rearranged(RandomWeights(config, 1, blur), order, larger.vocab_size), torch.float64)
+    return Transformer(larger, Rearranged(RandomWeights(config, 1, blur), order, larger.vocab_size), torch.float32)
 
 
 def config_of(size: int, context: int = 512) -> ModelConfig:

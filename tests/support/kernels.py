@@ -45,3 +45,27 @@ if not GPU:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_and_mend
+    _patch_language, _patched = interpreter._patch_lang, set[int]()
+
+    class _Permanent:
+        def restore(self) -> None:
+            """Everything here is interpreted: nobody needs the language as it was."""
+
+    def _patch_once(function: Any) -> _Permanent:
+        """The interpreter looks at hundreds of members again for every call of a function by a kernel, which took a
+        quarter of its time."""
+        if (module := id(function.__globals__)) not in _patched:
+            _patched.add(module)
+            _patch_language(function)
+        return _Permanent()
+
+    _types, _numpy_type = dict[int, Any](), interpreter._get_np_dtype
+
+    def _numpy_type_once(kind: Any) -> Any:
+        """The interpreter makes a dictionary of all types for every question."""
+        scalar = kind.scalar
+        if (known := _types.get(id(scalar))) is None or known[0] is not scalar:
+            known = _types[id(scalar)] = (scalar, _numpy_type(scalar))
+        return known[1]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = _patch_once, _numpy_type_once

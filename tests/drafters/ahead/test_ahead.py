@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, drafters
-from outrider.backends.toy import toy
 from outrider.cli.app import app
 from outrider.cli.show import ahead_line
 from outrider.config import Config
@@ -36,6 +35,9 @@ from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.doctor import _ahead_facts
 from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Tree, chain
+
+from support import tiny
+from support.toys import toy
 
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4}
@@ -261,7 +263,7 @@ def test_a_perfect_draft_model_hits_every_outcome() -> None:
 
 
 def test_conformance_kit_with_a_model_that_is_often_wrong() -> None:
-    assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, tokens=8) > 0
+    assert check_drafter("ahead", {"draft_model": toy(blur=0.3), **ALWAYS}, TARGET, tokens=8) > 0
 
 
 @pytest.mark.parametrize(
@@ -277,6 +279,17 @@ def test_conformance_kit_with_a_model_that_is_often_wrong() -> None:
 def test_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_engine(TARGET, Config(drafter="ahead", options=options))
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", texts=("zwölf Boxkämpfer jagen Viktor",) * 3)
+    with pytest.raises(ConfigError, match=r"another vocabulary.* only --drafter model can translate"):
+        LLM(folder, dtype="float32", draft_model=str(other), drafter="ahead")
+    arguments = ("generate", "one", "-m", str(folder), "-d", "ahead", "--draft-model", str(other))
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "120"}).invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "another vocabulary" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_statistics_and_the_trace_report_it(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams, drafters
 from outrider.backends.rows import rows_of
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.ahead import worker as worker_module
 from outrider.drafters.ahead.forks import ForkPlan
@@ -33,6 +32,7 @@ from outrider.testing import Scenario, check_drafter, decode, reference
 from outrider.types import Sequence, Step
 
 from support.ahead import alternating
+from support.toys import toy
 
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4, "ahead_fallback": ""}
@@ -209,7 +209,7 @@ def test_outcomes_are_hit_and_reported() -> None:
 
 @pytest.mark.slow
 def test_conformance_kit_with_a_head() -> None:
-    assert check_drafter("ahead", {"head": head(), **ALWAYS}, tokens=24) > 0
+    assert check_drafter("ahead", {"head": head(), **ALWAYS}, TARGET, tokens=24) > 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outrider import SamplingParams
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.statistics import Profitability
@@ -17,6 +16,7 @@ from outrider.testing import Scenario, decode, reference
 from outrider.types import Sequence
 
 from support.ahead import alternating
+from support.toys import toy
 
 TARGET = toy()
 

@@ -7,6 +7,7 @@ clock with the times of the H200's second stream: 2.9 ms until forks are known a
 
 from __future__ import annotations
 
+import functools
 import mmap
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -84,6 +85,7 @@ class ClockedRequests(Requests):
         return engine
 
 
+@functools.cache
 def measured(
     drafter: str, right: float, k: int | str = "auto", head: bool = False, times: Times | None = None
 ) -> Measured:

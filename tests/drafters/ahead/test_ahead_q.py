@@ -14,7 +14,6 @@ import torch
 
 from outrider import SamplingParams
 from outrider.backends.rows import rows_of
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.ahead.forks import NO_TILT, Tilt, draft_distribution
 from outrider.drafters.ahead.shared_queue import QueueSizes, SharedQueue
@@ -29,6 +28,7 @@ from outrider.testing import Scenario, decode
 from outrider.types import Sequence, Step, Tree, chain
 
 from support.laws import Drafting, Toy, V, worst_error
+from support.toys import toy
 
 TARGET, DRAFTER = toy(), toy(blur=0.1)
 TILTS = [Tilt(1, 0.0), Tilt(1, 0.5), Tilt(2, 0.25), NO_TILT]

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.drafters.ahead import worker as worker_module
 from outrider.drafters.ahead.drafter import Ahead
@@ -28,6 +27,8 @@ from outrider.drafters.ahead.shared_queue import QueueSizes
 from outrider.drafters.ahead.worker import HANG_TIMEOUT, ProcessHost, ThreadHost
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode, reference
+
+from support.toys import toy
 
 TARGET = toy()
 OPTIONS = {"ahead_always": True, "ahead_depth": 4, "ahead_fallback": ""}
@@ -135,8 +136,7 @@ def kill(host: ProcessHost) -> None:
 PROMPTS = ["the quick brown", "def add(a", "one two", "fox fox fox", "lazy", "a + b", "three four", "dog jumps"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.9), (8, 0.0)])
 def test_a_disturbed_process_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, temperature: float
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider import drafters
 from outrider.backends.rows import rows_of
-from outrider.backends.toy import RandomWeights, toy, toy_config
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config, config_from, from_speculative_config
 from outrider.drafters import DraftRequest, Workspace, lookup, make
@@ -29,6 +29,8 @@ from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, reference
 from outrider.types import Draft, SamplingParams, Sequence, Tree, chain
+
+from support.toys import toy
 
 TARGET = toy()
 EXACT = toy(dtype=torch.float32)  # products whose rows do not depend on their neighbours

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
@@ -18,6 +17,8 @@ from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, decode, reference
 from outrider.types import SamplingParams, Sequence, Tree, chain
+
+from support.toys import toy
 
 TARGET = toy()
 COSTS = {1: 0.005, 2: 0.0051, 8: 0.007, 32: 0.02}

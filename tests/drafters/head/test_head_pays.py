@@ -6,6 +6,7 @@ and every recording keeps the host busy for 0.2 s, as on the machine beside the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -24,8 +25,13 @@ pytestmark = pytest.mark.skipif(GPU, reason="an invented device is enough")
 def measured(
     drafter: str, right: list[float], k: int | str = "auto", kind: str = "fresh", head: bool = True
 ) -> Measured:
+    return _measured(drafter, tuple(right), k, kind, head)
+
+
+@functools.cache
+def _measured(drafter: str, right: tuple[float, ...], k: int | str, kind: str, head: bool) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
-        run = Requests(patch, drafter, right, k, kind, head)
+        run = Requests(patch, drafter, list(right), k, kind, head)
         found = [run.answer(seq) for seq in run.seqs]
     return Measured([seconds - RECORDING * recorded for seconds, recorded in found], sum(n for _, n in found))
 

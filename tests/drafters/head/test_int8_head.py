@@ -14,7 +14,7 @@ from outrider.backends import ops
 from outrider.backends.cpu import native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Transformer
 from outrider.backends.rows import rows_of
-from outrider.backends.toy import RandomWeights, toy, toy_config
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.config import Config
 from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head, write_head
@@ -24,6 +24,8 @@ from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, check_drafter, decode, reference
 from outrider.types import SamplingParams, Sequence
+
+from support.toys import toy
 
 TARGET = toy()
 EMBEDDING = TARGET.embedding.to(torch.bfloat16)  # [V, H] as native code reads it

@@ -45,7 +45,7 @@ def test_the_trained_network_and_the_drafting_one_agree(kind: str, layers: int) 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_trained_head_drafts_as_well_as_evaluated(home: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
-    result = train(recipe(home, tmp_path / "head", kind=kind, steps=160))
+    result = train(recipe(home, tmp_path / "head", kind=kind, steps=80))
     plain, texts = speaks(home, drafter="off")
     tau, same = speaks(home, drafter="head", head=str(tmp_path / "head"), k=4)
     assert plain == 1.0
@@ -56,7 +56,7 @@ def test_a_trained_head_drafts_as_well_as_evaluated(home: Path, tmp_path: Path, 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "int8"])
 def test_a_narrow_head_learns_too(home: Path, tmp_path: Path, dtype: str) -> None:  # noqa: F811
     """Half as wide as its target, with its own embedding; its int8 form drafts nearly the same."""
-    result = train(recipe(home, tmp_path / "narrow", steps=160, hidden_size=16))
+    result = train(recipe(home, tmp_path / "narrow", steps=100, hidden_size=16))
     before, after = (result["evaluations"][at]["kinds"]["all"]["tau"] for at in (0, -1))
     assert after > before + 0.5
     config, tensors = read_head(tmp_path / "narrow")

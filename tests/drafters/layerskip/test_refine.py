@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import ConfigError, SamplingParams
-from outrider.backends.toy import RandomWeights, toy, toy_config
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.drafters.layerskip.refine import WINDOW, Refinement, Trial
@@ -19,6 +19,8 @@ from outrider.llm import build_engine
 from outrider.models.tuning_profile import note, noted
 from outrider.testing import check_drafter
 from outrider.types import Sequence
+
+from support.toys import toy
 
 
 class Uneven(RandomWeights):
@@ -55,12 +57,12 @@ def run(one: Engine, tokens: int = 300, temperature: float = 15.0, seed: int = 7
 
 
 def test_comparing_changes_no_text() -> None:
-    assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, tokens=40)
+    assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, toy(), tokens=40)
 
 
 @pytest.mark.slow
 def test_comparing_in_a_cascade_changes_no_text() -> None:
-    assert check_drafter("cascade", {"cascade": "exit,layerskip", "exit_layer": 1, "refine": 0.5}, tokens=36)
+    assert check_drafter("cascade", {"cascade": "exit,layerskip", "exit_layer": 1, "refine": 0.5}, toy(), tokens=36)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 15.0])

@@ -10,7 +10,7 @@ import torch
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.backends import WHOLE, Part
-from outrider.backends.toy import RandomWeights, toy, toy_config
+from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.control.pass_costs import PassCosts
@@ -32,6 +32,8 @@ from outrider.measure.bench import pass_costs
 from outrider.models.prompts import bundled
 from outrider.testing import check_drafter
 from outrider.types import Sequence
+
+from support.toys import toy
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17])
 
@@ -146,7 +148,7 @@ def test_the_first_ids_alone_are_the_same_bits(kind: str, folder: Path) -> None:
 
 
 def test_a_drafter_with_a_shortlist_changes_no_text() -> None:
-    assert check_drafter("layerskip", {"skip_layers": [1], "draft_vocab": 20, "refine": 0.5}, tokens=24)
+    assert check_drafter("layerskip", {"skip_layers": [1], "draft_vocab": 20, "refine": 0.5}, toy(), tokens=16)
     with pytest.raises(ConfigError, match="draft_vocab"):
         build_engine(toy(layers=3), Config(drafter="layerskip", k=2, options={"draft_vocab": 10**9}))
 

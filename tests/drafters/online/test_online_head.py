@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from outrider.backends.toy import toy
 from outrider.config import Config
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import check_drafter
 from outrider.types import SamplingParams, Sequence
+
+from support.toys import toy
 
 network = pytest.importorskip("outrider.drafters.head.network")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from hypothesis import assume, example, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from outrider.drafters.translate.alignment import (
     NONE,
@@ -23,6 +23,7 @@ from outrider.drafters.translate.alignment import (
 from outrider.models.tokenizer import Tokenizer
 
 from support import alphabets
+from support.examples import examples
 
 KINDS = ("byte level", "byte level, spaced", "sentence piece")
 
@@ -73,7 +74,7 @@ PIECES = st.lists(st.binary(max_size=4).map(lambda b: bytes(x % 3 + 97 for x in 
 
 
 @given(PIECES, PIECES, st.integers(0, 35), st.integers(0, 35), st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_maps_lead_to_tokens_of_the_same_bytes(
     draft_pieces: list[bytes], target_pieces: list[bytes], rows: int, target_rows: int, data: st.DataObject
 ) -> None:
@@ -107,7 +108,7 @@ def test_maps_lead_to_tokens_of_the_same_bytes(
 
 
 @given(PIECES, PIECES, PIECES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_longer_tokens_that_the_target_lacks(own: list[bytes], others: list[bytes], begins: list[bytes]) -> None:
     draft, target = Listed(own, frozenset({3})), Listed(others, frozenset({5}))
     extensions = align(draft, target, 25, 25).longer
@@ -171,7 +172,7 @@ MIXED = st.lists(st.one_of(TEXT, st.sampled_from([*alphabets.PROSE, *alphabets.C
 @given(MIXED.map("".join))
 @example(" ")
 @example("\n\nfoo")
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_continuation_is_encoded_byte_for_byte(name: str, text: str) -> None:
     assert bytes_of(kind(name), encode_continuation(kind(name), text)) == text.encode()
 
@@ -181,7 +182,7 @@ PAIRS = [("byte level", "sentence piece"), ("sentence piece", "byte level"), ("b
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(MIXED.map("".join), st.lists(st.integers(1, 9)))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_growing_text_is_retokenised_byte_for_byte(draft: str, target: str, text: str, steps: list[int]) -> None:
     """In any pieces, and with an incomplete character at the end of a step."""
     p = pair(draft, target)
@@ -205,7 +206,7 @@ def unprefixed(p: TokenizerPair, ids: list[int]) -> bytes:
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(st.lists(st.sampled_from([*alphabets.PROSE, *alphabets.CODE]), min_size=4, max_size=12), st.integers(1, 40))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_a_long_text_is_encoded_as_if_at_once_and_only_its_end_is_encoded_again(
     draft: str, target: str, lines: list[str], step: int
 ) -> None:
@@ -238,7 +239,7 @@ class Spy:
 
 @pytest.mark.parametrize(("draft", "target"), PAIRS)
 @given(MIXED.map("".join), MIXED.map("".join), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_draft_is_retokenised_byte_for_byte(draft: str, target: str, text: str, more: str, cut: int) -> None:
     p = pair(draft, target)
     assume(more)
