@@ -218,40 +218,6 @@ def test_the_same_bits_as_without_a_gpu(target: Transformer) -> None:
     assert say(engine(target, "off", 0), [GREEDY] * 3) == plain
 
 
-def test_sequences_come_and_go_while_passes_are_started_ahead(target: Transformer) -> None:
-    """Guesses about the next pass come true or not: nobody's text may tell which."""
-    prompts = [[3 + i, *range(1, 2 + 3 * (i % 4))] for i in range(12 if GPU else 3)]
-    lengths = [2 + 5 * i % (23 if GPU else 4) for i in range(len(prompts))]
-    params = [SamplingParams(max_tokens=n, temperature=0.9 * (n % 2), ignore_eos=True) for n in lengths]
-    crowded = engine(target, "off", 0, batch=4 if GPU else 2)
-    ahead = 0
-    seqs = [Sequence(i + 1, prompt, p, seed=40 + i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
-    for seq in seqs:
-        crowded.add(seq)
-    while crowded.busy:
-        crowded.step()
-        ahead += crowded.target.started is not None  # type: ignore[attr-defined]
-    assert ahead > len(prompts) / 3
-    for i, seq in enumerate(seqs):
-        other = Sequence(1, prompts[i], params[i], seed=40 + i)
-        with alone(target, batch=1) as lonely:
-            lonely._logits_are_read = True  # so that nothing is started ahead
-            lonely.add(other)
-            while lonely.busy:
-                lonely.step()
-        assert other.generated == seq.generated, i
-
-
-def test_nothing_is_started_over_logits_that_somebody_will_look_at(target: Transformer) -> None:
-    shown = engine(target, "off", 0)
-    seq = Sequence(1, [3, 1, 4], SamplingParams(max_tokens=4, ignore_eos=True), shows_logits=True)
-    shown.add(seq)
-    while shown.busy:
-        step = shown.step()
-        assert shown.target.started is None  # type: ignore[attr-defined]
-        assert int(step.output.logits[0].argmax()) == seq.tokens[-1]
-
-
 def test_recording_leaves_alone_what_nobody_has_read(target: Transformer) -> None:
     """A shape may be recorded between a pass and the one that goes on from it."""
     crowd = engine(target, "off", 0)

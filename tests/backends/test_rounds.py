@@ -213,6 +213,17 @@ def test_a_pool_that_is_exactly_full(plain: dict[str, list[list[int]]]) -> None:
     assert sum(seq.stats.preempted for seq in seqs) > 0
 
 
+def test_logits_that_somebody_looks_at_are_those_of_the_step(plain: dict[str, list[list[int]]]) -> None:
+    loop = engine()
+    seq = Sequence(1, PROMPTS[0], SamplingParams(max_tokens=3), shows_logits=True)
+    loop.add(seq)
+    while loop.busy:
+        step = loop.step()
+        assert not loop.flights
+        assert int(step.output.logits[0].argmax()) == seq.tokens[-1]
+    assert seq.generated == plain["greedy"][0][:3]
+
+
 def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[list[int]]]) -> None:
     """Penalties, logprobs and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
     texts = plain["greedy"]

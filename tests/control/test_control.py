@@ -84,7 +84,9 @@ class World:
         step: Any = SimpleNamespace(
             turns=turns,
             draft=drafted,
-            batch=SimpleNamespace(count=rows),
+            rows=rows,
+            draft_rows=[len(tree.tokens) for tree in drafted.trees],
+            in_round=False,
             verdicts=verdicts,
             clock=clock,
         )
@@ -251,7 +253,7 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
-            turns=turns, draft=drafted, batch=SimpleNamespace(count=rows),
+            turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False,
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)

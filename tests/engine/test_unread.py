@@ -55,14 +55,16 @@ class Shut(Drafter):
 class Telling:
     """A runner that reads unread tokens where they are, and returns them with its output."""
 
+    rounds = None
+
     def __init__(self, inner: Any, state: torch.Tensor) -> None:
         self.inner, self.state, self.plane = inner, state, inner.plane
         self.unread = 0
 
-    def launch(self, packing: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Any:
+    def launch(self, packing: Batch, taps: tuple[int, ...], overlapped: bool) -> Any:
         unread = min(packing.tokens) < 0
         packing.tokens = [token if token >= 0 else int(self.state[-1 - token]) for token in packing.tokens]
-        pending = self.inner.launch(packing, taps, overlapped, steady)
+        pending = self.inner.launch(packing, taps, overlapped)
         self.unread += unread
 
         class Told:

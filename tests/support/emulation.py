@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -108,6 +108,7 @@ class World:
 class ClockRunner:
     """A target whose passes take time and choose the next tokens of given texts."""
 
+    rounds: ClassVar[None] = None
     world: World
     plane: Any
     seconds: Seconds
@@ -199,7 +200,7 @@ class Timed:
 
     def observe(self, step: Step) -> None:
         tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
-        self.steps.append((tokens, step.batch.count, step.clock["draft"], step.why))
+        self.steps.append((tokens, step.rows, step.clock["draft"], step.why))
 
 
 SEARCH = {

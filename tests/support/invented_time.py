@@ -95,6 +95,8 @@ class InventedDriver(Driver):
 class InventedRunner:
     """Captured passes that choose the next tokens of given texts."""
 
+    rounds = None
+
     def __init__(self, run: Run, inner: Graphs) -> None:
         self.run, self.inner, self.plane = run, inner, inner.plane
 
@@ -122,7 +124,7 @@ class HostWork:
 
     def observe(self, step: Step) -> None:
         requests = sum(turn.budget > 0 for turn in step.turns)
-        self.world.work(60e-6 + 12e-6 * len(step.turns) + 2e-6 * step.batch.count)
+        self.world.work(60e-6 + 12e-6 * len(step.turns) + 2e-6 * step.rows)
         self.world.work(requests * 30e-6 + (50e-6 if requests else 0.0))
 
 

@@ -98,10 +98,12 @@ class Oracle(SimulatedHost):
 class Target:
     """Takes the setting's time and emits the text."""
 
+    rounds = None
+
     def __init__(self, world: World, text: list[int], setting: Any, plane: Any, drafter: Any) -> None:
         self.world, self.text, self.s, self.plane, self.drafter = world, text, setting, plane, drafter
 
-    def launch(self, batch: Any, taps: object, overlapped: bool, steady: bool = False) -> Any:
+    def launch(self, batch: Any, taps: object, overlapped: bool) -> Any:
         begin = self.world.now
         choices = [self.text[batch.positions[i] + 1] for i in batch.want]
 

@@ -311,25 +311,19 @@ class Napping(Fixed):
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         self.steps += 1
-        resting = 3 <= self.steps < 7
-        self.steady, self.k = 2 <= self.steps < 6, 0 if resting else self.most
+        self.k = 0 if 3 <= self.steps < 7 else self.most
         return super().budget(turns, traits)
 
 
-def test_the_target_goes_ahead_while_nothing_is_drafted_and_nothing_is_missed(
-    target: Transformer, plain: dict[str, list[list[int]]]
-) -> None:
+def test_nothing_is_missed_while_nothing_is_drafted(target: Transformer, plain: dict[str, list[list[int]]]) -> None:
     made = engine(target, head_for(target, "eagle3"))
     made.controller = Napping(2)
-    runner: Any = made.target
-    seq, ahead, drafted = Sequence(1, PROMPTS[0], GREEDY, seed=40), 0, []
+    seq, drafted = Sequence(1, PROMPTS[0], GREEDY, seed=40), []
     made.add(seq)
     while made.busy:
-        ahead += runner.started is not None
         assert not made.step().failure
         drafted.append(len(made.drafter.drafted))  # type: ignore[attr-defined]
     assert seq.generated == plain["greedy"][0]
-    assert ahead >= 3
     assert drafted[-1] > drafted[5], "it drafts again as soon as it is asked"
 
 
