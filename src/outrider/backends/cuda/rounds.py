@@ -65,7 +65,7 @@ class RoundShape:
     def holds(self, other: RoundShape) -> bool:
         """Whether a round of the other shape can be padded to this one at little cost."""
         same = (self.batch, self.wanted == self.rows) == (other.batch, other.wanted == other.rows)
-        fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else other.rows)
+        fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else 3 * other.rows // 2)
         return (
             same and fits and other.wanted <= self.wanted and (other.filtered, other.tree) <= (self.filtered, self.tree)
         )
