@@ -22,10 +22,10 @@ from outrider.engine.cache import Cache, Plane
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
-from outrider.testing import SCENARIOS, check_drafter, decode, reference
+from outrider.testing import SCENARIOS, check_drafter, decode
 from outrider.types import SamplingParams, Sequence
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 EMBEDDING = TARGET.embedding.to(torch.bfloat16)  # [V, H] as native code reads it

@@ -22,10 +22,10 @@ from outrider.drafters.online.tap import Tap
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.llm import build_engine
-from outrider.testing import SCENARIOS, decode, reference
+from outrider.testing import SCENARIOS, decode
 from outrider.types import SamplingParams, Sequence
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 EAGER = {"learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as can be
