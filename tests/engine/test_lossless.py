@@ -59,7 +59,7 @@ def scenarios_of(name: str, shape: str) -> list[Scenario]:
     [pytest.param(n, s, x, id=f"{n}-{s}-{x.name}") for n, s in CASES for x in scenarios_of(n, s)],
 )
 def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario: Scenario) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=40)
+    params = SamplingParams(temperature=temperature, max_tokens=24)
     config = Config(drafter=name, k=6, options=options_of(name, shape), **scenario.config)
     engine = build_engine(TARGET, config)
     assert decode(engine, scenario, params) == plain(scenario, params)

@@ -489,7 +489,7 @@ def test_one_command_makes_a_small_model(home: Path, tmp_path: Path) -> None:
     assert tau > 1.5
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Path, kind: str) -> None:
     out, page = tmp_path / "head", tmp_path / "page.html"
     done = invoke(home, out, "--kind", kind, "--steps", 160, "--html", page)

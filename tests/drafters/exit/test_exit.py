@@ -228,7 +228,7 @@ def adapter(folder: Path, vocabulary: int = 0, layers: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("vocabulary", "layers"), [(30, 1), (VOCABULARY, 2)])
+@pytest.mark.parametrize(("vocabulary", "layers"), [(30, 1), pytest.param(VOCABULARY, 2, marks=pytest.mark.slow)])
 def test_an_adapter_is_read_back_and_changes_no_text(tmp_path: Path, vocabulary: int, layers: int) -> None:
     folder = adapter(tmp_path / "adapter", vocabulary, layers)
     config, tensors = read_head(folder)

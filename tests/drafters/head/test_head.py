@@ -50,9 +50,18 @@ def drafter_of(head: Head, target: Transformer = TARGET, **options: Any) -> tupl
 # ------------------------------------------------------------ the text
 
 
-@pytest.mark.parametrize(("kind", "tree"), [(k, tree) for k in KINDS for tree in (False, True)][1:], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        (("eagle3", 1), True),  # its chains are in test_lossless
+        (("block", 3), False),
+        pytest.param(("block", 1), False, marks=pytest.mark.slow),
+        pytest.param(("block", 1), True, marks=pytest.mark.slow),
+        pytest.param(("block", 3), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_no_head_changes_the_text(kind: tuple[str, int], tree: bool) -> None:
-    """The first of them, chains of eagle3, is in test_lossless."""
     assert check_drafter("head", {"head": head_for(TARGET, *kind), "tree": tree}, TARGET, tokens=20)
 
 
