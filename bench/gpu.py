@@ -47,6 +47,7 @@ from gpu_common import Lab, folder_or_name, sweep_up
 from gpu_floor import floor_section, plain_section
 from gpu_head import head_section
 from gpu_hf import hf_section
+from gpu_loop import loop_section
 from gpu_spec import batch_section, spec_section
 from gpu_timeline import timeline_section
 from gpu_verify import verify_section
@@ -62,6 +63,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "verify": verify_section,
     "head": head_section,
     "timeline": timeline_section,
+    "loop": loop_section,
 }
 
 

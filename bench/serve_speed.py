@@ -55,9 +55,10 @@ def ready(server: Server) -> bool:
 
 
 def cpu(process: subprocess.Popen[bytes]) -> float:
-    """Processor seconds of a server so far, over all threads (Linux)."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor seconds of a server so far, over all threads of its processes (Linux)."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in (process.pid, *children)]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(plan: argparse.Namespace, texts: list[str], processes: dict[str, Any]) -> list[dict[str, Any]]:

@@ -354,7 +354,7 @@ class LLM(Listener):
     def observe(self, step: Step) -> None:
         """As the engine's listener: keep the drafted tokens that were not accepted, for `Piece.rejected`."""
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is not None:
+            if verdict is not None and turn.seq.on_token is not None:  # else its text is somebody else's
                 fates = zip(tree.tokens, verdict.fates, strict=True)
                 self._rejected[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
 
@@ -383,16 +383,22 @@ def build_engine(
     plane = cache.add_plane(*model.plane_shape)
     passes = CapturedPasses(cache, config.max_batch, home=model.device)
     captured = passes(model, plane)
+    if captured is not None:
+        from .backends.cuda.rounds import Rounds
+
+        captured.rounds = Rounds(captured)
     first_layers = FirstLayers(model, cache, plane) if captured is None and model.has_layers else None
     runner = captured or Eager(model, plane, first_layers)
     guesses = any(listener.reads_guesses for listener in listeners)
     workspace = Workspace(model, cache, plane, config.options, tokenizer, passes, first_layers, guesses)
     drafter = make(config.drafter, workspace)
     controller = make_controller(model, runner, cache, drafter, config, costs)
-    if captured is not None:
-        captured.warm(max(_WARM_ROWS, config.max_batch))  # else the first answers would wait for it
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
-    return Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
+    if captured is not None:  # else the first answers would wait for it
+        captured.warm(max(_WARM_ROWS, config.max_batch))
+        captured.rounds.warm(config.max_batch)  # with what the drafter has recorded
+    return engine
 
 
 def make_controller(

@@ -197,20 +197,24 @@ class Stats:
         return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
 
     def count(self, tree: Tree, verdict: Verdict) -> None:
-        self.steps += 1
-        self.drafts += bool(tree.tokens)
-        self.emitted += len(verdict.tokens)
-        self.drafted += len(tree.tokens)
-        self.accepted += len(verdict.path)
         # One node per depth is "reached" by the walk: the accepted one, or the step's first rejected one.
         walked = len(verdict.path) + (REJECTED in verdict.fates)
+        self.add(len(tree.tokens), len(verdict.path), len(verdict.tokens), walked)
+
+    def add(self, drafted: int, accepted: int, emitted: int, walked: int) -> None:
+        """Count one verdict, whose walk reached `walked` drafted nodes."""
+        self.steps += 1
+        self.drafts += drafted > 0
+        self.emitted += emitted
+        self.drafted += drafted
+        self.accepted += accepted
         self.reached += walked
         while len(self.reached_at) < walked:
             self.reached_at.append(0)
             self.accepted_at.append(0)
         for depth in range(walked):
             self.reached_at[depth] += 1
-            self.accepted_at[depth] += depth < len(verdict.path)
+            self.accepted_at[depth] += depth < accepted
 
 
 class Prediction(Protocol):
@@ -339,6 +343,19 @@ class Step:
     coins: Listing[object]  # [B] the randomness each verdict used
     why: str = ""  # the controller's reason for this budget
     failure: str = ""  # the drafter's errors, "name: error"
+    in_round: bool = False  # a device's own loop ran it: `output` has no logits, `batch` no rows
+
+    @property
+    def draft_rows(self) -> list[int]:
+        """Rows of the pass that each turn's draft took. A round has as many as its budget, drafted or not."""
+        if self.in_round:
+            return [turn.budget for turn in self.turns]
+        return [len(tree.tokens) for tree in self.draft.trees]
+
+    @property
+    def rows(self) -> int:
+        """T, padding left out."""
+        return sum(turn.feed for turn in self.turns) + sum(self.draft_rows)
 
     @property
     def seqs(self) -> list[Sequence]:

@@ -3,6 +3,7 @@ it is expected to bring more than it takes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,9 @@ import pytest
 
 from outrider.control.acceptance import AcceptanceStats
 from outrider.control.adaptive import Adaptive
-from outrider.control.backoff import FIRST_PAUSE
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
-from outrider.drafters.auto import Auto, CostStatistics, Trust, settled, value
+from outrider.drafters.auto import FIRST_PAUSE, Auto, CostStatistics, Trust, settled, value
 from outrider.engine.cache import Cache
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
@@ -50,8 +50,16 @@ def auto_of(free: list[float], costly: list[float], prices: Any = None) -> tuple
     slow = Fixed("head", costly)
     auto.free, auto.costly = [Fixed("suffix", free)], [slow]
     auto.drafters = [*auto.free, *auto.costly]
-    auto.costs["head"] = CostStatistics(claims=list(costly), call_seconds={1: 0.001})
+    auto.costs["head"] = timed(0.001, 0.0, claims=[*costly, 0.0])  # it drafts no more
     return auto, slow
+
+
+def timed(call: float, token: float, **more: Any) -> CostStatistics:
+    """A drafter whose calls take so many seconds, and so many more for each token."""
+    stats = CostStatistics(**more)
+    for k in (1, 4):
+        stats.calls.add(1, k, call + k * token)
+    return stats
 
 
 SEQ = Sequence(1, [1, 2, 3])
@@ -131,9 +139,10 @@ def test_auto_measures_the_cost_of_a_call_with_the_steps_clock() -> None:
     step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
-    assert auto.costs["head"].call_cost(1) == pytest.approx(0.0011)
+    cost = auto.costs["head"].call_cost(1, 3)
+    assert 0.001 < cost < 0.0015
     auto.observe(step)  # no call since: the cost decays
-    assert auto.costs["head"].call_cost(1) == pytest.approx(0.99 * 0.0011)
+    assert auto.costs["head"].call_cost(1, 3) == pytest.approx(0.99 * cost)
 
 
 def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
@@ -149,19 +158,22 @@ def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
     assert survival[0] > 0.5 > survival[1] / survival[0]  # the first came true, the second did not
 
 
-def test_the_length_of_a_drafter_without_claims() -> None:
-    """The more a token costs, the shorter; never longer than twice the longest so far."""
+@pytest.mark.parametrize("claims", [False, True])
+def test_the_length_of_a_draft(claims: bool) -> None:
+    """The more a token costs, the shorter."""
     lengths = []
     for seconds in (0.0, 0.0002, 0.002):
-        auto, _ = auto_of([], GOOD, priced(500, row=0.0))
-        stats = auto.costs["head"] = CostStatistics(call_seconds={1: seconds}, longest=8)
-        for _ in range(50):
+        auto, slow = auto_of([], GOOD, priced(500, row=0.0))
+        stats = auto.costs["head"] = timed(1e-6, seconds, claims=[0.8])
+        for _ in range(0 if claims else 50):
             stats.outcomes.add(chain([1, 2], source="head"), [0], "ar")
             stats.outcomes.add(chain([1, 2], source="head"), [0, 1], "aa")
-        lengths.append(auto._length("head", 32, 1))
-    assert lengths[0] == 16 > lengths[1] > lengths[2] == 1
+        lengths.append(auto._length(slow, 32, 1))
+    assert lengths[0] > 16 > lengths[1] > lengths[2] == 1
     auto.costs["head"] = CostStatistics()
-    assert auto._length("head", 32, 1) == 4  # the first time
+    assert auto._length(slow, 32, 1) == 2  # the first time
+    slow.traits = replace(slow.traits, self_limiting=True)
+    assert auto._length(slow, 32, 1) == 32
 
 
 def test_value_is_that_of_the_best_prefix() -> None:
@@ -181,8 +193,12 @@ def test_only_claims_whose_outcome_is_known_are_scored() -> None:
 def test_mean_claims_count_missing_depths_as_zero() -> None:
     stats = CostStatistics(claims=[0.5, 0.5])
     for _ in range(200):
-        stats.add_claims([0.8])
+        stats.add_claims([0.8], 2)
     assert stats.claims == pytest.approx([0.8, 0.0], abs=0.01)
+    stats = CostStatistics()
+    for _ in range(200):
+        stats.add_claims([0.9, 0.81], 2)  # it was asked for no more
+    assert stats.expected_survival(4) == pytest.approx([0.9, 0.81, 0.729, 0.6561], abs=0.01)
 
 
 # ------------------------------------------------------------ the controller
@@ -194,24 +210,30 @@ def turn() -> Turn:
     return Turn(Sequence(1, [1, 2], SamplingParams(max_tokens=50)), feed=1, whole=True)
 
 
-def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
-    paced, other = Adaptive(PassCosts(COSTS)), Adaptive(PassCosts(COSTS))
-    for controller in (paced, other):
-        controller.mode.draft_node.value, controller.mode.draft_call.value = 0.0005, 0.001
-    assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == paced.k_max
-    assert 0 < other.budget([turn()], Traits())[0].budget < other.k_max
-    paced.mode.draft_call.value = 0.02  # four passes for a draft
-    assert paced.budget([turn()], Traits(self_limiting=True))[0].budget == 0
-
-
-def test_a_frugal_drafter_is_asked_every_time() -> None:
+def controller_with(call: float, token: float) -> Adaptive:
+    """A controller that knows what a draft call costs, and may lose something."""
     controller = Adaptive(PassCosts(COSTS))
-    controller.mode.draft_node.value = controller.mode.draft_call.value = 0.02
+    controller.calls[""] = 2
+    for k in (1, 4):
+        controller.drafting[""].add(1, k, call + k * token)
+    controller.credit.admit(1)
+    controller.credit.tokens = 8.0
+    return controller
+
+
+def test_a_paced_drafter_is_asked_for_all_there_is_room_for() -> None:
+    paced, other = Traits(self_limiting=True), Traits()
+    assert controller_with(0.001, 0.0).budget([turn()], paced)[0].budget == 16
+    assert 0 < controller_with(0.0, 0.001).budget([turn()], other)[0].budget < 16
+    assert controller_with(0.02, 0.0).budget([turn()], paced)[0].budget <= 1  # four passes for a draft
+
+
+def test_a_frugal_drafter_is_asked_every_time_while_it_has_credit() -> None:
+    controller = controller_with(0.02, 0.0)
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == controller.k_max
-    controller.mode.backoff.pipelined = (
-        True  # a device of its own: there, asking has a price that only the controller knows
-    )
+    controller.credit.tokens = -1.0
     assert controller.budget([turn()], Traits(weighs_cost=True))[0].budget == 0
+    assert "paused" in controller.why
 
 
 def test_prices_are_those_of_the_step_at_hand() -> None:
@@ -219,7 +241,7 @@ def test_prices_are_those_of_the_step_at_hand() -> None:
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(200)
     assert controller.prices.price(7) == pytest.approx(0.4)
-    controller.mode.lead.value = 2.0
+    controller.lead = 2.0
     assert controller.prices.speed == pytest.approx(200)  # the same step
     controller.budget([turn()], Traits())
     assert controller.prices.speed == pytest.approx(400)
@@ -240,6 +262,7 @@ def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
     for claims in ([0.9, 0.85, 0.8, 0.75], [0.9, 0.85, 0.02, 0.01], [0.02, 0.01, 0.01, 0.01]):
         controller = Adaptive(PassCosts(COSTS))
         turns = controller.budget([turn()], Traits(self_limiting=True))
+        controller.tried, controller.credit.tokens = set(), 1.0
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))
     assert kept == [4, 2, 0]

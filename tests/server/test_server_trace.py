@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
 from outrider.engine.trace import Line, Recorder, Trace, recorded, replay, tokens_of
-from outrider.server import jobs
+from outrider.server import notes
 
 from support.serving import HELLO, client, events
 
@@ -167,7 +167,7 @@ def test_several_answers_have_a_trace_each(web: TestClient) -> None:
 
 
 def test_logits_are_dropped_for_a_slow_reader(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "MAX_PENDING_ROWS", 0)  # as if all notes were still pending
+    monkeypatch.setattr(notes, "MAX_PENDING_ROWS", 0)  # as if all notes were still pending
     streamed = chunks(web, speculation={"trace": "full"})
     lines = lines_of(streamed)[1:-1]
     assert [token for line in lines for token in line["emitted"]] == ids_of(streamed)
@@ -176,24 +176,24 @@ def test_logits_are_dropped_for_a_slow_reader(web: TestClient, monkeypatch: pyte
 
 def test_pending_rows_are_counted(llm: LLM) -> None:
     (seq,) = llm.prepare("one two three", SamplingParams(max_tokens=30, ignore_eos=True))
-    recorder = jobs.StepNotes(seq, "full")
+    recorder = notes.StepNotes(seq, "full")
     llm.engine.add(seq)
-    notes = []
+    taken = []
     while not seq.done:
-        notes.append(recorder.note(llm.engine.step(), 0))
+        taken.append(recorder.note(llm.engine.step(), 0))
     llm.close(seq)
-    kept = sum(note.rows for note in notes if note is not None)
+    kept = sum(note.rows for note in taken if note is not None)
     assert recorder._pending_rows == kept
-    assert all(note is not None and recorder.line(note) for note in notes)
+    assert all(note is not None and recorder.line(note) for note in taken)
     assert recorder._pending_rows == 0
-    assert kept < jobs.MAX_PENDING_ROWS + 5  # the last that fitted, a draft of four and its root
+    assert kept < notes.MAX_PENDING_ROWS + 5  # the last that fitted, a draft of four and its root
 
 
 def test_failing_notes_cost_lines_not_the_answer(web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(jobs.StepNotes, "note", broken)
+    monkeypatch.setattr(notes.StepNotes, "note", broken)
     streamed = chunks(web, speculation={"trace": "full"})
     monkeypatch.undo()
     assert ids_of(streamed) == ids_of(chunks(web))

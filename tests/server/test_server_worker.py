@@ -14,7 +14,10 @@ import pytest
 from outrider import LLM, Draft, Drafter, ModelError, SamplingParams
 from outrider.drafters import DraftRequest
 from outrider.server.errors import ApiError
-from outrider.server.jobs import Delta, EventQueue, FairQueue, Job
+from outrider.server.host import FairQueue, facts_of
+from outrider.server.jobs import Delta, Job
+from outrider.server.links import LocalEngine
+from outrider.server.requests import ParsedRequest, Prompt
 from outrider.server.settings import Limits, Settings
 from outrider.server.tracing import TraceStore
 from outrider.server.worker import Worker
@@ -55,7 +58,7 @@ def run(llm: LLM, scenario: Callable[[Worker], Any], queue: int = 100) -> Any:
     """Run a scenario with a worker; afterwards every slot is free."""
 
     async def live() -> Any:
-        worker = Worker(llm, queue)
+        worker = Worker(LocalEngine(llm), queue)
         worker.start()
         try:
             return await scenario(worker)
@@ -70,9 +73,8 @@ def run(llm: LLM, scenario: Callable[[Worker], Any], queue: int = 100) -> Any:
 
 
 def job(llm: LLM, params: SamplingParams = SHORT, client: str = "me", streams: bool = True) -> Job:
-    one = Job("id", client, streams, EventQueue())
-    one.add(llm.prepare("the quick brown fox", params))
-    return one
+    prompt = Prompt(llm.tokenizer.encode_prompt("the quick brown fox"), raw=True)
+    return Job("id", client, streams, ParsedRequest([prompt], params), facts_of(llm), llm.tokenizer)
 
 
 async def ids(one: Job) -> list[int] | ApiError:
@@ -136,10 +138,10 @@ def test_a_cancelled_job_has_left_before_the_next_step(llm: LLM) -> None:
         worker.submit(gone)
         worker.submit(stays)
         assert isinstance(await gone.events.get(20), Delta)
-        before = gone.choices[0].seq.stats.steps
+        before = gone.choices[0].stats.steps
         worker.cancel(gone)
         await asyncio.to_thread(wait_for, lambda: gone.choices[0].ended > 0)
-        assert gone.choices[0].seq.stats.steps <= before + 2  # the step under way, and no other with it
+        assert gone.choices[0].stats.steps <= before + 2  # the step under way, and no other with it
         assert gone.choices[0].finish == "cancelled"
         waiting = job(llm, LONG)
         worker.submit(waiting)

@@ -122,7 +122,7 @@ class Requests(Run):
         """Looking through the text and filling in forms takes the host a little, however the device is asked."""
 
         def drafting(request: DraftRequest) -> Draft:
-            self.world.work(0.0 if request.dry else 20e-6)
+            self.world.work(20e-6)
             return draft(request)
 
         return drafting

@@ -12,12 +12,10 @@ import torch
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.state import DeviceState
-from outrider.backends.toy import toy
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
 from outrider.control.pass_costs import PassCosts
-from outrider.drafters import Drafter, Workspace, make
-from outrider.drafters.auto import Auto
+from outrider.drafters import Workspace, make
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
@@ -209,14 +207,3 @@ class Run:
         for seq in self.seqs:
             assert seq.generated == self.texts[seq.id][seq.prompt_len : seq.prompt_len + TOKENS]
         return TOKENS * len(self.seqs) / self.world.now
-
-
-def auto_with(drafter: Drafter) -> Auto:
-    """`auto` with one costly drafter that taps two layers of the target."""
-    target = toy()
-    cache = Cache(64, 2, 64)
-    auto = Auto(Workspace(target, cache, cache.add_plane(*target.plane_shape)))
-    drafter.traits = replace(drafter.traits, taps=(1, 2))
-    auto.free, auto.costly, auto.drafters = [], [drafter], [drafter]
-    auto._merge_traits()
-    return auto

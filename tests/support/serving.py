@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from outrider import LLM
 from outrider.server.app import Application, make_app
+from outrider.server.links import EngineProcess
 from outrider.server.settings import Settings
 
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
@@ -33,7 +34,7 @@ def client(llm: LLM, settings: Settings | None = None) -> Iterator[TestClient]:
 
 
 @contextmanager
-def listening(llm: LLM, settings: Settings | None = None) -> Iterator[tuple[str, Application]]:
+def listening(llm: LLM | EngineProcess, settings: Settings | None = None) -> Iterator[tuple[str, Application]]:
     """A server on a free port: its address and the application."""
     application = make_app(llm, settings or Settings())
     with socket.socket() as probe:
@@ -48,8 +49,9 @@ def listening(llm: LLM, settings: Settings | None = None) -> Iterator[tuple[str,
     finally:
         server.should_exit = True
         thread.join()
-    llm.engine.cache.check()
-    assert not llm.engine.busy
+    if isinstance(llm, LLM):
+        llm.engine.cache.check()
+        assert not llm.engine.busy
 
 
 def wait_for(condition: Any, seconds: float = 20.0) -> None:

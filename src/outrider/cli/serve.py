@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,8 @@ def serve(
     if engine != "outrider":
         raise ConfigError(f"There is no engine '{engine}' to serve with; choose outrider or vllm.")
     try:
-        from ..server.app import make_app, serve as listen
+        from ..server.app import host_options, make_app, serve as listen
+        from ..server.links import EngineProcess
         from ..server.settings import Limits, Settings
         from ..server.telemetry import log_to
     except ImportError as error:
@@ -71,14 +73,14 @@ def serve(
         log_text=server.log_text, drain_seconds=server.drain, limits=limits, drafter_seconds=server.drafter_timeout,
     )  # fmt: skip
     given = {"max_batch": server.max_batch} | options.arguments()
-    llm = load_model(options.model, options.with_learning(given))
     log_to(sys.stderr)
-    application = make_app(llm, settings)
-    address = f"http://{server.host}:{server.port}"
-    model = f"{application.service.name} ({llm.dtype}, {llm.device}, drafter {llm.config.drafter_name})"
-    note(f"Serving {model} at {address}/v1; the page is {address}/")
-    listen(application)
-    options.save_learnt(llm)
+    build = partial(load_model, options.model, options.with_learning(given))
+    with EngineProcess(build, host_options(settings), options.save_learnt) as process:
+        application, facts = make_app(process, settings), process.facts
+        address = f"http://{server.host}:{server.port}"
+        model = f"{application.service.name} ({facts.dtype}, {facts.device}, drafter {facts.drafter})"
+        note(f"Serving {model} at {address}/v1; the page is {address}/")
+        listen(application)
 
 
 # Options of `outrider serve` that vLLM's server does not have.

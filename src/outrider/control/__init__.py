@@ -1,7 +1,7 @@
-"""How much to draft: the cost of a pass, the acceptance of drafts, and the decision between them.
+"""How much to draft: the cost of a pass, the cost of drafting, the acceptance of drafts, and the decision.
 
-Promise: nothing is drafted where plain decoding is expected to be faster, and the reason is given in words. It sees
-counts, seconds and probabilities, never tokens or text.
+Promise: nothing is drafted where plain decoding is expected to be faster, what trials may cost is bounded, and the
+reason is given in words. It sees counts, seconds and probabilities; of tokens only whether two are equal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from ..types import Draft, Sequence, Step, Turn
 
 
 class Controller:
+    """Steps are observed in order, but `budget` may be called for a later step before `observe` for an earlier one."""
+
     why = ""  # the reason for this step's draft, in words
-    steady = False  # nothing is expected to be drafted in the next step either
     stop_below = 0.0  # drafters that know the survival of a node stop below this
 
     @property
@@ -27,13 +28,6 @@ class Controller:
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """The drafted nodes that are worth their rows."""
         return draft
-
-    def dry_turns(self, turns: list[Turn]) -> list[Turn]:
-        """Sequences to make dry drafts for, because this step's pass has been started already."""
-        return []
-
-    def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
-        """The dry drafts of these sequences."""
 
     def observe(self, step: Step) -> None:
         """The target has verified."""

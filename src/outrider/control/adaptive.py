@@ -1,21 +1,22 @@
 """Controllers: how much to draft. `Fixed` drafts K nodes; `Adaptive` drafts as much as pays.
 
 `budget` bounds the drafter's work before anything is drafted; `prune` bounds the target's work by the survival of what
-was drafted. Where a pass was started without a draft, dry drafts decide whether the next pass waits for one. Under the
-rules that draw from q, a node is judged by its parent's survival: a drawn token is never discarded for its own value.
+was drafted. Under the rules that draw from q, a node is judged by its parent's survival: a drawn token is never
+discarded for its own value.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import accumulate
+from collections.abc import Sequence as Listing
+from itertools import accumulate, takewhile
 
 from ..engine.drafter import Traits
-from ..types import REQUEST_DRAFTS, Draft, Sequence, Step, Tree, Turn, Verdict
+from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
-from .acceptance import AcceptanceStats, StopThreshold
-from .backoff import FIRST_PAUSE, LONGEST_PAUSE, Backoff, HostBackoff
-from .ema import Ema
+from .acceptance import AcceptanceStats
+from .credit import Credit
+from .draft_costs import DraftCosts, Line
 from .pass_costs import PassCosts, StepPrices
 
 
@@ -24,7 +25,6 @@ class Fixed(Controller):
 
     def __init__(self, k: int, block: int = 1) -> None:
         self.k, self.block = k, block
-        self.steady = k == 0
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
@@ -45,154 +45,168 @@ def _allow(turn: Turn, budget: int, block: int, request_only: bool = False) -> T
     return turn.allow(budget if block == 1 else min(budget, block - 1 - root % block), request_only)
 
 
-class ModeState:
-    """What is learnt about drafting in one mode; it says nothing about the drafter's other modes."""
-
-    def __init__(self) -> None:
-        # Seconds. A draft model makes one pass for the k-th node of all trees: a node costs the same in any batch.
-        self.draft_node, self.draft_call = Ema(0.2), Ema(0.2)
-        self.draft_full = Ema(0.2)  # a call for k_max nodes
-        self.device_timed = False  # measured by the device's clock, without the host's other work
-        self.lead = Ema(0.05)  # recent speed relative to plain decoding, at least 1
-        self.lead.value = 1.0
-        self.threshold, self.backoff = StopThreshold(), HostBackoff()
-
-
 class Adaptive(Controller):
-    """Drafts one more token while it gains more tokens per second than the engine emits anyway.
+    """Drafts what gains more tokens than its time is worth, and never risks more than it may lose.
 
-    A node with survival s is worth its row when s > λ · Δt: λ is the speed in tokens per second, Δt the seconds that
-    one more row adds to the pass and to drafting. Where many sequences fill a pass, rows cost more: less is drafted.
-    Where nothing pays, nothing is drafted, except for a probe after a pause.
+    A draft of nodes with survival s1, s2, … is worth, in tokens,
+
+        s1 + s2 + … − λ · (t(rows with it) − t(rows without it) + seconds of drafting) − MARGIN
+
+    where λ is the engine's speed in tokens per second, t the seconds of a pass (`pass_costs`), the seconds of drafting
+    are learnt from the step's clock (`draft_costs`), and survival from verdicts (`acceptance`). The nodes with the
+    highest worth are drafted; none, where none has any. Where many sequences fill a pass, rows cost more: less is
+    drafted.
+
+    Expectations may be wrong, so a step risks no more than the `credit` of its sequences if every node is rejected:
+    drafts grow with their success. Where nothing is expected to pay, the same credit pays for trials.
     """
 
-    CHEAP = 0.05  # share of a plain pass below which drafts are requested in every step
-    FIRST = 4  # nodes requested while the drafter's cost is unknown
-    PROBED = 4  # sequences of a batch that are probed together
-    FREE_NODES = 512  # nodes requested of a free drafter for a whole batch
-    FULL = 64  # prompt rows from which a device's pass is bound by compute, not by memory
-    DRY_BATCH = 8  # largest batch with dry drafts: with more sequences, host work fills the pass
-    SETTLED = 12  # steps without a draft request after which none is expected in the next step
-    FORGET = 0.995  # decay per step of `draft_full` while no draft is requested
+    CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
+    RECENT = 0.05  # weight of a step in `lead`: the last twenty count
+    TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
+    PROBED = 4  # sequences of a batch that are tried together
+    FULL = 64  # prompt rows from which on a pass has no row to spare
+    LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
+    FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
 
     def __init__(self, costs: PassCosts, k_max: int = 16, name: str = "the drafter", block: int = 1) -> None:
         self.costs, self.k_max, self.name, self.block = costs, k_max, name, block
         self.why, self._nothing = "no step yet", f"{name} has nothing to propose: plain decoding"
-        self.traits, self.turns = Traits(), list[Turn]()  # of this step
-        self._prices: StepPrices | None = None  # of this step
-        self._modes: dict[str, ModeState] = defaultdict(ModeState)
-        self.mode = self._modes[""]  # of this step
         self.overall = AcceptanceStats()
         self.by_sequence: dict[int, AcceptanceStats] = defaultdict(lambda: AcceptanceStats(self.overall))
-        self.largest = self.largest_ever = 0  # nodes of this step's largest tree before pruning; of any earlier tree
-        self.costly = False  # drafting is not free in this step
-        self.started = False  # this step's pass was started before drafting
-        self.since_request = self.since_probe = 0  # steps
-        self.probed: set[int] = set()  # sequences, in this step
-        self.backoffs: dict[int, Backoff] = defaultdict(Backoff)  # of each sequence's probes
+        self.credit = Credit()
+        self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
+        self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
+        self.lead = 1.0  # recent speed relative to plain decoding, at least 1
+        self.asked: set[int] = set()  # sequences for which drafts were requested
+        self.reading = (0.0, 1, 1)  # of the last request that read prompts: seconds, nodes, tokens read
+        # Of the step that is being prepared; `observe` does not read them.
+        self.turns, self.traits = list[Turn](), Traits()
+        self._prices: StepPrices | None = None
+        self.tried: set[int] = set()  # sequences whose drafts are verified whatever is expected of them
+        self.refused: dict[int, tuple[int, Tree]] = {}  # sequence -> its length, and a draft that was not verified
+        self.source = name  # of the drafter's trees
 
     @property
     def prices(self) -> StepPrices:
         if self._prices is None:
-            self._prices = self._price(self.turns, max(len(self.turns), 1) * self.k_max)
+            self._prices = StepPrices(self.turns, self.costs, self.lead)
         return self._prices
 
-    def _price(self, turns: list[Turn], most: int) -> StepPrices:
-        return StepPrices(turns, self.costs, self.mode.lead.value or 1.0, most)
+    # ------------------------------------------------------------ before drafting
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        self.turns, self._prices, self.traits, self.mode = turns, None, traits, self._modes[traits.mode]
-        self.since_probe += 1
-        self.probed, self.costly, self.why, self.stop_below = set(), False, self._nothing, 0.0
-        self.started = self.steady
+        self.turns, self.traits, self._prices, self.tried = turns, traits, None, set()
+        self.why, self.stop_below = self._nothing, 0.0
         eligible = [turn.seq.id for turn in turns if room_for(turn, 1)]
+        for seq_id in eligible:
+            self.credit.admit(seq_id)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = self._rooms(turns, eligible, free) if eligible else {}
-        request_only = {turn.seq.id: free for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
-        rooms |= request_only
-        self.since_request = 0 if rooms else self.since_request + 1
-        # A pass that is started ahead and discarded costs as much as dozens of waiting ones.
-        backoff = self.mode.backoff
-        settled = backoff.left > 0 if backoff.paused else self.since_request >= self.SETTLED
-        self.steady = settled and not request_only
-        if not rooms:
+        rooms = self._rooms(eligible, free) if eligible else {}
+        request_only = {turn.seq.id for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
+        if not (rooms or request_only):
             return turns
+        rooms |= dict.fromkeys(request_only, free)
         sizes = [room_for(turn, rooms.get(turn.seq.id, 0)) for turn in turns]
         return [_allow(turn, n, self.block, turn.seq.id in request_only) for turn, n in zip(turns, sizes, strict=True)]
 
-    def _rooms(self, turns: list[Turn], eligible: list[int], free: int) -> dict[int, int]:
+    def _rooms(self, eligible: list[int], free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
-        mode, batch = self.mode, len(turns)
-        if 4 * sum(turn.feed > 1 for turn in turns) >= batch:
-            mode.backoff.reset()
-        if not mode.backoff.next_step():
-            cause = "had nothing to propose" if mode.backoff.empty else "has gained little recently"
-            self.why = f"{self.name} {cause} and is paused: plain decoding is faster than requesting drafts"
+        batch, calls = len(self.turns), self.calls[self.traits.mode]
+        if sum(turn.feed for turn in self.turns) > batch + self.FULL:
+            self._explain(f"{self.name} is not used while prompts fill the pass")
             return {}
-        if mode.backoff.pipelined and sum(turn.feed for turn in turns) > batch + self.FULL:
-            self.why = f"{self.name} is not used while prompts fill the pass"
+        line = self.drafting[self.traits.mode].line(batch)
+        if line is None or calls < len(self.TRIED):
+            return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
+        if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
+            return self._costly_rooms(eligible, line)
+        if self.credit.tokens <= 0:
+            self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
             return {}
-        if mode.draft_node.value is None:
-            few = eligible[: self.PROBED]  # enough for a first cost and a first acceptance
-            self.probed = set(few) if mode.backoff.pipelined else set()  # verify them where requests cost host time
-            return dict.fromkeys(few, self.FIRST)
-        call = mode.draft_node.value * self.k_max if mode.device_timed else mode.draft_call.value or 0.0
-        call = call if mode.draft_full.value is None else mode.draft_full.value
-        weighs_cost = self.traits.weighs_cost and not mode.backoff.pipelined
-        if not weighs_cost and call > self.CHEAP * self.costs(batch, batch):
-            self.costly = True
-            return self._costly_rooms(turns, eligible, mode.draft_node.value)
-        if self.since_request < LONGEST_PAUSE and self.prices.hopeless:  # even free drafts take host time
+        if self.prices.hopeless and not self._affords_trial(eligible, 1, line):
             self._explain(f"{self.name} is not used: even a certain draft would lose by its rows")
             return {}
+        if self.traits.weighs_cost:
+            self.prices.limit = self._risk
         return dict.fromkeys(eligible, free)
 
-    def _costly_rooms(self, turns: list[Turn], eligible: list[int], node: float) -> dict[int, int]:
-        """The same where drafting takes `node` seconds for each depth."""
+    def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:
+        """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
         survival = {seq_id: self.by_sequence[seq_id].chain_survival(self.k_max) for seq_id in eligible}
         eligible = sorted(eligible, key=lambda seq_id: -sum(survival[seq_id]))
-        prices = self._price(turns, len(eligible) * self.k_max)
-        needed = prices.margin + self.mode.backoff.needed(len(turns), prices.speed)
-        chains = [survival[seq_id] for seq_id in eligible]
-        if self.traits.self_limiting:  # any depth costs one call
-            needed += prices.speed * (self.mode.draft_call.value or 0.0)
-            count, k = prices.best_shape(chains, 0.0, needed)[0], self.k_max
+        chains, limited = [survival[seq_id] for seq_id in eligible], self.traits.self_limiting
+        seconds = [line(self.k_max if limited else k) for k in range(self.k_max + 1)]
+        count, k, gain = self.prices.best_shape(chains, seconds, self._risk)
+        read = [seq_id for seq_id in eligible if seq_id in self.asked]
+        if gain and gain < self._price_of_reading({*eligible[:count]} - self.asked, line):
+            return self._costly_rooms(read, line) if read else {}
+        if not count:
+            if self._affords_trial(eligible, self.TRIED[-1], line):
+                return self._trial(eligible, self.TRIED[-1])
+            self._refuse(chains[0][0], self._break_even(len(eligible), line))
+            return {}
+        if limited:
+            k = self.k_max
         else:
-            deeper = prices.speed * node
-            count, k = prices.best_shape(chains, deeper, needed)
-            k = min(k, 2 * max(self.largest_ever, self.FIRST))
-            self.stop_below = self.mode.threshold.below(prices.break_even(max(count, 1), deeper))
-        self.probed = self._due_probes(prices, eligible[count:])
-        if not (count or self.probed):
-            self._refuse(chains[0][0], prices.break_even(len(eligible), prices.speed * node))
-            self.mode.backoff.pause()
-        return dict.fromkeys(eligible[:count], k) | dict.fromkeys(self.probed, 2)
+            self.stop_below = self._lowest_claim(self._break_even(count, line))
+        return dict.fromkeys(eligible[:count], k)
+
+    def _price_of_reading(self, seq_ids: set[int], line: Line) -> float:
+        """Tokens per step that the first requests for these sequences cost, over the steps that they serve."""
+        unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
+        seconds, k, tokens = self.reading
+        total = max(seconds - line(k), 0.0) / tokens * sum(len(seq.tokens) for seq in unread)
+        return self.prices.speed * total / min([self.LASTS, *(seq.room for seq in unread)])
+
+    @property
+    def _risk(self) -> float:
+        """What may be lost, at this step's prices: a token of plain decoding is worth `lead` of its tokens."""
+        return max(self.credit.tokens, 0.0) * self.lead
+
+    def _trial(self, eligible: list[int], k: int) -> dict[int, int]:
+        """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
+        self.tried = set(([seq_id for seq_id in eligible if seq_id in self.asked] or eligible)[: self.PROBED])
+        return dict.fromkeys(self.tried, k)
+
+    def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
+        """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
+        rows = k * min(len(eligible), self.PROBED)
+        return 2 * (self.prices.price(rows) + self.prices.speed * line(k)) <= self._risk
+
+    def _break_even(self, count: int, line: Line) -> float:
+        """The survival at which one more node for each of these sequences pays."""
+        return (self.prices.price(count) + self.prices.speed * (line(2) - line(1))) / count
+
+    def _lowest_claim(self, survival: float) -> float:
+        """The lowest claim down to which all nodes survive this often."""
+        claims = sorted((survival, *AcceptanceStats.EDGES), reverse=True)
+        often = takewhile(lambda claim: self.overall.survival(claim, self.source) >= survival, claims)
+        return min(often, default=claims[0])
+
+    # ------------------------------------------------------------ before verifying
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
-        backoff, batch = self.mode.backoff, len(turns)
-        self.largest = max((len(tree.tokens) for tree in draft.trees), default=0)
-        if not self.largest:
-            if any(turn.budget for turn in turns):
-                self.why = self._nothing
-                plain = all(turn.feed == 1 and not turn.request_only for turn in turns)
-                if self.traits.dry and batch <= self.DRY_BATCH and backoff.pipelined and plain:
-                    self.steady = backoff.add_empty(self.traits.weighs_cost)  # dry drafts go on meanwhile
+        drafted = [i for i, tree in enumerate(draft.trees) if tree.tokens]
+        if not drafted:
             return draft
-        backoff.empty = 0
-        survival = [self._survival(turn, tree) for turn, tree in zip(turns, draft.trees, strict=True)]
-        order = sorted((-chance, i) for i, tree in enumerate(survival) for chance in tree)
-        prices = self._price(turns, max(len(order), batch))
-        kept = [0] * batch
-        for _, i in order[: prices.best_count([-chance for chance, _ in order], prices.margin)]:
+        prices, batch, kept = self.prices, len(turns), [0] * len(turns)
+        order = sorted((-chance, i) for i in drafted for chance in self._survival(turns[i], draft.trees[i]))
+        for _, i in order[: prices.best_count([-chance for chance, _ in order], self._risk)]:
             kept[i] += 1
-        self._keep_probes(prices, turns, draft, kept)
+        for i in drafted:
+            tree, seq = draft.trees[i], turns[i].seq
+            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= self._risk:
+                kept[i] = len(tree.tokens)
+            elif not kept[i] and min(tree.tokens) >= 0:
+                self.refused[seq.id] = len(seq.tokens), tree
         if total := sum(kept):
             expected = 1 - sum(chance for chance, _ in order[:total]) / batch
             unit = "tokens expected" if batch == 1 else "tokens expected for each"
             self._explain(f"{total} of {len(order)} drafted: about {expected:.1f} {unit}")
         else:
-            self._refuse(-order[0][0], prices.break_even(batch))
+            self._refuse(-order[0][0], prices.price(batch) / batch)
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
 
     def _survival(self, turn: Turn, tree: Tree) -> list[float]:
@@ -205,39 +219,6 @@ class Adaptive(Controller):
         survival = list(accumulate((stats.survival(claim, tree.source) for claim in claims), min))
         return survival if matched else [1.0, *survival][: len(tree.tokens)]
 
-    def _keep_probes(self, prices: StepPrices, turns: list[Turn], draft: Draft, kept: list[int]) -> None:
-        """Probes are verified whatever they cost. Where the drafter is free, they are chosen here."""
-        refused: dict[int, int] = {}  # sequence -> its index
-        for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
-            seq_id = turn.seq.id
-            if tree.tokens and not kept[i] and seq_id in self.probed:
-                kept[i] = len(tree.tokens)
-            elif tree.tokens and not kept[i]:
-                refused[seq_id] = i
-                if self.costly and turn.asks_drafter and tree.survival is not None:
-                    self.by_sequence[seq_id].refuse()
-                    self.overall.refuse()
-        for seq_id in self._due_probes(prices, list(refused)):
-            kept[refused[seq_id]] = 1
-
-    def _due_probes(self, prices: StepPrices, seq_ids: list[int]) -> set[int]:
-        """Of sequences for which nothing pays, those to probe now. A probe slows the whole batch down: a few are made
-        together, and where even a certain draft would lose by its rows, after the longest pause."""
-        for seq_id in seq_ids:
-            self.backoffs[seq_id].idle += 1
-        due = [seq_id for seq_id in seq_ids if self.backoffs[seq_id].due]
-        if not due or self.since_probe < FIRST_PAUSE:
-            return set()
-        if prices.hopeless:
-            for seq_id in due:
-                self.backoffs[seq_id].pause = LONGEST_PAUSE
-            due = [seq_id for seq_id in due if self.backoffs[seq_id].due]
-        chosen = sorted(due, key=lambda seq_id: -self.backoffs[seq_id].idle)[: self.PROBED]
-        for seq_id in chosen:
-            self.backoffs[seq_id].tried()
-            self.since_probe = 0
-        return set(chosen)
-
     def _explain(self, reason: str) -> None:
         self.why = f"{len(self.turns)} sequences: {reason}" if len(self.turns) > 1 else reason
 
@@ -245,89 +226,64 @@ class Adaptive(Controller):
         odds = f"{survival:.0%} likely at best, break-even here is {break_even:.0%}"
         self._explain(f"{self.name} is not used: {odds}; plain decoding until that changes")
 
-    def dry_turns(self, turns: list[Turn]) -> list[Turn]:
-        if not (self.traits.dry and self.started and self.steady and len(turns) <= self.DRY_BATCH):
-            return []
-        return [turn.allow(room_for(turn, self.k_max)) for turn in turns if room_for(turn, 1)]
-
-    def observe_dry(self, turns: list[Turn], draft: Draft) -> None:
-        """The next pass waits for a draft if one like this would pay at the speed of plain decoding."""
-        pairs = zip(turns, draft.trees, strict=True)
-        survival = sorted((chance for pair in pairs for chance in self._survival(*pair)), reverse=True)
-        prices = self._price(self.turns, max(len(survival), len(self.turns)))
-        needed = prices.margin + self.mode.backoff.needed(len(self.turns), prices.speed / prices.lead)
-        if prices.best_count(survival, needed):
-            self.mode.backoff.left, self.steady = 0, False
+    # ------------------------------------------------------------ after the pass
 
     def observe(self, step: Step) -> None:
-        self._learn_host(step)
-        rows, decoded = step.batch.count, [v for v in step.verdicts if v is not None]
-        requested = any(turn.asks_drafter for turn in step.turns)
-        if requested:
-            self._learn_draft_cost(step)
-            self.largest_ever = max(self.largest_ever, self.largest)
-        elif self.mode.draft_full.value is not None and not self.mode.device_timed:
-            self.mode.draft_full.value *= self.FORGET
-        if len(decoded) == rows - sum(len(t.tokens) for t in step.draft.trees):  # no prompt in this pass
-            self.costs.refine(rows, step.clock["verify"], len(decoded))
-            if requested:
-                self._learn_gain(step, decoded)
-            self._learn_lead(decoded, sum(step.clock[phase] for phase in ("draft", "verify", "judge")))
-        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is not None:
-                self._learn_acceptance(turn, tree, verdict)
+        turns, trees, batch = step.turns, step.draft.trees, len(step.turns)
+        asked = [turn for turn in turns if turn.asks_drafter]
+        drafting = self._learn_drafting(turns, asked, step.clock["draft"]) if asked else 0.0
+        nodes = sum(step.draft_rows)
+        rows, decoded = step.rows, sum(verdict is not None for verdict in step.verdicts)
+        plain = decoded == batch and rows == batch + nodes  # no prompt in this pass
+        verify = step.clock["verify"] if plain else self.costs(rows, batch)
+        if decoded:
+            self._learn_credit(step, verify, decoded, drafting)
+        if plain:
+            tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
+            lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
+            self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
+            self.costs.refine(rows, verify, batch)
+        for turn, tree, verdict in zip(turns, trees, step.verdicts, strict=True):
+            if verdict is not None and tree.tokens:
+                self.source = tree.source if turn.asks_drafter else self.source
+                for stats in (self.by_sequence[turn.seq.id], self.overall):
+                    stats.add(tree, verdict.path, verdict.fates)
+            elif verdict is not None and verdict.tokens and not step.in_round:
+                self._learn_refused(turn.seq, verdict.tokens, batch)
 
-    def _learn_host(self, step: Step) -> None:
-        backoff = self.mode.backoff
-        backoff.pipelined = "host" in step.clock
-        batched = not (backoff.pipelined or self.costly) and len(step.turns) > 1  # else `budget` weighs the cost
-        if backoff.batched and not batched:
-            backoff.reset()
-        backoff.batched = batched
-        if backoff.pipelined and "read" not in step.output.seconds:
-            backoff.add_host_time(len(step.turns), self.started, step.clock["host"])
+    def _learn_refused(self, seq: Sequence, tokens: list[int], batch: int) -> None:
+        """What a draft would have gained that was not verified before these tokens, for want of credit or of worth."""
+        length, tree = self.refused.get(seq.id, (0, Tree([], [])))
+        if length == len(seq.tokens) - len(tokens) and tree.tokens:  # else it was refused in a later step
+            for stats in (self.by_sequence[seq.id], self.overall):
+                stats.add_unverified(tree, tokens[0])
+            rows = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # the price of one
+            self.credit.forgo((tokens[0] == tree.tokens[0]) - rows)
 
-    def _learn_gain(self, step: Step, decoded: list[Verdict]) -> None:
-        backoff, batch = self.mode.backoff, len(decoded)
-        if backoff.pipelined and "read" not in step.output.seconds:  # else the drafter was reading a prompt
-            drafting = step.output.seconds.get("draft", 0.0)
-        elif backoff.batched:  # clipped: a prompt is read once, for many steps
-            drafting = min(step.clock["draft"], 3 * (self.mode.draft_call.value or 0.0))
-        else:
-            return
-        plain = self.costs(batch, batch)
-        seconds = self.costs(step.batch.count, batch) - plain + drafting
-        speed = (self.mode.lead.value or 1.0) * batch / plain  # tokens per second
-        gain = sum(len(verdict.tokens) - 1 for verdict in decoded) - speed * seconds
-        backoff.add_gain(batch, gain, speed)
+    def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
+        """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
+        mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
+        reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
+        self.asked.update(turn.seq.id for turn in asked)
+        if reads and seconds > self.CHEAP * self.costs(batch, batch):
+            self.reading = seconds, max(turn.budget for turn in asked), sum(len(turn.seq.tokens) for turn in asked)
+            self.credit.read(batch / self.costs(batch, batch) * seconds)
+            return 0.0
+        self.calls[mode] += 1
+        self.drafting[mode].add(batch, max(turn.budget for turn in asked), seconds)
+        return seconds
 
-    def _learn_lead(self, decoded: list[Verdict], seconds: float) -> None:
-        """Relative to plain decoding of the same batch, so that it stays valid when the batch changes."""
-        lead = sum(len(verdict.tokens) for verdict in decoded) / seconds
-        lead *= self.costs(len(decoded), len(decoded)) / len(decoded)
-        self.mode.lead.value = max(self.mode.lead.add(lead), 1.0)
-
-    def _learn_draft_cost(self, step: Step) -> None:
-        seconds, batch = step.clock["draft"], len(step.turns)
-        free = seconds <= self.CHEAP * self.costs(batch, batch)
-        if (not free or not self.largest) and any(turn.asks_drafter and turn.feed > 1 for turn in step.turns):
-            return  # the drafter has read a prompt as well, or waits for it
-        self.mode.device_timed = self.mode.backoff.pipelined and "draft" in step.output.seconds
-        self.mode.draft_node.add(seconds / max(self.largest, 1))
-        self.mode.draft_call.add(seconds)
-        if max(turn.budget for turn in step.turns if turn.asks_drafter) == self.k_max:
-            self.mode.draft_full.add(seconds)
-
-    def _learn_acceptance(self, turn: Turn, tree: Tree, verdict: Verdict) -> None:
-        seq_id, path = turn.seq.id, verdict.path
-        if tree.tokens:
-            for stats in (self.by_sequence[seq_id], self.overall):
-                stats.add(tree, path, verdict.fates)
-            if tree.is_chain and tree.survival is not None and tree.source not in REQUEST_DRAFTS:
-                self.mode.threshold.learn(len(tree.tokens), len(path), turn.budget)
-        if path and seq_id in self.backoffs:
-            self.backoffs[seq_id].reset()
+    def _learn_credit(self, step: Step, verify: float, decoded: int, drafting: float) -> None:
+        """The tokens that drafts gained, less those that plain decoding would have made in their time."""
+        batch, rows, nodes = len(step.turns), step.rows, sum(step.draft_rows)
+        plain, speed = self.costs(rows - nodes, batch), decoded / self.costs(decoded, decoded)
+        verified = min(verify, 3 * self.costs(rows, batch)) - plain if nodes else 0.0
+        gain = sum(len(verdict.path) for verdict in step.verdicts if verdict is not None)
+        full = self.costs(rows - nodes + batch * self.k_max, batch) - plain + drafting
+        self.credit.add(self.credit.SHARE * decoded + gain - speed * (verified + drafting), speed * full)
 
     def end(self, seq: Sequence) -> None:
+        self.credit.end(seq.id)
+        self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)
-        self.backoffs.pop(seq.id, None)
+        self.refused.pop(seq.id, None)

@@ -5,6 +5,7 @@ Pass costs are measured at the start (`backends.pass_costs`) and refined by ever
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,10 +24,12 @@ Points = tuple[list[int], list[float]]  # row counts, rising, and their costs
 class PassCosts:
     """Seconds of a pass over `rows` rows in total by `sequences` sequences. More rows never cost less.
 
-    Costs are linear between measured points: in rows, and between sequence counts with as many rows each.
+    t(s, r) = scale(s) · (measured(s, r) + tilt(s) · (r − s)). Measured costs are linear between their points: in rows,
+    and between sequence counts with as many rows each. Passes refine the scale and the tilt of their sequence count.
     """
 
-    DRIFT, OWN = 0.02, 0.08  # how far the error of a prediction moves all costs, and the costs of that sequence count
+    OWN = 0.08  # how far the error of a prediction moves the costs of that sequence count: a dozen passes
+    DRIFT = 0.02  # how far that of a plain pass moves all others: a machine gets busy for all, a context grows for one
 
     def __init__(self, seconds: Seconds, padded: bool = True) -> None:
         """padded: passes of a batch are padded to the next measured size, as on a GPU."""
@@ -37,34 +40,42 @@ class PassCosts:
         for sequences, rows in self.seconds:
             self._rows[sequences].append(rows)
         self._counts = list(self._rows)
-        self._drift = 1.0  # growing contexts and a busy machine slow all passes down together
-        # Valid until the next `refine`; by (rows, sequences), by sequences, and by sequences and then by rows:
-        self._costs: dict[tuple[int, int], float] = {}
-        self._points: dict[int, Points] = {}
-        self._tables: dict[int, list[float]] = {}
+        self._scale, self._tilt = dict.fromkeys(self._counts, 1.0), dict.fromkeys(self._counts, 0.0)
+        self._seen: dict[tuple[int, bool], float] = defaultdict(float)  # (sequences, with drafts) -> passes
+        self._points: dict[int, Points] = {}  # by sequences, as measured
+        self._tables: dict[int, list[float]] = {}  # the same by rows
+        self._corrections: dict[int, tuple[float, float]] = {}  # scale and tilt by sequences, until the next `refine`
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
-        cost = self._costs.get((rows, sequences))
-        if cost is None:
-            cost = self._costs[rows, sequences] = _interpolate(*self.points(sequences), rows)
-        return cost
+        scale, tilt = self.correction(sequences)
+        known, costs = self._known(sequences)
+        return scale * max(_interpolate(known, costs, rows) + tilt * max(rows - sequences, 0), costs[0])
+
+    def correction(self, sequences: int) -> tuple[float, float]:
+        """Scale and tilt."""
+        if sequences not in self._corrections:
+            near = _neighbours(self._counts, sequences)
+            scale, tilt = (sum(w * each[count] for count, w in near) for each in (self._scale, self._tilt))
+            self._corrections[sequences] = scale, tilt
+        return self._corrections[sequences]
 
     def table(self, rows: int, sequences: int = 1) -> list[float]:
-        """Costs by row count for planning, up to `rows` at least. In a padded batch, any row count costs what the next
-        measured one does: the padded sizes are unknown, and just beyond one a line is too optimistic."""
+        """Measured costs by row count for planning, up to `rows` at least. In a padded batch, any row count costs what
+        the next measured one does: the padded sizes are unknown, and just beyond one a line is too optimistic."""
         table = self._tables.get(sequences)
         if table is None or rows >= len(table):
             stairs = sequences > 1 and self.padded and self._counts != [1]
-            known, costs = self.points(sequences)
+            known, costs = self._known(sequences)
             table, slope = [costs[0]] * (known[0] + 1), 0.0  # fewer rows than sequences never occur
             for (low, below), (high, above) in pairwise(zip(known, costs, strict=True)):
                 slope = (above - below) / (high - low)
                 table += [above if stairs else below + slope * i for i in range(1, high - low + 1)]
-            table += [costs[-1] + slope * i for i in range(1, rows - known[-1] + 1)]
+            size = max(known[-1] // 2, 1) if stairs else 1
+            table += [costs[-1] + slope * -(-i // size) * size for i in range(1, 2 * rows - known[-1] + 1)]
             self._tables[sequences] = table
         return table
 
-    def points(self, sequences: int) -> Points:
+    def _known(self, sequences: int) -> Points:
         """Measured for this many sequences, or interpolated between the nearest sequence counts."""
         if sequences not in self._points:
             near = [(count, weight, *self._measured(count)) for count, weight in _neighbours(self._counts, sequences)]
@@ -77,27 +88,23 @@ class PassCosts:
 
     def _measured(self, count: int) -> Points:
         rows = self._rows[count]
-        return rows, list(accumulate((self._drift * self.seconds[count, row] for row in rows), max))
+        return rows, list(accumulate((self.seconds[count, row] for row in rows), max))
 
     def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
-        """A pass took this long. All costs of a sequence count move together, a little: contexts grow, which says
-        nothing about the cost of one more row. A pass with drafts moves the cost of a plain one half as far."""
-        error = min(max(seconds / self(rows, sequences), 0.5), 1.5) - 1
-        if sequences > 1 and sequences in self._rows and rows > self._rows[sequences][-1]:
-            # The cost was extrapolated: its error says nothing about other sizes.
-            self.seconds[sequences, rows] = self(rows, sequences) * (1 + error) / self._drift
-            self._rows[sequences].append(rows)
-            error = 0.0
+        """A pass took this long. A plain one moves all costs of its sequence count alike: contexts grow, and other work
+        slows every pass down, which says nothing about one more row. A pass with drafts moves what its rows add."""
+        cost, drafted = self(rows, sequences), rows - sequences
+        error = min(max(seconds / cost, 0.5), 1.5) - 1
         for count, weight in _neighbours(self._counts, sequences):
-            for row in self._rows[count]:
-                if count == 1:
-                    share = float(row == rows)
-                else:
-                    share = 0.5 if row <= count and rows > sequences else 1.0
-                self.seconds[count, row] *= 1 + self.OWN * weight * share * error
-        self._drift *= 1 + self.DRIFT * error
-        for cached in (self._costs, self._points, self._tables):
-            cached.clear()
+            seen = self._seen[count, drafted > 0] = self._seen[count, drafted > 0] + weight
+            rate = weight * max(self.OWN, 1 / (seen + 3))  # the first passes count most
+            if drafted > 0:
+                self._tilt[count] += rate * error * cost / self._scale[count] / drafted
+            else:
+                self._scale[count] *= 1 + rate * error
+        if drafted <= 0:
+            self._scale = {count: scale * (1 + self.DRIFT * error) for count, scale in self._scale.items()}
+        self._corrections.clear()
 
 
 def _neighbours(known: list[int], wanted: int) -> list[tuple[int, float]]:
@@ -124,59 +131,57 @@ class StepPrices:
     λ, `speed`, is the speed of plain decoding with this many sequences, times the recent lead over it.
     """
 
-    def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, most: int) -> None:
-        self.sequences, self.costs, self.lead = len(turns), costs, lead
-        self.most = most  # rows that a price is needed for
+    def __init__(self, turns: list[Turn], costs: PassCosts, lead: float) -> None:
+        self.sequences, self.costs = len(turns), costs
         self.deciding = sum(turn.whole for turn in turns)  # sequences that get a verdict
         self.rows = sum(turn.feed for turn in turns)
-        self._table: list[float] | None = None  # made for the first price: most steps need none
-        self.plain = costs(self.rows, self.sequences)
         several = max(self.deciding, 1)
         worth = EARLY if several > 1 and not costs.padded else 1.0
         self.speed = lead * several / costs(several, several) / worth  # λ
+        self.limit = math.inf  # the highest price that may be paid
         self.margin = MARGIN * self.deciding  # expected tokens that the drafts of all sequences together must gain
 
-    def price(self, rows: int) -> float:
-        """λ · (t(rows of the step + rows) − t(rows of the step)), for up to `most` rows."""
-        if self._table is None:
-            self._table = self.costs.table(self.rows + self.most, self.sequences)
-        return self.speed * (self._table[self.rows + rows] - self.plain)
+    def prices(self, rows: int) -> list[float]:
+        """[rows + 1] λ · (t(rows of the step + n) − t(rows of the step)) for n from 0 on."""
+        (scale, tilt), first = self.costs.correction(self.sequences), self.rows
+        table, unit = self.costs.table(first + rows, self.sequences), self.speed * scale
+        return [max(unit * (table[first + n] - table[first] + tilt * n), 0.0) for n in range(rows + 1)]
 
-    def best_count(self, survival: list[float], needed: float) -> int:
-        """How many of these nodes, likeliest first, gain most beyond the price of their rows; 0: less than needed.
-        Costs may be stairs, where one more node loses and three more win: all counts are compared."""
-        best, gain, tokens = 0, needed, 0.0
-        for n, chance in enumerate(survival, start=1):
+    def price(self, rows: int) -> float:
+        """Infinite beyond the limit."""
+        price = self.prices(rows)[rows]
+        return price if price <= self.limit else math.inf
+
+    def best_count(self, survival: list[float], limit: float) -> int:
+        """How many of these nodes, likeliest first, gain most beyond the price of their rows, at a price of `limit` at
+        most. Costs may be stairs, where one more node loses and three more win: all counts are compared."""
+        best, gain, tokens = 0, self.margin, 0.0
+        for n, (chance, price) in enumerate(zip(survival, self.prices(len(survival))[1:], strict=True), start=1):
             tokens += chance
-            value = tokens - self.price(n)
-            if value > gain:
-                best, gain = n, value
+            if price > limit:
+                break
+            if tokens - price > gain:
+                best, gain = n, tokens - price
         return best
 
-    def best_shape(self, chains: list[list[float]], deeper: float, needed: float) -> tuple[int, int]:
-        """How many of these chains, best first, and how many nodes of each gain most; (0, 0): less than needed.
-        Together they pay for their rows, and `deeper` tokens for every depth. chains[i][d] is a survival."""
-        best, gain, expected = (0, 0), needed, [0.0] * len(chains[0])
+    def best_shape(self, chains: list[list[float]], seconds: list[float], limit: float) -> tuple[int, int, float]:
+        """How many of these chains, best first, how many nodes of each, and what these gain; (0, 0, 0): nothing.
+        They pay for their rows and for seconds[nodes] of drafting, `limit` at most. chains[i][d] is a survival."""
+        best, gain, expected = (0, 0), self.margin, [0.0] * len(chains[0])
+        prices = self.prices(len(chains) * len(expected))
         for count, survival in enumerate(chains, start=1):
             expected = list(map(add, expected, accumulate(survival)))
             if count & (count - 1) and count != len(chains):
                 continue  # powers of two and the whole batch are enough
             for k, tokens in enumerate(expected, start=1):
-                value = tokens - self.price(count * k) - deeper * k
-                if value > gain:
-                    best, gain = (count, k), value
-        return best
-
-    def break_even(self, sequences: int, deeper: float = 0.0) -> float:
-        """The survival at which one more row for each of these sequences pays; drafting it costs `deeper` tokens."""
-        return max((self.price(sequences) + deeper) / sequences, 0.0)
+                price = prices[count * k] + self.speed * seconds[k]
+                if price > limit:
+                    break
+                if tokens - price > gain:
+                    best, gain = (count, k), tokens - price
+        return *best, gain - self.margin
 
     @property
     def hopeless(self) -> bool:
-        """Whether even a certain, free draft loses. Linear and stair costs have their best counts at their points."""
-        last = self.rows + self.most
-        ends = [(row, cost) for row, cost in zip(*self.costs.points(self.sequences), strict=True) if row < last]
-        ends.append((last, self.costs(last, self.sequences)))
-        return all(
-            row - self.rows - self.speed * (cost - self.plain) <= self.margin for row, cost in ends if row > self.rows
-        )
+        """Whether even a certain, free draft loses."""
+        return all(n - price <= self.margin for n, price in enumerate(self.prices(max(8 * self.deciding, 16))))

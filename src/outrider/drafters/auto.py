@@ -1,8 +1,9 @@
 """Picks a drafter per sequence and step from their recent acceptance.
 
-Free drafters (`Traits.dry`) propose in every step. One proposal is verified, but the verdict scores them all: the
-emitted tokens show how many nodes of each would have been accepted. A proposal is worth its claim (the sum of its
-survival) times the recent ratio of accepted to claimed nodes of its drafter.
+Free drafters propose in every step: those that say so (`Traits.dry`), until their calls turn out to be slow. One
+proposal is verified, but the verdict scores them all: the emitted tokens show how many nodes of each would have been
+accepted. A proposal is worth its claim (the sum of its survival) times the recent ratio of accepted to claimed nodes of
+its drafter.
 
 Costly drafters run passes. One is called where its expected draft beats the best free proposal by more than the call
 costs. Prices of rows come with the request; the cost of a call is measured with the step's clock. A drafter that is
@@ -14,6 +15,7 @@ This module sees trees, counts and seconds; it does not know how a drafter draft
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..control.acceptance import AcceptanceStats
-from ..control.backoff import Backoff
-from ..control.ema import Ema, moved
+from ..control.draft_costs import DraftCosts
 from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, DraftRequest, Prices, Traits, Workspace, lookup, names, register
 from .cascade import Cascade, may_draft
@@ -35,8 +36,39 @@ DEFAULT_CONFIDENCE = 0.5  # of each node, where a drafter claims no survival
 DECAY = 0.99  # of a call's cost for each step without a call
 READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those of the last steps
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
-FIRST_LENGTH = 4  # tokens of the first draft of a drafter that does not stop by itself
+FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
+FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
+SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
 TRIAL_SHARE = 0.02  # of the tokens emitted since the last trial that the next one may cost
+
+
+class Ema:
+    """A moving average of positive samples; one counts as at most CLIP times the average: outliers do little."""
+
+    CLIP = 3.0
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.value: float | None = None  # None: no sample yet
+
+    def add(self, x: float) -> None:
+        mean = x if self.value is None else self.value
+        self.value = mean + self.rate * (min(x, self.CLIP * mean) - mean)
+
+
+class Backoff:
+    """Of trials: one is due after `pause` idle steps. Each trial doubles the pause, up to LONGEST_PAUSE."""
+
+    def __init__(self) -> None:
+        self.idle, self.pause = 0, FIRST_PAUSE
+
+    @property
+    def due(self) -> bool:
+        return self.idle >= self.pause
+
+    def tried(self) -> None:
+        """A trial starts."""
+        self.idle, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
 
 
 @dataclass
@@ -57,52 +89,55 @@ class Trust:
 
 @dataclass
 class CostStatistics:
-    """What a costly drafter usually claims, and the seconds of a call, or of each drafted token if it claims nothing.
+    """What a costly drafter usually claims or, where it claims nothing, achieves, and the seconds of its calls.
 
     Reading tokens that the drafter has not seen (at first a whole prompt) is counted apart: it serves many steps.
     """
 
-    claims: list[float] = field(default_factory=lambda: [DEFAULT_CONFIDENCE**i for i in range(1, 5)])  # mean, by depth
-    call_seconds: dict[int, float] = field(default_factory=dict)  # by the bit length of the number of sequences
+    claims: list[float] = field(default_factory=lambda: [DEFAULT_CONFIDENCE])  # mean, by depth
+    calls: DraftCosts = field(default_factory=DraftCosts)
     read_seconds: Ema = field(default_factory=lambda: Ema(0.3))  # for each token read
     drafts: int = 0
     outcomes: AcceptanceStats = field(default_factory=AcceptanceStats)  # of drafts without claims
-    longest: int = 0  # tokens of such a draft so far
+    idle: int = 0  # steps since the last call
     since_trial: float = 0.0  # tokens emitted
 
-    def add_claims(self, claims: list[float]) -> None:
-        """The claims of its latest draft, likeliest first; a depth that it did not draft counts as 0."""
+    def add_claims(self, claims: list[float], length: int) -> None:
+        """The claims of its latest draft of up to `length` tokens, likeliest first; what it left out counts as 0."""
         self.drafts += 1
         rate = max(0.05, 1 / (self.drafts + 2))  # the first drafts count most
-        self.claims += [0.0] * (len(claims) - len(self.claims))
-        for depth, mean in enumerate(self.claims):
-            claim = claims[depth] if depth < len(claims) else 0.0
-            self.claims[depth] = mean + rate * (claim - mean)
+        claims = claims + [0.0] * (length - len(claims))
+        self.claims += claims[len(self.claims) :]
+        for depth, claim in enumerate(claims):
+            self.claims[depth] += rate * (claim - self.claims[depth])
 
     def expected_survival(self, depths: int) -> list[float]:
-        """By depth: its usual claims, or the outcomes of its drafts where it claims nothing."""
-        return self.outcomes.chain_survival(depths) if self.outcomes.added else self.claims[:depths]
+        """By depth: its usual claims, or the outcomes of its drafts where it claims nothing. Beyond the depths that it
+        has drafted, each survives as often as the last known ones do given the ones before."""
+        if self.outcomes.added:
+            return self.outcomes.chain_survival(depths)
+        last = self.claims[-1]
+        rate = min(last, 1.0) ** (1 / len(self.claims))
+        return (self.claims + [last * rate**i for i in range(1, depths - len(self.claims) + 1)])[:depths]
 
-    def add_call(self, seconds: float, sequences: int, unread: int) -> None:
-        """A call for this many sequences, which had `unread` tokens in all."""
-        size, late = sequences.bit_length(), unread - READ_PER_CALL * sequences
-        if late > 0:
-            each = max(seconds - self.call_cost(sequences), 0.0) / (late if self.call_seconds else unread)
-            self.read_seconds.add(each)
+    def add_call(self, seconds: float, sequences: int, k: int, unread: int) -> None:
+        """A call for k tokens of this many sequences, which had `unread` tokens in all."""
+        self.idle = 0
+        if unread > READ_PER_CALL * sequences:
+            self.read_seconds.add(max(seconds - self.call_cost(sequences, k), 0.0) / unread)
         else:
-            self.call_seconds[size] = moved(self.call_seconds.get(size, seconds), seconds, rate=0.1)
+            self.calls.add(sequences, k, seconds)
 
-    def decay(self) -> None:
-        """A step without a call: a cost measured in a busy moment must not rule the drafter out for ever."""
-        for size in self.call_seconds:
-            self.call_seconds[size] *= DECAY
+    @property
+    def known(self) -> bool:
+        """Whether a call has been timed."""
+        return bool(self.calls.lines)
 
-    def call_cost(self, sequences: int) -> float:
-        """Seconds of a call for this many sequences, or else for the nearest known number; 0 before the first call."""
-        size = sequences.bit_length()
-        if size not in self.call_seconds and self.call_seconds:
-            size = min(self.call_seconds, key=lambda known: (abs(known - size), known))
-        return self.call_seconds.get(size, 0.0)
+    def call_cost(self, sequences: int, k: int) -> float:
+        """Seconds of a call; 0 before the first. It decays without calls: a cost measured in a busy moment must not
+        rule the drafter out for ever."""
+        line = self.calls.line(sequences)
+        return 0.0 if line is None else line(k) * DECAY**self.idle
 
     def read_cost(self, unread: int, room: int) -> float:
         """Seconds of reading per step, spread over the steps that an answer with this much room should last."""
@@ -133,9 +168,12 @@ class Auto(Cascade):
         self.trust_at: dict[tuple[str, int], Trust] = defaultdict(Trust)  # by drafter and level, over all sequences
         self.costs: dict[str, CostStatistics] = defaultdict(CostStatistics)
         self.backoffs: dict[tuple[int, str], Backoff] = defaultdict(Backoff)
+        self.now: Callable[[], float] = time.perf_counter
+        self.free_seconds: dict[str, Ema] = defaultdict(lambda: Ema(0.1))  # of a free drafter's call for each sequence
         self.proposed: dict[int, dict[str, Tree]] = {}  # this step, by sequence and drafter
+        self.lengths_then: dict[int, int] = {}  # tokens of each sequence when these were proposed
         self.calls: dict[str, tuple[int, int]] = {}  # costly drafter -> sequences, tokens that it had to read
-        self.lengths: dict[str, int] = {}  # drafter without claims -> tokens drafted for each sequence
+        self.lengths: dict[str, int] = {}  # costly drafter -> tokens drafted for each sequence
         self.unread: Tensor | None = None
         self.prices: Prices = NoPrices()
         self.worthwhile = False  # whether a costly drafter is expected to pay, not only tried
@@ -158,20 +196,25 @@ class Auto(Cascade):
         seqs = request.seqs
         self.proposed, self.calls, self.unread = {seq.id: {} for seq in seqs}, {}, None
         self.worthwhile, self.lengths, self._failures = False, {}, []
+        self.lengths_then = {seq.id: len(seq.tokens) for seq in seqs}
         self.prices = NoPrices() if request.prices is None else request.prices
         for drafter in self.free:
             allowed = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
             if allowed:
-                self._propose(drafter, request.select(allowed))
+                begin = self.now()
+                self._propose(drafter, request if len(allowed) == len(seqs) else request.select(allowed))
+                self.free_seconds[drafter.name].add((self.now() - begin) / len(allowed))
         for drafter in self.costly:
-            if not request.dry:
-                self._call(drafter, request)
-                continue
-            for seq in seqs:
-                if not self.proposed[seq.id]:
-                    self.backoffs[seq.id, drafter.name].idle += 1
+            self._call(drafter, request)
         self._merge_traits()
         return Draft.pack((self._best(seq)[1] for seq in seqs), self.unread, self._failures)
+
+    def _demote_slow(self, plain: float) -> None:
+        """A free drafter whose call takes a good part of a pass is a costly one. `plain`: seconds of a token."""
+        slow = [drafter for drafter in self.free if (self.free_seconds[drafter.name].value or 0.0) > SLOW * plain]
+        for drafter in slow:
+            self.free.remove(drafter)
+            self.costly.append(drafter)
 
     def _propose(self, drafter: Drafter, request: DraftRequest) -> None:
         draft = self._ask(drafter, request)
@@ -182,7 +225,8 @@ class Auto(Cascade):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree
                 if drafter in self.costly and drafter.name not in self.without_claims:
-                    self.costs[drafter.name].add_claims(sorted(claims(tree), reverse=True))
+                    length = self.lengths.get(drafter.name, len(tree.tokens))
+                    self.costs[drafter.name].add_claims(sorted(claims(tree), reverse=True), length)
 
     def _best(self, seq: Sequence) -> tuple[str, Tree]:
         """The most valuable proposal and its drafter's name; an empty tree if there is none."""
@@ -214,23 +258,27 @@ class Auto(Cascade):
             return
         self.calls[name] = len(chosen), sum(drafter.backlog(seqs[i]) for i in chosen)
         part = request.select(chosen)
-        if name in self.without_claims:
-            self.lengths[name] = longest = self._length(name, max(part.budgets), len(chosen))
-            part = replace(part, budgets=[min(budget, longest) for budget in part.budgets])
+        self.lengths[name] = longest = self._length(drafter, max(part.budgets), len(chosen))
+        part = replace(part, budgets=[min(budget, longest) for budget in part.budgets])
         self._propose(drafter, part)
 
     def _worth_calling(self, drafter: Drafter, request: DraftRequest) -> list[int]:
         """The sequences to call a costly drafter for; they share the cost of the call."""
-        seqs, budgets, name = request.seqs, request.budgets, drafter.name
-        gains = [self._gain(drafter, seq, budget, len(seqs)) for seq, budget in zip(seqs, budgets, strict=True)]
+        seqs, budgets, stats = request.seqs, request.budgets, self.costs[drafter.name]
+        if not seqs:
+            return []
+        if not stats.known and self.prices.speed:  # its first calls are for one sequence: a batch must not read all
+            return (
+                [min(range(len(seqs)), key=lambda i: drafter.backlog(seqs[i]))] if self.taps_on else []
+            )  # its prompts
+        length = self._length(drafter, max(budgets), len(seqs))
+        gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
-        if gaining:
-            length = self._length(name, max(budgets), len(gaining)) if name in self.without_claims else 1
-            cost = self.prices.speed * self.costs[name].call_cost(len(gaining)) * length
-            if sum(gains[i] for i in gaining) > cost:
-                self.worthwhile = True
-                return gaining
-        return self._trial(drafter, seqs) if seqs and self.taps_on else []  # without taps a trial proves nothing
+        cost = self.prices.speed * stats.call_cost(len(gaining), length)
+        if gaining and sum(gains[i] for i in gaining) > cost and cost <= getattr(self.prices, "limit", math.inf):
+            self.worthwhile = True
+            return gaining
+        return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
 
     def _trial(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """No call is expected to pay: try the drafter where its backoff is over, if the trial is affordable."""
@@ -243,7 +291,7 @@ class Auto(Cascade):
                     due.append(i)
         # One sequence, the cheapest: a batch must not read all its prompts for one trial.
         due = sorted(due, key=lambda i: drafter.backlog(seqs[i]))[:1]
-        cost = stats.call_cost(1) * (FIRST_LENGTH if name in self.without_claims else 1)
+        cost = stats.call_cost(1, FIRST_LENGTH)
         cost += sum((stats.read_seconds.value or 0.0) * drafter.backlog(seqs[i]) for i in due)
         stats.since_trial += len(seqs)
         if self.prices.speed * cost > TRIAL_SHARE * stats.since_trial:
@@ -267,48 +315,55 @@ class Auto(Cascade):
             share = min(self.trust[seq.id, free_name].share, self.trust_at[free_name, level(free)].share)
             free_value = value(claims(free), share, price)
         reading = prices.speed * stats.read_cost(drafter.backlog(seq), seq.room)
-        length = self._length(name, budget, sequences) if name in self.without_claims else budget
-        return value(stats.expected_survival(length), self.trust[seq.id, name].share, price) - free_value - reading
+        return value(stats.expected_survival(budget), self.trust[seq.id, name].share, price) - free_value - reading
 
-    def _length(self, name: str, budget: int, sequences: int) -> int:
-        """Tokens to draft for each sequence with a drafter without claims, which never stops by itself."""
-        prices, stats = self.prices, self.costs[name]
-        seconds = stats.call_cost(sequences)  # of one token for all sequences
-        best, gain, tokens = 1, -math.inf, 0.0
-        longest = min(budget, 2 * stats.longest or FIRST_LENGTH)
-        for k, survival in enumerate(stats.expected_survival(longest), start=1):
+    def _length(self, drafter: Drafter, budget: int, sequences: int) -> int:
+        """Tokens to draft for each sequence: those that are worth most beyond their rows and the call. A drafter that
+        stops by itself takes any budget."""
+        prices, stats = self.prices, self.costs[drafter.name]
+        if drafter.traits.self_limiting or not prices.speed:
+            return budget
+        if not stats.known:
+            return min(budget, FIRST_LENGTH - stats.drafts % 2)  # two lengths show what one more token costs
+        best, gain, tokens, limit = 1, -math.inf, 0.0, getattr(prices, "limit", math.inf)
+        for k, survival in enumerate(stats.expected_survival(budget), start=1):
             tokens += survival
-            cost = (prices.price(k * sequences) + prices.speed * seconds * k) / max(sequences, 1)
-            if tokens - cost > gain:
-                best, gain = k, tokens - cost
+            cost = prices.price(k * sequences) + prices.speed * stats.call_cost(sequences, k)
+            if cost > limit:
+                break
+            if tokens - cost / sequences > gain:
+                best, gain = k, tokens - cost / sequences
         return best
 
     def observe(self, step: Step) -> None:
         prefill = any(turn.feed > 1 for turn in step.turns)  # its time is no part of the cost of a call
         for name, (sequences, unread) in self.calls.items() if not prefill else ():
-            stats, length = self.costs[name], self.lengths.get(name, 0)
-            stats.longest = max(stats.longest, length)
-            stats.add_call(step.clock["draft"] / len(self.calls) / max(length, 1), sequences, unread)
-        for name, stats in self.costs.items():
-            if name not in self.calls:
-                stats.decay()
+            self.costs[name].add_call(step.clock["draft"] / len(self.calls), sequences, self.lengths[name], unread)
+        for stats in self.costs.values():
+            stats.idle += 1
         self._switch_taps(len(step.turns))
+        if self.prices.speed:
+            self._demote_slow(1 / self.prices.speed)
         self.calls = {}
         for turn, verified, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is not None:
-                for name, tree in self.proposed.pop(turn.seq.id, {}).items():
-                    self._score(turn.seq, name, tree, verified, verdict)
+            seq = turn.seq
+            emitted = seq.tokens[self.lengths_then.get(seq.id, len(seq.tokens)) :]  # more than the verdict's in a round
+            if verdict is not None and emitted:
+                for name, tree in self.proposed.pop(seq.id, {}).items():
+                    self._score(seq, name, tree, emitted, verified, verdict)
         super().observe(step)
 
-    def _score(self, seq: Sequence, name: str, tree: Tree, verified: Tree, verdict: Verdict) -> None:
+    def _score(
+        self, seq: Sequence, name: str, tree: Tree, emitted: list[int], verified: Tree, verdict: Verdict
+    ) -> None:
         """How much of a proposal was right, whichever proposal was verified."""
         if tree.tokens[0] < 0:  # unread when it was proposed: its tokens are known only if it was verified
             if not verified.tokens or verified.source != (tree.source or name):
                 return
-            tree = verified
+            tree, emitted = verified, verdict.tokens
         tree = self._with_survival(name, tree)
-        hits = agreement(tree, verdict.tokens)
-        claimed = sum(settled(tree, verdict.tokens, hits))
+        hits = agreement(tree, emitted)
+        claimed = sum(settled(tree, emitted, hits))
         self.trust[seq.id, name].add(claimed, hits)
         self.trust_at[name, level(tree)].add(claimed, hits)
         if hits:

@@ -47,6 +47,7 @@ class Cascade(Drafter):
         return Traits(
             taps=tuple(sorted({tap for traits in each for tap in traits.taps})),
             dry=bool(self.free),
+            late=all(traits.late for traits in each),
             self_limiting=bool(self.costly) and all(drafter.traits.self_limiting for drafter in self.costly),
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
@@ -57,7 +58,7 @@ class Cascade(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         self._failures = []
         trees, unread = [Tree([], [])] * len(request.seqs), None
-        for drafter in self.free if request.dry else self.drafters:
+        for drafter in self.drafters:
             empty = [i for i, tree in enumerate(trees) if not tree.tokens and may_draft(drafter, request.seqs[i])]
             proposed = self._ask(drafter, request.select(empty)) if empty else None
             if proposed is not None:
@@ -77,6 +78,10 @@ class Cascade(Drafter):
         except Exception as error:
             self._failures.append(f"{drafter.name}: {type(error).__name__}: {error}")
             return None
+
+    def record(self, rounds: Any) -> None:
+        self._each(lambda drafter: drafter.record(rounds))
+        self._merge_traits()
 
     def begin(self, seq: Sequence) -> None:
         self._each(lambda drafter: drafter.begin(seq))

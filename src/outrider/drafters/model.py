@@ -54,6 +54,7 @@ class SmallModel(Drafter):
             self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=passes)
         self.padded = self.model.config.vocab_size < space.target.config.vocab_size
         self.rollout.record_guesses = space.record_guesses
+        self.unread: Any = None  # the device's drafts, where its rounds make them
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
@@ -63,8 +64,15 @@ class SmallModel(Drafter):
             memory=lambda: Memory(weight_bytes(self.model, excluding=space.target), self.rollout.plane.bytes),
         )
 
+    def record(self, rounds: Any) -> None:
+        if self.traits.unread and not self.padded:
+            self.unread = rounds.draft_with(self.model, self.rollout.plane, self.rollout.part, self.rollout.again)
+            self.traits = replace(self.traits, late=True)
+
     def draft(self, request: DraftRequest) -> Draft:
         seqs, budgets = request.seqs, request.budgets
+        if request.in_round:
+            return request.asked(self.unread, self.name)
         self.rollout.stop_below = request.stop_below
         tree = self.tree and all(seq.rule == "match" for seq in seqs)
         if self.translated is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from itertools import accumulate, cycle, islice
 from operator import mul
+from typing import Any
 
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree, chain
@@ -28,7 +29,7 @@ class NGram(Drafter):
     """Options: `ngram_max` (4) and `ngram_min` (2), the n-gram sizes; vLLM's `prompt_lookup_max` / `_min` work too."""
 
     traits = Traits(
-        options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"), dry=True,
+        options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"), dry=True, late=True,
         auto=lambda workspace: True,
     )  # fmt: skip
 
@@ -40,6 +41,11 @@ class NGram(Drafter):
             raise ConfigError(f"ngram_min is {low} and ngram_max is {high}; choose 1 <= ngram_min <= ngram_max.")
         self._sizes = range(high, low - 1, -1)  # longest first: a longer match is right more often
         self._indexes: dict[int, NGramIndex] = {}  # by sequence id
+
+    def record(self, rounds: Any) -> None:
+        from ..backends.cuda.rounds import Lookup  # needs triton
+
+        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], DOUBT)
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)

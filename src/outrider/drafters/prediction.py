@@ -15,7 +15,7 @@ from . import Drafter, DraftRequest, Traits, register
 class FromPrediction(Drafter):
     """No options."""
 
-    traits = Traits(options=(), dry=True)
+    traits = Traits(options=(), dry=True, late=True)
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)

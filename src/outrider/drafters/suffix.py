@@ -38,7 +38,8 @@ class Suffix(Drafter):
     `suffix_shared_tokens` (200000) bounds the finished responses kept; vLLM's `suffix_decoding_min_token_prob`."""
 
     traits = Traits(
-        options=("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree"), dry=True,
+        options=("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree"),
+        dry=True, late=True,
         auto=lambda workspace: True,
     )  # fmt: skip
 

@@ -4,13 +4,14 @@ Tokens are the truth; the cache reconciles to them. A *slot* stores the K/V of o
 position) to a slot. A *plane* is the K/V of a group of layers (the target; a draft model; a head), indexed by the same
 slots, with one number per sequence: how many of its leading tokens it holds.
 
-    positions   0 ........ held ........ n-1 │ spare
+    positions   0 ........ held ........ n-1 │ n ................
                 [ in the plane ][ pending  ] │ [ drafted nodes ]
                 row.slots                    │ row.spare
 
-A drafted node occupies a spare slot. `commit(path)` appends the accepted nodes' slots to the row; the others are spare
-again. Keys are rotated for root position + depth, which is their final position: nothing is moved or recomputed. Slots
-are shared between sequences with a common prefix and reference-counted; only unshared positions are ever written.
+A drafted node occupies a spare slot; the table lists spare slots after the others, so that a device which emits tokens
+ahead of the host finds theirs. `commit(path)` appends the accepted nodes' slots to the row; the others are spare again.
+Keys are rotated for root position + depth, which is their final position: nothing is moved or recomputed. Slots are
+shared between sequences with a common prefix and reference-counted; only unshared positions are ever written.
 
 This module knows ids and slots; it never reads a number inside a plane.
 """
@@ -152,26 +153,30 @@ class Cache:
     def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
         """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False if too few are left."""
         row = self.rows[seq.id]
-        more, spare = max(tokens - len(row.slots), 0), max(nodes - len(row.spare), 0)
-        if tokens + nodes > self.length or (more + spare > len(self._free) and more + spare > self.available):
+        start, end = len(row.slots), len(row.slots) + len(row.spare)
+        more = max(max(tokens, start) + nodes - end, 0)
+        if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
             return False
-        if more > 0:
-            start = len(row.slots)
-            row.slots += self._take(more)
+        if more:
+            row.spare += self._take(more)
+            self._write_table(row, end)
+        if (
+            tokens > start
+        ):  # the first spare slots are theirs: where a device has emitted them, they are written already
+            row.slots += row.spare[: tokens - start]
             row.tokens += seq.tokens[start:tokens]
-            self._write_table(row, start)
-        if spare > 0:
-            row.spare += self._take(spare)
+            del row.spare[: tokens - start]
         return True
 
     def spare(self, seq: Sequence) -> list[int]:
         """The slots of the nodes that may be drafted for this sequence, node 0 first."""
         return self.rows[seq.id].spare
 
-    def commit(self, seq: Sequence, fed: int, path: Iterable[int]) -> None:
+    def commit(self, seq: Sequence, fed: int, path: Iterable[int], on_device: bool = False) -> None:
         """The target holds `fed` tokens and the accepted path: their slots become the next positions.
 
         seq.tokens already ends with the emitted tokens; unaccepted nodes' slots stay spare for the next draft.
+        on_device: the device has done the same with its copy of the table.
         """
         row, path = self.rows[seq.id], list(path)
         for plane in self.planes:
@@ -182,7 +187,8 @@ class Cache:
             row.tokens += seq.tokens[start : start + len(path)]
             accepted = set(path)
             row.spare = [slot for node, slot in enumerate(row.spare) if node not in accepted]
-            self._write_table(row, start)
+            if path != list(range(len(path))):  # a chain's slots are in their places already
+                self._write_table(row, start, tell=not on_device)
 
     def next_free(self, n: int) -> list[int]:
         """The slots that would be taken next, first to last; fewer if a retired row would have to be evicted."""
@@ -212,7 +218,8 @@ class Cache:
         readers, rows = [0] * self.slots, {**self.rows, **self.retired}
         for row in rows.values():
             assert len(row.slots) == len(row.tokens), "a row's slots and tokens differ in number"
-            assert self.table[row.line, : len(row.slots)].tolist() == row.slots, "the table disagrees with its row"
+            slots = row.slots + row.spare
+            assert self.table[row.line, : len(slots)].tolist() == slots, "the table disagrees with its row"
             assert len({*row.slots, *row.spare}) == len(row.slots) + len(row.spare), "a row holds a slot twice"
             for slot in (*row.slots, *row.spare):
                 readers[slot] += 1
@@ -264,8 +271,10 @@ class Cache:
             self.retired.move_to_end(best)
         return best, length
 
-    def _write_table(self, row: Row, start: int) -> None:
-        self._table[row.line, start : len(row.slots)] = row.slots[start:]
-        at = row.line * self.length
-        for copy in self.changes:
-            copy.update(zip(range(at + start, at + len(row.slots)), row.slots[start:], strict=True))
+    def _write_table(self, row: Row, start: int, tell: bool = True) -> None:
+        """Positions from `start` on, spare slots included; `tell` the copies of the table on devices."""
+        slots = [*row.slots[start:], *row.spare[max(start - len(row.slots), 0) :]]
+        self._table[row.line, start : start + len(slots)] = slots
+        at = row.line * self.length + start
+        for copy in self.changes if tell else ():
+            copy.update(zip(range(at, at + len(slots)), slots, strict=True))

@@ -34,7 +34,12 @@ class DraftRequest:
     budgets: list[int]  # [B]
     prices: Prices | None = None  # None: K is fixed
     stop_below: float = 0.0  # a node that survives less often than this is not worth extending
-    dry: bool = False  # the draft is not verified; it shows whether the next pass should wait for one
+    in_round: bool = False  # a GPU's round takes the draft up later: recorded passes are asked for by unread chains
+
+    def asked(self, unread: Any, source: str) -> Draft:
+        """Chains that recorded passes are to draft: as long as the budgets, their tokens unread on the device."""
+        trees = (Tree([-1] * budget, list(range(-1, budget - 1)), source=source) for budget in self.budgets)
+        return Draft.pack(trees, unread)
 
     def select(self, indices: Iterable[int]) -> DraftRequest:
         """The same request for some of its sequences."""
@@ -75,7 +80,8 @@ class Traits:
     options: tuple[str, ...] | None = None  # the options it reads; None: any
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants to see
     needs_layers: bool = False  # runs single layers of the target: only the built-in decoder can do that
-    dry: bool = False  # drafts on the host in microseconds; answers dry requests
+    dry: bool = False  # drafts on the host in microseconds
+    late: bool = False  # drafts chains from tokens alone: they may be verified after more tokens have been emitted
     self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
     weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step
     unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget
@@ -101,6 +107,13 @@ class Drafter:
     def draft(self, request: DraftRequest) -> Draft:
         """A tree for each sequence of the request; an empty tree is always right."""
         raise NotImplementedError(f"The drafter '{type(self).__name__}' has no method draft(request).")
+
+    def record(self, rounds: Any) -> None:
+        """A GPU runs rounds (`backends.cuda.rounds.Rounds`), into which passes and kernels can be recorded.
+
+        A drafter that does so has the trait `late` from then on. Where a request says `in_round`, it returns an unread
+        chain of the wanted length (`asked`) for each sequence that these passes are to draft for.
+        """
 
     def begin(self, seq: Sequence) -> None:
         """A sequence arrived."""

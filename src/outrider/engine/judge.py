@@ -63,6 +63,15 @@ def match(tree: Tree, target: TargetRows, coins: RandomSource | None = None) -> 
     return Verdict(path, emitted, "".join(fates))
 
 
+def fates_of(tree: Tree, path: list[int]) -> str:
+    """The fates of a tree's nodes where this path was accepted under `match`."""
+    reached = {-1, *path}
+    return "".join(
+        UNREACHED if parent not in reached else ACCEPTED if node in reached else REJECTED
+        for node, parent in enumerate(tree.parents)
+    )
+
+
 def reject(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
     """Accept each token with chance min(1, p/q); at the first rejection draw from the residual."""
     tree, fates = _trunk(tree)

@@ -3,13 +3,16 @@
 There are no prefill and decode phases. A sequence has pending tokens (those whose K/V the target does not hold); a turn
 feeds some of them. When none stays pending, the sequence gets a verdict in the same pass.
 
+Where steps are in flight, a sequence's length is known only within bounds: each of them adds at least one token and at
+most its draft and one. Slots are reserved for the most, and a sequence that ends at the least takes no further turn.
+
 Preemption frees a sequence's slots and puts it first in the queue; its tokens are the truth, so nothing is lost, and
 the rows that are fed again come out bit-identical. The scheduler knows lengths and slots, not what tokens mean.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from ..types import Sequence, Turn
 from .cache import Cache, Plane
@@ -23,6 +26,8 @@ class Scheduler:
         self.max_batch, self.max_rows = max_batch, max_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._least: Counter[int] = Counter()  # sequence -> tokens that the steps in flight add at least
+        self._most: Counter[int] = Counter()  # and at most
 
     @property
     def busy(self) -> bool:
@@ -43,8 +48,10 @@ class Scheduler:
         """The turns of the next step: sequences with one pending token first, then chunks of prompts."""
         self._admit()
         room, turns = self.max_rows, []
-        pending = {seq.id: len(seq.tokens) - self.cache.sync(seq, self.plane) for seq in self.running}
-        for seq in sorted(self.running, key=lambda s: pending[s.id] > 1):
+        going = [seq for seq in self.running if not self._least[seq.id] or seq.room > self._least[seq.id]]
+        # Of a sequence in flight, the token that the host has not read yet is pending.
+        pending = {seq.id: max(len(seq.tokens) - self.cache.sync(seq, self.plane), 1) for seq in going}
+        for seq in sorted(going, key=lambda s: pending[s.id] > 1):
             feed = min(pending[seq.id], room)
             if feed:
                 turns.append(Turn(seq, feed, whole=feed == pending[seq.id]))
@@ -58,8 +65,7 @@ class Scheduler:
         for turn in turns:
             if turn.seq.id in preempted:
                 continue
-            held = self.plane.holds(turn.seq.id)
-            while not self.cache.reserve(turn.seq, held + turn.feed, turn.budget):
+            while not self._reserve(turn):
                 if turn.budget:
                     turn = turn.allow(0)
                     continue
@@ -71,6 +77,38 @@ class Scheduler:
             else:
                 fitted.append(turn)
         return fitted
+
+    def _reserve(self, turn: Turn) -> bool:
+        seq, ahead = turn.seq, self._most[turn.seq.id]
+        if turn.whole:
+            return self.cache.reserve(seq, len(seq.tokens), min(ahead + turn.budget, max(seq.room - 1, 0)))
+        return self.cache.reserve(seq, self.plane.holds(seq.id) + turn.feed, 0)
+
+    def ahead(self, seq: Sequence) -> tuple[int, int]:
+        """Tokens that the steps in flight add to a sequence, at least and at most."""
+        return self._least[seq.id], self._most[seq.id]
+
+    def launched(self, turns: list[Turn]) -> None:
+        """A step is in flight. What it feeds counts as held from now on: later steps run after it."""
+        for turn in turns:
+            seq = turn.seq
+            if turn.whole:
+                self._least[seq.id] += 1
+                self._most[seq.id] += turn.budget + 1
+                self.plane.advance(
+                    seq.id, len(seq.tokens) - 1
+                )  # its last token is held too, but its logits are not read
+            else:
+                self.plane.advance(seq.id, self.plane.holds(seq.id) + turn.feed)
+
+    def landed(self, turns: list[Turn]) -> None:
+        """The oldest step in flight has been read."""
+        for turn in turns:
+            if turn.whole:
+                for counter, tokens in ((self._least, 1), (self._most, turn.budget + 1)):
+                    counter[turn.seq.id] -= tokens
+                    if counter[turn.seq.id] <= 0:
+                        del counter[turn.seq.id]
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:

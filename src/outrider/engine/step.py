@@ -4,6 +4,9 @@ A step is one target pass over a packed forest of drafted tokens; the target mak
 the longest drafted path that agrees with those choices is kept. Prefill, plain decoding and verification are the same
 step with different forests.
 
+A step has two halves: `_issue` starts it, `_collect` reads it. On a CPU one follows the other. A device that keeps the
+sequences' state itself runs *rounds*: the next one is started before the last one is read. Depth never changes a text.
+
 The engine knows token ids, not text; it knows that there is a drafter, not which. Whatever the drafter does (nothing,
 nonsense, an exception), the emitted tokens are those of the target alone.
 """
@@ -13,19 +16,32 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence as Listing
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
 
 from ..control import Controller
 from ..errors import ConfigError, ModelError
-from ..types import Batch, Draft, Listener, Output, Sequence, Step, Tree, Turn, Verdict
+from ..types import (
+    Batch,
+    Draft,
+    Listener,
+    Output,
+    Sequence,
+    Step,
+    Tree,
+    Turn,
+    Verdict,
+    chain,
+)
 from .batch import pack
-from .cache import Cache, Plane
+from .cache import Cache, Plane, Row
 from .drafter import Drafter, DraftRequest
-from .judge import RULES
+from .judge import RULES, fates_of
 from .request_drafts import propose
 from .sampling import KeyedRandom, Target, logprob
 from .scheduler import Scheduler
@@ -44,11 +60,66 @@ class Runner(Protocol):
     """A backend that runs the target's passes."""
 
     plane: Plane
+    rounds: Rounds | None  # the backend's own loop, where it has one
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> Pending:
-        """Start a pass. `overlapped`: the drafter works meanwhile; `steady`: the next pass is expected to have one row
-        per sequence too, so that it may be started before this one is read."""
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> Pending:
+        """Start a pass. `overlapped`: the drafter works meanwhile."""
         ...
+
+
+class RoundResult(Protocol):
+    """What a round did for one sequence."""
+
+    row: Row  # the sequence's, when the round was started
+    length: int  # tokens before the round
+    drafted: list[int]  # tokens that were verified
+    source: str  # of the draft
+    late_from: int | None  # a host draft: how many of its tokens had been emitted already
+    survival: list[float] | None  # of a chain that the device found itself
+    parents: list[int] | None  # of a tree's nodes; None: a chain
+    path: list[int]  # accepted nodes
+    tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
+    sound: bool  # False: some logit was NaN or infinite
+
+
+class PendingRound(Protocol):
+    """A running round."""
+
+    seconds: dict[str, float]  # by phase, after `wait`
+
+    def wait(self) -> list[RoundResult]: ...
+
+
+class Rounds(Protocol):
+    """A loop on a device: rounds are started before earlier ones are read."""
+
+    def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
+        """Draft, run the pass, choose, compare and append, all on the device. late[i] follows what the host has read of
+        sequence i; the device verifies the rest of it, if the beginning is what it has emitted meanwhile."""
+        ...
+
+    def drives(self, seq: Sequence) -> bool:
+        """Whether the device alone can continue this sequence."""
+        ...
+
+    def forget_lines(self) -> None:
+        """Steps outside of rounds have continued the sequences."""
+        ...
+
+
+@dataclass
+class Flight:
+    """A step between `issue` and `collect`."""
+
+    turns: list[Turn]
+    draft: Draft
+    pending: Any  # a Pending or a PendingRound
+    seconds: dict[str, float]
+    starts: dict[str, float]
+    why: str
+    failure: str
+    batch: Batch | None = None  # None: a round
+    first: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -71,6 +142,12 @@ class Engine:
         self.vocabulary = vocabulary
         self._logits_are_read = any(listener.reads_logits for listener in listeners)
         self.index = 0
+        self.flights: deque[Flight] = deque()  # steps between `_issue` and `_collect`, oldest first
+        self.pace = HostPace()
+        self._need_host: set[int] = set()  # sequences that the device alone cannot continue
+        self._in_rounds = False  # whether they are rounds of the backend's own loop
+        if target.rounds is not None:
+            drafter.record(target.rounds)
         self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
         self._first_failures: dict[str, str] = {}  # by kind
         self.clock = Clock(now)
@@ -79,6 +156,8 @@ class Engine:
     def add(self, seq: Sequence) -> None:
         if not seq.tokens:
             raise ConfigError("The prompt is empty; a text is continued from at least one token.")
+        if self.target.rounds is not None and not self.target.rounds.drives(seq):
+            self._need_host.add(seq.id)
         self.scheduler.add(seq)
         self._notify("begin", seq)
 
@@ -93,67 +172,156 @@ class Engine:
         return self.scheduler.busy
 
     def step(self) -> Step:
-        """Pick, budget, draft, launch, overlap, judge, commit, observe."""
+        """Keep as many steps in flight as the sequences allow, and take the oldest."""
+        self._drop_flights()
+        while len(self.flights) < self._depth() and self._issue():
+            pass
+        return self._collect()
+
+    def _depth(self) -> int:
+        """Steps in flight: two where the device alone can go on, else one. A flight is landed before that changes."""
+        if self.target.rounds is None:
+            return 1
+        deep = self.drafter.traits.late and not (self._logits_are_read or self._need_host)
+        if deep != self._in_rounds and not self.flights:
+            self._in_rounds = deep
+            self.target.rounds.forget_lines()
+        return 2 if deep and self._in_rounds else 1 if not deep and not self._in_rounds else 0
+
+    def _drop_flights(self) -> None:
+        """Nobody waits for a step in flight whose sequences have all ended."""
+        while self.flights and all(turn.seq.finish is not None for turn in self.flights[0].turns):
+            self.scheduler.landed(self.flights.popleft().turns)
+
+    def _issue(self) -> bool:
+        """Pick, budget, draft, launch. False: no sequence takes a turn before a step in flight is read."""
         clock, traits = self.clock.start(), self.drafter.traits
         turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick(), traits))
+        if not turns:
+            return False
         with clock.time("draft"):
             draft, failure = self._draft(turns)
-        self._dry_draft(turns)
+            if self._in_rounds:
+                turns = turns if self.controller.prices is None else self._shorten(turns, draft)
+            else:
+                draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
+        flight = Flight(turns, draft, None, clock.seconds, clock.starts, self.controller.why, failure)
+        if self._in_rounds:
+            assert self.target.rounds is not None
+            flight.pending = self.target.rounds.start(turns, draft.trees)
+        else:
+            self._launch(flight)
+        self.scheduler.launched(turns)
+        self.flights.append(flight)
+        return True
+
+    def _launch(self, flight: Flight) -> None:
+        turns, traits = flight.turns, self.drafter.traits  # drafting may have changed them
+        with self.clock.time("verify"):
+            flight.batch, flight.first = pack(self.cache, turns, flight.draft, self.target.plane)
+            flight.pending = self.target.launch(flight.batch, traits.taps, traits.overlaps)
+            with self.clock.time("overlap"):
+                self._notify("overlap", [turn.seq for turn in turns], flight.draft)
+
+    def _collect(self) -> Step:
+        """Wait for the oldest step in flight; judge, commit, observe."""
+        flight = self.flights.popleft()
+        self.scheduler.landed(flight.turns)
+        if flight.batch is None:
+            return self._publish(self._read_round(flight))
+        clock, turns, batch, first = self.clock, flight.turns, flight.batch, flight.first
         with clock.time("verify"):
-            batch, first = pack(self.cache, turns, draft, self.target.plane)
-            steady = self.controller.steady and not self._logits_are_read
-            traits = self.drafter.traits  # drafting may have changed them
-            pending = self.target.launch(batch, traits.taps, traits.overlaps, steady)
-            with clock.time("overlap"):
-                self._notify("overlap", [t.seq for t in turns], draft)
-            output = pending.wait()
+            output = flight.pending.wait()
         clock.adjust(output.seconds)
-        draft = _read(draft, batch, first, output)
+        draft = _read(flight.draft, batch, first, output)
         with clock.time("judge"):
             coins = [KeyedRandom(turn.seq) for turn in turns]
             targets = self._targets(turns, draft, output, first)
             verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
-        step = Step(
+        return self._publish(Step(
             self.index, turns, draft, batch, output, verdicts, clock.seconds, clock.starts, first, coins,
-            self.controller.why, failure,
+            flight.why, flight.failure,
+        ))  # fmt: skip
+
+    def _read_round(self, flight: Flight) -> Step:
+        """What a device has decided, as a step."""
+        begin = self.clock.now()
+        results = flight.pending.wait()
+        device = flight.pending.seconds
+        self.pace.waited(self.clock.now() - begin, device)
+        each = zip(flight.turns, results, flight.draft.trees, strict=True)
+        kept = [(turn, result, late) for turn, result, late in each if self._is_current(turn, result)]
+        with self.clock.time("judge"):
+            turns, trees = [turn for turn, _, _ in kept], [_tree_of(result, late) for _, result, late in kept]
+            verdicts = [self._take(turn, tree, result) for (turn, result, _), tree in zip(kept, trees, strict=True)]
+        seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
+        return Step(
+            self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
+            verdicts, seconds,
+            flight.starts | self.clock.starts, [-1] * len(turns), [KeyedRandom(turn.seq) for turn in turns],
+            flight.why, flight.failure, in_round=True,
         )  # fmt: skip
-        self._publish(step)
-        return step
+
+    def _is_current(self, turn: Turn, result: RoundResult) -> bool:
+        """Whether the sequence still has the slots that the round used: it may have ended or been preempted since."""
+        return turn.seq.finish is None and self.cache.rows.get(turn.seq.id) is result.row
+
+    def _take(self, turn: Turn, tree: Tree, result: RoundResult) -> Verdict | None:
+        """Commit what a round has emitted for one sequence."""
+        seq, length = turn.seq, len(turn.seq.tokens)
+        seq.stats.passes += 1
+        if not result.sound:
+            _require_finite([math.nan])
+        if not turn.whole:
+            return None
+        if result.length != length:
+            raise ModelError(
+                f"The device continued a sequence of {result.length} tokens where the host has {length}: a bug. "
+                "Please report it with the command that led here."
+            )
+        self.cache.reserve(seq, length, 0)  # the last tokens' slots were reserved with the round
+        verdict = seq.extend(Verdict(result.path, result.tokens, fates_of(tree, result.path)), tree)
+        self._commit(seq, length, tree, verdict, on_device=True)
+        return verdict
 
     # ------------------------------------------------------------ the parts of a step
 
     def _draft(self, turns: list[Turn]) -> tuple[Draft, str]:
-        """A tree for every turn with a budget, and the drafter's errors. Nothing about the drafted trees is trusted."""
-        open_ = [i for i, turn in enumerate(turns) if turn.budget]
+        """A tree for every turn with a budget, and the drafter's errors. Nothing about the drafted trees is trusted.
+
+        In rounds a draft follows what the host has read, so it is longer by what the steps in flight may emit.
+        """
+        ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
+        budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
+        open_ = [i for i, budget in enumerate(budgets) if budget]
+        open_ = self.pace.affordable(open_) if self._in_rounds else open_
         trees, failures, unread = [Tree([], [])] * len(turns), [], None
         if open_:
             try:
-                drafted = self._request([turns[i] for i in open_])
+                drafted = self._request([turns[i] for i in open_], [budgets[i] for i in open_])
                 unread, failures = drafted.unread, list(drafted.failures)
                 for i, tree in zip(open_, drafted.trees, strict=True):
-                    trees[i] = _sound(tree, turns[i].budget, 0 if unread is None else len(unread), self.vocabulary)
+                    trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
+                self.pace.drafted(len(open_), self.clock.since("draft"))
             except Exception as error:  # a drafter costs speed, never an answer
                 failures.append(f"{self.drafter.name or type(self.drafter).__name__}: {_describe(error)}")
                 trees, unread = [Tree([], [])] * len(turns), None
         for failure in failures:
             self._count_failure(failure)
-        pruned = self.controller.prune(turns, Draft.pack(trees))
-        return replace(pruned, unread=unread), "; ".join(failures)
+        return Draft.pack(trees, unread), "; ".join(failures)
 
-    def _request(self, turns: list[Turn], dry: bool = False) -> Draft:
-        seqs, budgets = [turn.seq for turn in turns], [turn.budget for turn in turns]
-        request = DraftRequest(seqs, budgets, self.controller.prices, self.controller.stop_below, dry)
+    def _request(self, turns: list[Turn], budgets: list[int]) -> Draft:
+        seqs, controller = [turn.seq for turn in turns], self.controller
+        request = DraftRequest(seqs, budgets, controller.prices, controller.stop_below, self._in_rounds)
         with self.watchdog("draft"):
-            return self.drafter.draft(request) if dry else propose(self.drafter, turns, request)
+            return propose(self.drafter, turns, request)
 
-    def _dry_draft(self, turns: list[Turn]) -> None:
-        """A draft that is not verified: this step's pass was started early, and the next may have to wait for one."""
-        candidates = self.controller.dry_turns(turns)
-        if candidates:
-            try:
-                self.controller.observe_dry(candidates, self._request(candidates, dry=True))
-            except Exception as error:
-                self._count_failure(f"dry draft: {_describe(error)}")
+    def _shorten(self, turns: list[Turn], draft: Draft) -> list[Turn]:
+        """Budgets of a round by what is drafted after the tokens that the steps in flight emit at least."""
+        pairs = zip(turns, draft.trees, strict=True)
+        rest = [_after(tree, self.scheduler.ahead(turn.seq)[0]).cut(turn.budget) for turn, tree in pairs]
+        pruned = self.controller.prune(turns, Draft.pack(rest)).trees
+        return [turn.allow(len(tree.tokens), turn.request_only) for turn, tree in zip(turns, pruned, strict=True)]
 
     def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt is still pending."""
@@ -166,22 +334,26 @@ class Engine:
 
     def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: KeyedRandom) -> Verdict | None:
         """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
-        seq, plane = turn.seq, self.target.plane
-        fed = plane.holds(seq.id) + turn.feed
-        plane.advance(seq.id, fed)
+        seq, fed = turn.seq, len(turn.seq.tokens)
         seq.stats.passes += 1
         if target is None:
             return None
         verdict = seq.extend(RULES[seq.rule](tree, target, coins), tree)
-        plane.wrote(seq.id, range(len(tree.tokens)))
-        self.cache.commit(seq, fed, verdict.path)
-        seq.stats.count(tree, verdict)
+        self._commit(seq, fed, tree, verdict)
         if seq.params.logprobs is not None:
             emitted = zip(verdict.rows, verdict.tokens, strict=True)
             seq.logprobs += [logprob(target.logits[row], token, seq.params.logprobs) for row, token in emitted]
         return verdict
 
-    def _publish(self, step: Step) -> None:
+    def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict, on_device: bool = False) -> None:
+        """The target holds the `fed` tokens before the verdict, and every drafted node."""
+        plane = self.target.plane
+        plane.advance(seq.id, fed)
+        plane.wrote(seq.id, range(len(tree.tokens)))
+        self.cache.commit(seq, fed, verdict.path, on_device)
+        seq.stats.count(tree, verdict)
+
+    def _publish(self, step: Step) -> Step:
         self.index += 1
         for seq in step.seqs:
             for phase, seconds in step.clock.items():
@@ -195,10 +367,12 @@ class Engine:
         for seq in step.seqs:
             if seq.finish:
                 self._close(seq)
+        return step
 
     # ------------------------------------------------------------ details
 
     def _close(self, seq: Sequence) -> None:
+        self._need_host.discard(seq.id)
         self.scheduler.remove(seq, keep=True)
         self.controller.end(seq)
         self._notify("end", seq)
@@ -244,18 +418,80 @@ class Clock:
             self.starts = dict.fromkeys(self.seconds, since - self.zero) | self.starts
             self.reported = now
 
+    def since(self, phase: str) -> float:
+        """Seconds since a phase of this step began."""
+        return self.now() - self.zero - self.starts[phase]
+
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         begin = self.now()
-        self.starts[phase] = begin - self.zero
+        self.starts.setdefault(phase, begin - self.zero)
         try:
             yield
         finally:
-            self.seconds[phase] = self.now() - begin
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - begin
+
+
+class HostPace:
+    """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round.
+
+    The time for drafting grows while the host waits for rounds to end, and shrinks as soon as it does not.
+    """
+
+    SLACK = 0.1  # of a round's time that the host should be left waiting
+    GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
+
+    def __init__(self) -> None:
+        self.seconds = 0.001  # for drafting in one round
+        self.each = 0.0  # of one sequence's draft, moving average
+        self._turn = 0  # sequences take turns
+
+    def drafted(self, sequences: int, seconds: float) -> None:
+        self.each += 0.2 * (seconds / sequences - self.each)
+
+    def waited(self, seconds: float, device: dict[str, float]) -> None:
+        """The host waited so long for a round with these device times."""
+        slack = self.SLACK * sum(device.values())
+        if seconds < slack:
+            self.seconds *= self.CUT
+        else:
+            self.seconds = min(self.seconds + self.GROWTH * (seconds - slack), sum(device.values()))
+
+    def affordable(self, wanted: list[int]) -> list[int]:
+        """As many of these as there is time for, others the next time."""
+        most = int(self.seconds / self.each) if self.each else len(wanted)
+        if most >= len(wanted):
+            return wanted
+        start = self._turn % len(wanted)
+        self._turn += most
+        return sorted((wanted[start:] + wanted[:start])[:most])
 
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _after(tree: Tree, n: int) -> Tree:
+    """The rest of a chain after its first n tokens; nothing of a tree with branches, which no round can take up.
+
+    Unread tokens are drafted in the round itself, after what was emitted meanwhile.
+    """
+    if tree.tokens and tree.tokens[0] < 0:
+        return tree
+    if not tree.is_chain or n >= len(tree.tokens):
+        return Tree([], [])
+    return chain(tree.tokens[n:], tree.survival and tree.survival[n:], source=tree.source)
+
+
+def _tree_of(result: RoundResult, late: Tree) -> Tree:
+    """What a round verified; of a host draft that it took up late, with the survival that the drafter claimed."""
+    tokens = result.drafted
+    if result.late_from is not None:
+        claims = late.survival and late.survival[result.late_from : result.late_from + len(tokens)]
+        return chain(tokens, claims, source=late.source)
+    if result.parents is None:
+        return chain(tokens, result.survival, source=result.source)
+    return Tree(tokens, result.parents, source=result.source)
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:

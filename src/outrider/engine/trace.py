@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OutriderError
-from ..types import Listener, Step, Tree, Verdict
+from ..types import ACCEPTED, Listener, Step, Tree, Verdict
 from .judge import RULES
 from .sampling import CHOICE, gumbel, key
 
@@ -145,6 +145,18 @@ def _line(step: Step, i: int, verdict: Verdict, own: float) -> Line:
     if turn.seq.finish:
         line["finish"] = turn.seq.finish
     return line
+
+
+def cut_line(line: Line, n: int) -> Line:
+    """The line as if the text had ended after n emitted tokens; a copy."""
+    fates, emitted = "".join(node[4] for node in line["nodes"]), line["emitted"]
+    if n < len(emitted):
+        tree = Tree([node[0] for node in line["nodes"]], [node[1] for node in line["nodes"]])
+        path = [node for node, fate in enumerate(fates) if fate == ACCEPTED]
+        fates = Verdict(path, emitted, fates).cut(n, tree).fates
+    nodes = [[*node[:4], fate] for node, fate in zip(line["nodes"], fates, strict=True)]
+    columns = {name: line[name][:n] for name in ("emitted", "chose", "noise") if name in line}
+    return line | {"nodes": nodes} | columns
 
 
 def _rounded(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:

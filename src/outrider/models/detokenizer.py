@@ -44,6 +44,13 @@ class Detokenizer:
             self._decode()
         return self.stopped
 
+    def extend(self, tokens: list[int]) -> int:
+        """As if called with each token until the text ends; returns how many belong to it."""
+        if not self.params.stop:
+            self.pending += tokens
+            return len(tokens)
+        return next((i for i, token in enumerate(tokens, start=1) if self(token)), len(tokens))
+
     @property
     def texts(self) -> list[str]:
         """The text that each token released."""
@@ -57,6 +64,10 @@ class Detokenizer:
         self.held = ""
 
     def _decode(self) -> None:
+        if not self.params.stop:  # nothing is held back
+            self.decoded += ["" if token in self.ends else self.stream.push((token,)) for token in self.pending]
+            self.pending = []
+            return
         for token in self.pending:
             self.held += "" if token in self.ends else self.stream.push([token])
             if len(self.decoded) + 1 > self.params.min_tokens:

@@ -49,6 +49,13 @@ class Tokenizer:
         self.eos_ids = eos_ids if eos_id is None else eos_ids | {eos_id}
         self.chat_template = chat_template
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which compiles the template itself."""
+        return vars(self) | {"_lock": None, "_template": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_lock": threading.Lock()})
+
     @staticmethod
     def from_folder(folder: Path) -> Tokenizer:
         """From tokenizer.json and the settings files beside it."""

@@ -3,8 +3,12 @@
     app        assembly and process                 guard      API keys, host names, body limits
     routes     the endpoints                        pages      the page's static files
     requests   schema, and its parsing              responses  OpenAI objects, whole or as events
-    jobs       requests, their events and queue     worker     the one thread that drives the engine
-    telemetry  Prometheus, log, spans               tracing    traces, streamed and recorded
+    jobs       requests, their choices and text     worker     jobs into messages, messages into text
+    messages   what both sides tell each other      links      to an engine on a thread or in a process
+    host       the one thread that drives the engine, and its queue
+    notes      steps for traces, copied there       tracing    traces, streamed and recorded
+    telemetry  Prometheus, log, spans
 
-Only `worker` calls the engine. The package needs the `serve` extra; the library does not.
+HTTP and text are on one side of `messages`, the engine is on the other: only `host` and `notes` call it. The package
+needs the `serve` extra; the library does not.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,10 @@ from .. import __version__
 from ..llm import LLM
 from .errors import ApiError, internal_error, validation_error
 from .guard import Guard
+from .host import HostOptions
 from .jobs import Listener
+from .links import LocalEngine
+from .messages import EngineLink
 from .pages import pages
 from .requests import RequestParser
 from .routes import Service, api_router
@@ -38,23 +42,29 @@ class Application:
     service: Service
 
 
-def make_app(llm: LLM, settings: Settings | None = None) -> Application:
-    """Everything but a socket. The engine's thread runs during the application's lifespan."""
+def host_options(settings: Settings) -> HostOptions:
+    """What an engine has to know of a server's settings."""
+    return HostOptions(settings.drafter_seconds, records=settings.traces is not None)
+
+
+def make_app(llm: LLM | EngineLink, settings: Settings | None = None) -> Application:
+    """Everything but a socket. An `LLM` runs on a thread during the application's lifespan."""
     settings = settings or Settings()
-    name = settings.name or llm.name
+    engine: EngineLink = LocalEngine(llm, host_options(settings)) if isinstance(llm, LLM) else llm
+    name = settings.name or engine.facts.name
     metrics = Metrics(name)
-    traces = TraceStore(settings.traces, settings.traces_bytes, llm) if settings.traces is not None else None
-    listeners: list[Listener] = [metrics, RequestLog(llm, settings.log_text), *spans_for(name)]
+    traces = TraceStore(settings.traces, settings.traces_bytes, engine) if settings.traces is not None else None
+    listeners: list[Listener] = [metrics, RequestLog(engine, settings.log_text), *spans_for(name)]
     listeners += [traces] if traces else []
-    worker = Worker(llm, settings.limits.queue, listeners, settings.drafter_seconds)
+    worker = Worker(engine, settings.limits.queue, listeners)
     metrics.attach(worker)
-    service = Service(llm, name, settings, RequestParser(llm, name, settings.limits), worker, metrics, traces)
+    service = Service(engine, name, settings, RequestParser(engine, name, settings.limits), worker, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
-        worker.stop()
+        await asyncio.to_thread(worker.stop)
         if traces is not None:
             traces.close()
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import OutriderError
-from ..llm import LLM
-from ..types import SamplingParams, Sequence
+from ..params import SamplingParams
 from .errors import ApiError, bad_request
+from .messages import EngineLink, Facts
 from .settings import Limits
 
 SAME = (
@@ -141,28 +141,32 @@ class CompletionRequest(SamplingFields):
 
 
 @dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    raw: bool = False  # a plain text, which is continued in mid-sentence
+
+
+@dataclass(frozen=True)
 class ParsedRequest:
-    prompts: list[Any]  # each a text, token ids or messages
+    prompts: list[Prompt]
     params: SamplingParams
     drafter: str = ""  # one part of a composite drafter; empty: the server's own
     plain_reason: str = ""  # why it is decoded without drafts; empty: it is not
     max_draft_tokens: int | None = None  # per step
     trace_level: str = "off"  # of the trace in its stream
 
-    def sequences(self, llm: LLM) -> list[Sequence]:
-        """One per answer, those of one prompt adjacent."""
-        speculate, most, only = not self.plain_reason, self.max_draft_tokens, self.drafter
-        try:
-            return [seq for p in self.prompts for seq in llm.prepare(p, self.params, speculate, most, only)]
-        except OutriderError as error:
-            raise bad_request(str(error)) from error
+    def drafter_name(self, facts: Facts) -> str:
+        return facts.drafter_of(not self.plain_reason, self.drafter)
 
 
 class RequestParser:
-    """Parses requests for one model under one set of limits."""
+    """Parses requests for one model under one set of limits, and tokenises them.
 
-    def __init__(self, llm: LLM, name: str, limits: Limits) -> None:
-        self.llm, self.name, self.limits = llm, name, limits
+    What only the engine can check (guides, whether a prompt fits) it refuses later, in the same form.
+    """
+
+    def __init__(self, engine: EngineLink, name: str, limits: Limits) -> None:
+        self.engine, self.name, self.limits = engine, name, limits
 
     def parse(self, request: ChatRequest | CompletionRequest) -> ParsedRequest:
         if request.model not in (None, self.name):
@@ -175,15 +179,30 @@ class RequestParser:
         values = {name: value for name in SAME if (value := getattr(request, name)) is not None}
         values["temperature"] = 1.0 if request.temperature is None else request.temperature
         values["max_tokens"] = self._max_tokens(request)
-        values |= _logprobs(request) | self._logit_bias(request) | self._guide(request)
+        values |= _logprobs(request) | self._logit_bias(request) | _guide(request)
         if request.prediction is not None:
-            values["prediction"] = request.prediction.text
+            values["prediction"] = self.engine.tokenizer.encode(request.prediction.text)
         try:
-            params = SamplingParams(**values)
+            params, encoded = SamplingParams(**values), [self._encode(prompt) for prompt in prompts]
         except OutriderError as error:
             raise bad_request(str(error)) from error
+        self._check_lengths(encoded)
         drafter, plain_reason = self._drafter(options)
-        return ParsedRequest(prompts, params, drafter, plain_reason, options.k, options.trace or "off")
+        return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off")
+
+    def _encode(self, prompt: Any) -> Prompt:
+        """From a text, token ids or messages."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str):
+            return Prompt(tokenizer.encode_prompt(prompt), raw=True)
+        chat = bool(prompt) and isinstance(prompt[0], dict)
+        return Prompt(tokenizer.encode_chat(prompt) if chat else list(prompt))
+
+    def _check_lengths(self, prompts: list[Prompt]) -> None:
+        longest, limit = max((len(prompt.ids) for prompt in prompts), default=0), self.limits.prompt_tokens
+        if limit is not None and longest > limit:
+            message = f"The prompt has {longest} tokens, but this server takes at most {limit}."
+            raise bad_request(message, code="context_length_exceeded")
 
     def _check_limits(self, request: SamplingFields, answers: int) -> None:
         limits = self.limits
@@ -213,14 +232,14 @@ class RequestParser:
             return {}
         if len(request.logit_bias) > self.limits.biases:
             raise bad_request(f"logit_bias has more than {self.limits.biases} entries.", "logit_bias")
-        vocabulary = self.llm.target.config.vocab_size
+        vocabulary = self.engine.facts.vocabulary
         if not all(key.isascii() and key.isdigit() and int(key[:12]) < vocabulary for key in request.logit_bias):
             raise bad_request(f"A key of logit_bias is not a token id from 0 to {vocabulary - 1}.", "logit_bias")
         return {"logit_bias": {int(key): value for key, value in request.logit_bias.items()}}
 
     def _drafter(self, options: Speculation) -> tuple[str, str]:
         """The part of a composite drafter that is requested, or empty; why nothing is drafted, or empty."""
-        own, names = self.llm.config.drafter_name, self.llm.drafters
+        own, names = self.engine.facts.drafter, self.engine.facts.drafters
         if options.drafter is not None and options.drafter not in names:
             raise bad_request(f"This server's drafters are: {', '.join(names)}.", "speculation.drafter")
         if own == "off":
@@ -229,20 +248,16 @@ class RequestParser:
             return "", "the request switched speculation off"
         return options.drafter if options.drafter not in (None, own) else "", ""
 
-    def _guide(self, request: SamplingFields) -> dict[str, Any]:
-        """`response_format`, `guided_regex` and `guided_grammar`, compiled here so that a bad one fails early."""
-        guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
-        forms = [{name: value} for name, value in guided.items() if value is not None]
-        if request.response_format is not None:
-            forms.append(request.response_format)
-        if len(forms) > 1:
-            raise bad_request("Only one of response_format, guided_regex and guided_grammar may be given.")
-        if not forms:
-            return {}
-        try:
-            return {"guide": forms[0] if self.llm.guide_for(forms[0]) is not None else None}
-        except OutriderError as error:
-            raise bad_request(str(error), "response_format" if request.response_format else None) from error
+
+def _guide(request: SamplingFields) -> dict[str, Any]:
+    """`response_format`, `guided_regex` or `guided_grammar`. The engine compiles it before the answer begins."""
+    guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
+    forms = [{name: value} for name, value in guided.items() if value is not None]
+    if request.response_format is not None:
+        forms.append(request.response_format)
+    if len(forms) > 1:
+        raise bad_request("Only one of response_format, guided_regex and guided_grammar may be given.")
+    return {"guide": forms[0]} if forms else {}
 
 
 def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:

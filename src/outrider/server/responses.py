@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,11 +18,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..engine.trace import Line
-from ..llm import LLM
 from ..types import TokenLogprob
 from .errors import ApiError
 from .jobs import Choice, Delta, Job
+from .messages import EngineLink, Facts, Line
 from .requests import ParsedRequest
 from .tracing import TraceStream
 from .worker import Worker
@@ -38,19 +36,20 @@ Json = dict[str, Any]
 class ResponseBuilder:
     """Builds the responses of one request."""
 
-    llm: LLM
+    engine: EngineLink
     model: str
     job: Job
-    request: ParsedRequest
     with_ids: bool
     kind: str = "chat.completion"  # or text_completion
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
+    _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response of a request that does not stream: one delta per choice."""
         choices = [self._choice(delta, "message", {"refusal": None}) for delta in deltas]
-        return self._head(chunk=False) | {"choices": choices, "usage": self.usage(), **self._measured(self.job.choices)}
+        measured = self._measured(self.job.choices)
+        return self._head(chunk=False) | {"choices": choices, "usage": self.usage(), **measured}
 
     def chunk(self, delta: Delta, trace: list[Line] | None = None) -> Json:
         choice = self._choice(delta, "delta", {})
@@ -58,14 +57,36 @@ class ResponseBuilder:
         traced = {} if trace is None else {"trace": trace}
         return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
 
+    def event(self, delta: Delta, trace: list[Line] | None = None) -> bytes:
+        """A chunk as an event. Most differ in text and ids only, and are written without building the objects."""
+        index, logprobs = delta.index, self.job.request.params.logprobs
+        if index not in self.offsets or delta.finish is not None or trace is not None or logprobs is not None:
+            return _event(self.chunk(delta, trace))
+        if index not in self._templates:
+            self._templates[index] = self._template(index)
+        before, between, after = self._templates[index]
+        event = before + json.dumps(delta.text).encode() + between
+        return event + b"[%b]" % ",".join(map(str, delta.tokens)).encode() + after if self.with_ids else event
+
+    def _template(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """What is before, between and after the text and the ids of a chunk in the middle of a stream."""
+        slots: list[Any] = ["\0ids"]
+        before, _, after = _event(self.chunk(Delta(index, "\0text", slots, [], None, [], []))).partition(
+            _json("\0text")
+        )
+        between, _, after = after.partition(_json(slots))
+        return before, between, after
+
     def usage_chunk(self) -> Json:
         return self._head(chunk=True) | {"choices": [], "usage": self.usage()}
 
     def _head(self, chunk: bool) -> Json:
         kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
-        fingerprint = f"outrider-{self.llm.dtype}"  # a seed's text is the same among servers with this fingerprint
+        fingerprint = (
+            f"outrider-{self.engine.facts.dtype}"  # a seed's text is the same among servers with this fingerprint
+        )
         head = {"id": self.job.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"system_fingerprint": fingerprint, "seed": self.job.choices[0].seq.seed}
+        return head | {"system_fingerprint": fingerprint, "seed": self.job.choices[0].seed}
 
     def _choice(self, delta: Delta, name: str, extra: Json) -> Json:
         """One of `choices`. `name` is the field of a chat's text: message or delta."""
@@ -77,35 +98,33 @@ class ResponseBuilder:
         choice = {"index": index, **content, "logprobs": self._logprobs(index, delta.logprobs)}
         choice["finish_reason"] = delta.finish
         if self.with_ids:
-            seq = self.job.choices[index].seq
-            prompt = {"prompt_token_ids": seq.tokens[: seq.prompt_len]} if first else {}
+            prompt = {"prompt_token_ids": self.job.choices[index].prompt} if first else {}
             choice |= {"token_ids": delta.tokens} | prompt
         return choice
 
     def usage(self) -> Json:
-        n = self.request.params.n
-        prompts = [choice.seq for choice in self.job.choices[::n]]  # a prompt counts once, whatever its n
-        prompt = sum(seq.prompt_len for seq in prompts)
-        generated = sum(choice.sent for choice in self.job.choices)
+        prompts = self.job.choices[:: self.job.request.params.n]  # a prompt counts once, whatever its n
+        prompt = sum(len(choice.prompt) for choice in prompts)
+        generated = sum(len(choice.tokens) for choice in self.job.choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-        stats = [choice.seq.stats for choice in self.job.choices]
+        stats = [choice.stats for choice in self.job.choices]
         predicted = {
             "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in stats),
             "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in stats),
         }
-        cached = {"cached_tokens": sum(seq.stats.reused for seq in prompts)}
+        cached = {"cached_tokens": sum(choice.stats.reused for choice in prompts)}
         return usage | {"prompt_tokens_details": cached, "completion_tokens_details": predicted}
 
     def _logprobs(self, index: int, entries: list[TokenLogprob]) -> Json | None:
         start = self.offsets.setdefault(index, 0)
-        if self.request.params.logprobs is None:
+        if self.job.request.params.logprobs is None:
             return None
         if self.kind == "chat.completion":
             top = ([self._token(*pair) for pair in entry.top] for entry in entries)
             tokens = (self._token(entry.token, entry.logprob) for entry in entries)
             content = [token | {"top_logprobs": best} for token, best in zip(tokens, top, strict=True)]
             return {"content": content, "refusal": None}
-        piece = self.llm.tokenizer.id_to_piece
+        piece = self.engine.tokenizer.id_to_piece
         pieces = [piece(entry.token) for entry in entries]
         *offsets, self.offsets[index] = accumulate(map(len, pieces), initial=start)
         return {
@@ -116,12 +135,12 @@ class ResponseBuilder:
         }
 
     def _token(self, token: int, value: float) -> Json:
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.engine.tokenizer
         piece, data = tokenizer.id_to_piece(token), list(tokenizer.id_to_bytes(token))
         return {"token": piece, "logprob": _finite(value), "bytes": data}
 
     def _measured(self, choices: list[Choice]) -> Json:
-        speculation = _speculation(self.llm, self.request, choices)
+        speculation = _speculation(self.engine.facts, self.job.request, choices)
         return {"metrics": {"speculative_decoding": speculation}, "timings": _timings(choices)}
 
 
@@ -129,9 +148,9 @@ def _finite(value: float) -> float:
     return max(value, MIN_LOGPROB)
 
 
-def _speculation(llm: LLM, request: ParsedRequest, choices: list[Choice]) -> Json:
+def _speculation(facts: Facts, request: ParsedRequest, choices: list[Choice]) -> Json:
     """vLLM's names; enabled, drafter, reason, alpha, target_passes and drafter_failures are our own."""
-    stats = [choice.seq.stats for choice in choices]
+    stats = [choice.stats for choice in choices]
     drafts, drafted = sum(s.drafts for s in stats), sum(s.drafted for s in stats)
     accepted, reached = sum(s.accepted for s in stats), sum(s.reached for s in stats)
     deepest = max((len(s.accepted_at) for s in stats), default=0)
@@ -139,9 +158,9 @@ def _speculation(llm: LLM, request: ParsedRequest, choices: list[Choice]) -> Jso
     at_least = [drafts, *depths, 0]  # steps that accepted at least 0, 1, 2, … drafted tokens
     return {
         "enabled": not request.plain_reason,
-        "drafter": llm.drafter_of(choices[0].seq),
+        "drafter": request.drafter_name(facts),
         "reason": request.plain_reason or stats[0].why,
-        "num_spec_tokens": llm.config.k if isinstance(llm.config.k, int) else request.max_draft_tokens,
+        "num_spec_tokens": facts.k if isinstance(facts.k, int) else request.max_draft_tokens,
         "num_spec_steps": drafts,
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
@@ -157,8 +176,8 @@ def _speculation(llm: LLM, request: ParsedRequest, choices: list[Choice]) -> Jso
 def _timings(choices: list[Choice]) -> Json:
     """llama.cpp's names. Over several choices: from the first start to the last end."""
     started, first = min(c.started for c in choices), min(c.first for c in choices)
-    generated = sum(c.sent for c in choices)
-    prefilled = sum(c.seq.prompt_len - c.seq.stats.reused for c in choices)
+    generated = sum(len(c.tokens) for c in choices)
+    prefilled = sum(len(c.prompt) - c.stats.reused for c in choices)
     prompt, predicted = max(first - started, 0.0), max(max(c.latest for c in choices) - first, 0.0)
     return {
         "queue_ms": round(1e3 * (started - choices[0].job.arrived), 3),
@@ -168,32 +187,41 @@ def _timings(choices: list[Choice]) -> Json:
         "predicted_n": generated,
         "predicted_ms": round(1e3 * predicted, 3),
         "predicted_per_second": round((generated - 1) / predicted, 3) if predicted else None,
-        "draft_n": sum(c.seq.stats.drafted for c in choices),
-        "draft_n_accepted": sum(c.seq.stats.accepted for c in choices),
+        "draft_n": sum(c.stats.drafted for c in choices),
+        "draft_n_accepted": sum(c.stats.accepted for c in choices),
     }
 
 
-async def follow(job: Job, worker: Worker, deadline: float) -> AsyncGenerator[Delta | None, None]:
-    """A job's deltas until its last choice has ended; None after each KEEPALIVE seconds without one."""
-    left = len(job.choices)
+async def accepted(job: Job, worker: Worker, deadline: float) -> None:
+    """Return when the engine has accepted a job, or raise its refusal. At the deadline its reader raises."""
     try:
-        while left:
-            event = await job.events.get(min(KEEPALIVE, deadline - time.monotonic()))
-            if isinstance(event, ApiError):
-                raise event
-            if event is None and time.monotonic() >= deadline:
-                message = f"The answer took longer than its limit of {deadline - job.arrived:g} s."
-                raise ApiError(408, message, "deadline_exceeded", "timeout")
-            left -= event is not None and event.finish is not None
-            yield event
-    finally:
+        await asyncio.wait({job.accepted}, timeout=max(deadline - time.monotonic(), 0.0))
+        if job.accepted.done():
+            job.accepted.result()
+    except BaseException:
         worker.cancel(job)
+        raise
+
+
+async def next_delta(job: Job, deadline: float) -> Delta | None:
+    """What is new in one of a job's choices; None after KEEPALIVE seconds without news."""
+    event = await job.events.get(min(KEEPALIVE, deadline - time.monotonic()))
+    if isinstance(event, ApiError):
+        raise event
+    if event is None and time.monotonic() >= deadline:
+        message = f"The answer took longer than its limit of {deadline - job.arrived:g} s."
+        raise ApiError(408, message, "deadline_exceeded", "timeout")
+    return event
 
 
 async def collect(job: Job, worker: Worker, deadline: float) -> list[Delta]:
     """The choices of a job that does not stream, in order: each has one delta, its whole text."""
-    async with aclosing(follow(job, worker, deadline)) as events:
-        deltas = [delta async for delta in events if delta is not None]
+    deltas: list[Delta] = []
+    try:
+        while len(deltas) < len(job.choices):
+            deltas += [delta] if (delta := await next_delta(job, deadline)) else []
+    finally:
+        worker.cancel(job)
     return sorted(deltas, key=lambda delta: delta.index)
 
 
@@ -221,9 +249,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, builder: ResponseBuilder, worker: Worker, deadline: float, with_usage: bool) -> None:
         self.builder, self.worker, self.deadline, self.with_usage = builder, worker, deadline, with_usage
-        choices, request = builder.job.choices, builder.request
-        traced = request.trace_level != "off"
-        self.traces = [TraceStream(builder.llm, request, each) for each in choices] if traced else []
+        job, traced = builder.job, builder.job.request.trace_level != "off"
+        self.traces = [TraceStream(builder.engine, job.request, each) for each in job.choices] if traced else []
         super().__init__(self._events(), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,24 +260,25 @@ class EventStream(StreamingResponse):
             self.worker.cancel(self.builder.job)
 
     async def _events(self) -> AsyncIterator[bytes]:
+        job, left = self.builder.job, len(self.builder.job.choices)
         try:
-            async with aclosing(follow(self.builder.job, self.worker, self.deadline)) as events:
-                async for delta in events:
-                    yield b": waiting\n\n" if delta is None else await self._chunk(delta)
+            while left:
+                delta = await next_delta(job, self.deadline)
+                if delta is None:
+                    yield b": waiting\n\n"
+                    continue
+                left -= delta.finish is not None
+                yield self.builder.event(delta, self.traces[delta.index].lines(delta) if self.traces else None)
             if self.with_usage:
                 yield _event(self.builder.usage_chunk())
         except ApiError as error:
             yield _event(error.body())
         yield DONE
 
-    async def _chunk(self, delta: Delta) -> bytes:
-        """A chunk, with its trace lines if requested. Lines with logits are computed outside the event loop."""
-        if not self.traces:
-            return _event(self.builder.chunk(delta))
-        lines = self.traces[delta.index].lines
-        trace = await asyncio.to_thread(lines, delta) if delta.note and delta.note.rows else lines(delta)
-        return _event(self.builder.chunk(delta, trace))
+
+def _event(data: Json) -> bytes:
+    return b"data: " + _json(data) + b"\n\n"
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

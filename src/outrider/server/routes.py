@@ -11,12 +11,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..llm import LLM
-from ..types import Sequence
-from .errors import ApiError, bad_request
-from .jobs import EventQueue, Job
-from .requests import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
-from .responses import EventStream, ResponseBuilder, collect, unless_disconnected
+from .errors import ApiError
+from .jobs import Job
+from .messages import EngineLink
+from .requests import ChatRequest, CompletionRequest, RequestParser
+from .responses import EventStream, ResponseBuilder, accepted, collect, unless_disconnected
 from .settings import Settings
 from .telemetry import Metrics
 from .tracing import TraceStore
@@ -45,7 +44,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorResponse, "description": "The request took too long"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "The queue is full; Retry-After says when to try again"},
-    503: {"model": ErrorResponse, "description": "Shutting down"},
+    503: {"model": ErrorResponse, "description": "Shutting down, or the engine is gone"},
     "default": {"model": ErrorResponse, "description": "Any other error"},
 }
 
@@ -54,7 +53,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 class Service:
     """Everything that the endpoints need."""
 
-    llm: LLM
+    engine: EngineLink
     name: str
     settings: Settings
     parser: RequestParser
@@ -68,40 +67,38 @@ class Service:
         chat = isinstance(request, ChatRequest)
         kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self.worker.check_capacity(1)  # before any work is done for it
-        job = Job(f"{prefix}-{http.state.id}", http.state.client, bool(request.stream), EventQueue())
-        parsed, seqs = await asyncio.to_thread(self._parse, request)  # tokenising a long prompt takes a while
-        job.add(seqs, parsed.trace_level)
+        arrived = time.monotonic()
+        parsed = await asyncio.to_thread(self.parser.parse, request)  # tokenising a long prompt takes a while
+        id, client, streams = f"{prefix}-{http.state.id}", http.state.client, bool(request.stream)
+        job = Job(id, client, streams, parsed, self.engine.facts, self.engine.tokenizer, arrived)
         limit = self.settings.limits.seconds
         deadline = job.arrived + min(request.timeout or limit, limit)
         self.worker.submit(job)
-        builder = ResponseBuilder(self.llm, self.name, job, parsed, bool(request.return_token_ids), kind)
+        builder = ResponseBuilder(self.engine, self.name, job, bool(request.return_token_ids), kind)
+        try:
+            await accepted(job, self.worker, deadline)
+        except ApiError as error:  # the engine calls any form of text a guide
+            if error.param == "guide":
+                error.param = "response_format" if request.response_format else None
+            raise
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
             return EventStream(builder, self.worker, deadline, with_usage)
         deltas = await unless_disconnected(http, collect(job, self.worker, deadline))
         return JSONResponse(builder.whole(deltas)) if deltas else Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    def _parse(self, request: ChatRequest | CompletionRequest) -> tuple[ParsedRequest, list[Sequence]]:
-        parsed = self.parser.parse(request)
-        seqs = parsed.sequences(self.llm)
-        longest, limit = max(seq.prompt_len for seq in seqs), self.settings.limits.prompt_tokens
-        if limit is not None and longest > limit:
-            message = f"The prompt has {longest} tokens, but this server takes at most {limit}."
-            raise bad_request(message, code="context_length_exceeded")
-        return parsed, seqs
-
     def model_card(self) -> dict[str, Any]:
-        llm, config = self.llm, self.llm.config
+        facts = self.engine.facts
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "outrider"}
-        card |= {"max_model_len": llm.engine.cache.length, "dtype": llm.dtype, "device": llm.device}
-        return card | {"drafter": config.drafter_name, "k": config.k, "rule": config.rule}
+        card |= {"max_model_len": facts.length, "dtype": facts.dtype, "device": facts.device}
+        return card | {"drafter": facts.drafter, "k": facts.k, "rule": facts.rule}
 
     def drafters(self) -> dict[str, Any]:
         """The values of `speculation.drafter`, the default first, and the limits that the page needs."""
-        own, named = self.llm.config.drafter_name, self.llm.drafters
+        own, named = self.engine.facts.drafter, self.engine.facts.drafters
         data = [{"id": id, "object": "drafter", "default": id == own, "about": text} for id, text in named.items()]
         limits = {"max_tokens": self.settings.limits.max_tokens, "temperature": 100}
-        return {"object": "list", "data": data, "model": self.name, "k": self.llm.config.k, "limits": limits}
+        return {"object": "list", "data": data, "model": self.name, "k": self.engine.facts.k, "limits": limits}
 
     def trace_store(self) -> TraceStore:
         if self.traces is None:

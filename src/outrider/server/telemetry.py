@@ -10,22 +10,27 @@ from __future__ import annotations
 import json
 import logging
 import time
+from bisect import bisect_left
+from collections import Counter as Counting
+from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from ..llm import LLM
-from ..types import Step
-from .jobs import Choice, Listener
+from .jobs import Choice, Listener, StepReport
+from .messages import EngineLink
 from .worker import Worker
 
 log = logging.getLogger("outrider.server")
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 MAX_POSITION = 64  # deepest position with a label of its own
-PRICE_INTERVAL = 1.0  # seconds between two reads of the controller's break-even
 
 # Part of the controller's reason (a sentence with numbers) -> label.
 REASONS = (
@@ -35,6 +40,7 @@ REASONS = (
     ("paused", "drafter_rests"),
     ("nothing to propose", "nothing_to_propose"),
     ("prompts fill", "prompts_fill_the_pass"),
+    ("even a certain draft", "rows_too_expensive"),
 )
 
 
@@ -48,8 +54,7 @@ class Metrics(Listener):
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
-        self._latest: dict[int, float] = {}  # sequence id -> time of its latest chunk
-        self._prices_read = 0.0
+        self._latest: dict[int, float] = {}  # sequence -> time of its latest chunk
         counter, gauge, histogram = (partial(self._metric, kind) for kind in (Counter, Gauge, Histogram))
         self.drafts = counter("spec_decode_num_drafts", "Verified drafts")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens")
@@ -70,7 +75,8 @@ class Metrics(Listener):
         self.ends = counter("request_success", "Answers by finish reason", "finished_reason")
         self.errors = counter("requests_refused", "Requests that got an error, by status", "status")
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token", buckets=SECONDS)
-        self.between = histogram("inter_token_latency_seconds", "Between two chunks", buckets=TOKEN_SECONDS)
+        self.between = StepHistogram("outrider:inter_token_latency_seconds", "Between two chunks", self._labels)
+        self.registry.register(self.between)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first", buckets=TOKEN_SECONDS
         )
@@ -79,15 +85,12 @@ class Metrics(Listener):
 
     def attach(self, worker: Worker) -> None:
         """Read running, waiting and cache use from this worker at each scrape."""
-        self._worker, gauge = worker, partial(self._metric, Gauge)
+        gauge = partial(self._metric, Gauge)
         gauge("num_requests_running", "Answers in the batch").set_function(lambda: worker.running)
         gauge("num_requests_waiting", "Answers in the queue").set_function(lambda: worker.waiting)
-        gauge("kv_cache_usage_perc", "Used share of the slots, 0 to 1").set_function(self._cache_usage)
-        self.enabled.set(worker.llm.config.drafter_name != "off")
-
-    def _cache_usage(self) -> float:
-        cache = self._worker.llm.engine.cache  # not kept: a restart replaces it
-        return 1 - cache.available / cache.slots
+        gauge("kv_cache_usage_perc", "Used share of the slots, 0 to 1").set_function(lambda: worker.stats.cache_usage)
+        self.break_even.set_function(lambda: worker.stats.break_even or 0.0)
+        self.enabled.set(worker.engine.facts.drafter != "off")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -95,42 +98,41 @@ class Metrics(Listener):
     def count_error(self, status: int) -> None:
         self.errors.labels(status=str(status), **self._labels).inc()
 
-    def on_step(self, step: Step) -> None:
-        self.steps.inc()
-        self.draft_seconds.inc(step.clock.get("draft", 0.0))
-        self.verify_seconds.inc(step.clock.get("verify", 0.0))
-        self.failures.inc(bool(step.failure))
-        now, drafted, verdicts = time.monotonic(), 0, 0
-        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
-            if verdict is None:
-                continue
-            verdicts += 1
-            drafted += len(tree.tokens)
-            self.drafts.inc(bool(tree.tokens))
-            self.accepted_tokens.inc(len(verdict.path))
-            self.tokens.inc(len(verdict.tokens))
-            for depth in range(min(len(verdict.path), MAX_POSITION)):
-                self.accepted_at.labels(position=str(depth), **self._labels).inc()
-            before = self._latest.get(turn.seq.id)
-            self._latest[turn.seq.id] = now
+    def on_step(self, step: StepReport) -> None:
+        progress, drafted = step.progress, sum(step.drafted)
+        if progress.counted:
+            self.steps.inc()
+            self.draft_seconds.inc(progress.clock.get("draft", 0.0))
+            self.verify_seconds.inc(progress.clock.get("verify", 0.0))
+            self.failures.inc(progress.failed)
+        if not step.choices:
+            return
+        self.tokens.inc(sum(step.emitted))
+        self.k.set(drafted / len(step.choices))
+        if drafted:
+            self.drafts.inc(sum(count > 0 for count in step.drafted))
+            self.draft_tokens.inc(drafted)
+            self._count_accepted(step.accepted)
+        else:
+            self.fallbacks.labels(reason=reason_of(progress.why), **self._labels).inc()
+        now, latest = time.monotonic(), self._latest
+        times = Counting(latest.get(choice.seq) for choice in step.choices)  # most are the time of the last step
+        latest.update(dict.fromkeys([choice.seq for choice in step.choices], now))
+        for before, count in times.items():
             if before is not None:
-                self.between.observe(now - before)
-        self.draft_tokens.inc(drafted)
-        if verdicts:
-            self.k.set(drafted / verdicts)
-            if not drafted:
-                self.fallbacks.labels(reason=reason_of(step.why), **self._labels).inc()
-        if now - self._prices_read > PRICE_INTERVAL:
-            self._prices_read = now
-            prices = self._worker.llm.engine.controller.prices
-            if prices is not None and step.turns:
-                self.break_even.set(max(prices.price(len(step.turns)) / len(step.turns), 0.0))
+                self.between.observe(now - before, count)
+
+    def _count_accepted(self, accepted: list[int]) -> None:
+        self.accepted_tokens.inc(sum(accepted))
+        for depth in range(min(max(accepted), MAX_POSITION)):
+            count = sum(length > depth for length in accepted)
+            self.accepted_at.labels(position=str(depth), **self._labels).inc(count)
 
     def on_end(self, choice: Choice) -> None:
-        stats, job = choice.seq.stats, choice.job
-        self._latest.pop(choice.seq.id, None)
+        stats, job = choice.stats, choice.job
+        self._latest.pop(choice.seq, None)
         self.ends.labels(finished_reason=choice.finish or "other", **self._labels).inc()
-        self.prompt_tokens.inc(choice.seq.prompt_len)
+        self.prompt_tokens.inc(len(choice.prompt))
         self.cached_tokens.inc(stats.reused)
         self.preemptions.inc(stats.preempted)
         self.whole.observe(choice.ended - job.arrived)
@@ -138,7 +140,7 @@ class Metrics(Listener):
             self.queued.observe(choice.started - job.arrived)
         if choice.first:
             self.first.observe(choice.first - job.arrived)
-            more = len(choice.seq.generated) - 1
+            more = len(choice.tokens) - 1
             if more > 0:
                 self.per_token.observe((choice.latest - choice.first) / more)
 
@@ -147,6 +149,25 @@ class Metrics(Listener):
         labels = [*self._labels, *([label] if label else [])]
         family = kind(f"outrider:{name}", help, labels, registry=self.registry, **options)
         return family if label else family.labels(**self._labels)
+
+
+class StepHistogram(Collector):
+    """A histogram over TOKEN_SECONDS that takes many equal values at once: those of one step."""
+
+    def __init__(self, name: str, help: str, labels: dict[str, str]) -> None:
+        self._name, self._help, self._labels = name, help, labels
+        self._counts, self._sum = [0] * (len(TOKEN_SECONDS) + 1), 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(TOKEN_SECONDS, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
+        bounds = [*map(floatToGoString, TOKEN_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
 
 
 class JsonFormatter(logging.Formatter):
@@ -171,26 +192,26 @@ def log_to(file: TextIO, level: int = logging.INFO) -> None:
 
 
 class RequestLog(Listener):
-    def __init__(self, llm: LLM, with_text: bool = False) -> None:
-        self.llm, self.with_text = llm, with_text
+    def __init__(self, engine: EngineLink, with_text: bool = False) -> None:
+        self.engine, self.with_text = engine, with_text
 
     def on_end(self, choice: Choice) -> None:
-        job, seq = choice.job, choice.seq
+        job, stats = choice.job, choice.stats
         fields: dict[str, Any] = {
             "id": job.id,
             "client": job.client,
             "index": choice.index,
             "finish": choice.finish,
-            "prompt_tokens": seq.prompt_len,
-            "tokens": len(seq.generated),
-            **{name: getattr(seq.stats, name) for name in ("reused", "drafted", "accepted", "passes", "failures")},
+            "prompt_tokens": len(choice.prompt),
+            "tokens": len(choice.tokens),
+            **{name: getattr(stats, name) for name in ("reused", "drafted", "accepted", "passes", "failures")},
             "queued_s": round((choice.started or choice.ended) - job.arrived, 4),
             "first_s": round(choice.first - job.arrived, 4) if choice.first else None,
             "seconds": round(choice.ended - job.arrived, 4),
         }
         if self.with_text:
-            decode = self.llm.tokenizer.decode
-            fields |= {"prompt": decode(seq.tokens[: seq.prompt_len]), "text": decode(seq.generated)}
+            decode = self.engine.tokenizer.decode
+            fields |= {"prompt": decode(choice.prompt), "text": decode(choice.tokens)}
         log.info("answer", extra={"fields": fields})
 
 
@@ -199,17 +220,17 @@ class Spans(Listener):
         self.tracer, self.model = tracer, model
 
     def on_end(self, choice: Choice) -> None:
-        seq, job = choice.seq, choice.job
+        job = choice.job
         epoch = time.time_ns() - time.monotonic_ns()
         attributes = {
             "gen_ai.operation.name": "text_completion" if job.id.startswith("cmpl") else "chat",
             "gen_ai.request.model": self.model,
             "gen_ai.response.id": job.id,
             "gen_ai.response.finish_reasons": [choice.finish],
-            "gen_ai.usage.input_tokens": seq.prompt_len,
-            "gen_ai.usage.output_tokens": len(seq.generated),
-            "outrider.drafted": seq.stats.drafted,
-            "outrider.accepted": seq.stats.accepted,
+            "gen_ai.usage.input_tokens": len(choice.prompt),
+            "gen_ai.usage.output_tokens": len(choice.tokens),
+            "outrider.drafted": choice.stats.drafted,
+            "outrider.accepted": choice.stats.accepted,
         }
         span = self.tracer.start_span("answer", start_time=epoch + int(1e9 * job.arrived), attributes=attributes)
         for name, at in (("started", choice.started), ("first_token", choice.first)):

@@ -13,14 +13,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 
-from ..engine.trace import VERSION, Line, Recorder, tokens_of
+from ..engine.trace import VERSION, tokens_of
 from ..errors import OutriderError
-from ..llm import LLM
-from ..types import Step
-from .jobs import Choice, Delta, Listener
+from .jobs import Choice, Delta, Listener, StepReport
+from .messages import EngineLink, Line
 from .requests import ParsedRequest
 
 log = logging.getLogger("outrider.server")
@@ -32,29 +32,28 @@ NAME = re.compile(r"[\w-]{1,80}")  # a trace's name is never a path
 class TraceStream:
     """The trace of one choice, as lines of a trace file: a header, steps with their texts, a footer."""
 
-    def __init__(self, llm: LLM, request: ParsedRequest, choice: Choice) -> None:
-        self.llm, self.request, self.choice = llm, request, choice
+    def __init__(self, engine: EngineLink, request: ParsedRequest, choice: Choice) -> None:
+        self.engine, self.request, self.choice = engine, request, choice
         self.counts = {"steps": 0, "drafted": 0, "accepted": 0, "emitted": 0}
         self.named: set[int] = set()  # tokens whose text has been sent
 
     def lines(self, delta: Delta) -> list[Line]:
-        """The lines that belong to this delta. Slow where its note has logits: not for an event loop."""
+        """The lines that belong to this delta."""
         lines = [] if self.named else [self._header()]
-        if delta.note is not None and self.choice.notes is not None:
-            lines.append(self._step(self.choice.notes.line(delta.note), delta.texts))
+        texts = iter(delta.texts)
+        lines += [self._step(line, [*islice(texts, len(line["emitted"]))]) for line in delta.lines]
         if delta.finish is not None:
-            seq = self.choice.seq
-            end = {"finish": delta.finish, "seed": seq.seed, "seconds": seq.stats.seconds}
+            end = {"finish": delta.finish, "seed": self.choice.seed, "seconds": self.choice.stats.seconds}
             lines.append({"end": True, **self.counts, **end})
         return lines
 
     def _header(self) -> Line:
-        llm, seq = self.llm, self.choice.seq
-        prompt = seq.tokens[: seq.prompt_len]
-        header: Line = {"outrider_trace": VERSION, "level": self.request.trace_level, "model": llm.name}
-        header |= {"dtype": llm.dtype, "device": llm.device, "drafter": llm.drafter_of(seq), "k": llm.config.k}
-        header |= {"rule": seq.rule, "temperature": seq.params.temperature, "seed": seq.seed, "prompt": prompt}
-        text = llm.tokenizer.decode(prompt, skip_special=False)
+        facts, prompt, request = self.engine.facts, self.choice.prompt, self.request
+        header: Line = {"outrider_trace": VERSION, "level": request.trace_level, "model": facts.name}
+        header |= {"dtype": facts.dtype, "device": facts.device, "drafter": request.drafter_name(facts), "k": facts.k}
+        header |= {"rule": facts.rule, "temperature": request.params.temperature, "seed": self.choice.seed}
+        header["prompt"] = prompt
+        text = self.engine.tokenizer.decode(prompt, skip_special=False)
         return header | {"prompt_text": text, "pieces": self._pieces(prompt)}
 
     def _step(self, line: Line, texts: list[str]) -> Line:
@@ -69,29 +68,22 @@ class TraceStream:
         """The texts of those tokens that have not been sent yet."""
         new = set(tokens) - self.named
         self.named |= new
-        return {token: self.llm.tokenizer.decode([token], skip_special=False) for token in new}
+        return {token: self.engine.tokenizer.decode([token], skip_special=False) for token in new}
 
 
-class _SequenceRecorder(Recorder):
-    """Keeps each sequence's lines apart."""
-
-    def __init__(self) -> None:
-        super().__init__("summary")
-        self.by_sequence: dict[int, list[Line]] = {}
-
-    def _put(self, line: Line) -> None:
-        lines = self.by_sequence.setdefault(line["seq"], [])
-        if len(lines) < MAX_STEPS:
-            lines.append(line)
+def _summary(line: Line) -> Line:
+    """A line of any level without the target's view."""
+    kept = {name: value for name, value in line.items() if name not in ("chose", "guesses", "noise")}
+    return kept | {"nodes": [[*node[:3], None, node[4]] for node in line["nodes"]]}
 
 
 class TraceStore(Listener):
     """A folder with one file per choice, at most `max_bytes`; the oldest are deleted. `problem`: the last failure."""
 
-    def __init__(self, folder: Path, max_bytes: int, llm: LLM) -> None:
-        self.folder, self.max_bytes, self.llm = folder, max_bytes, llm
+    def __init__(self, folder: Path, max_bytes: int, engine: EngineLink) -> None:
+        self.folder, self.max_bytes, self.engine = folder, max_bytes, engine
         self.dropped, self.problem = 0, ""
-        self._recorder = _SequenceRecorder()
+        self._lines: dict[Choice, list[Line]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="traces")
         self._lock, self._unwritten = Lock(), 0
         try:
@@ -101,15 +93,18 @@ class TraceStore(Listener):
             raise OutriderError(f"The trace folder {folder} cannot be used: {error}.") from error
         self._sizes: OrderedDict[str, int] = OrderedDict((path.stem, path.stat().st_size) for path in files)
 
-    def on_step(self, step: Step) -> None:
-        self._recorder.observe(step)
+    def on_step(self, step: StepReport) -> None:
+        for choice, line in step.lines:
+            lines = self._lines.setdefault(choice, [])
+            if len(lines) < MAX_STEPS:
+                lines.append(_summary(line))
 
     def on_end(self, choice: Choice) -> None:
-        seq, lines = choice.seq, self._recorder.by_sequence.pop(choice.seq.id, [])
-        header: Line = {"outrider_trace": VERSION, "level": "summary", "dtype": self.llm.dtype, "model": self.llm.name}
-        header |= {"drafter": self.llm.drafter_of(seq), "rule": seq.rule, "prompt_tokens": seq.prompt_len}
-        header["seed"] = seq.seed
-        footer = {"end": True, "finish": choice.finish, "emitted": len(seq.generated)}
+        facts, lines = self.engine.facts, self._lines.pop(choice, [])
+        header: Line = {"outrider_trace": VERSION, "level": "summary", "dtype": facts.dtype, "model": facts.name}
+        header |= {"drafter": choice.job.request.drafter_name(facts), "rule": facts.rule}
+        header |= {"prompt_tokens": len(choice.prompt), "seed": choice.seed}
+        footer = {"end": True, "finish": choice.finish, "emitted": len(choice.tokens)}
         with self._lock:
             if self._unwritten >= MAX_UNWRITTEN:
                 self.dropped += 1

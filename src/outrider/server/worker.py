@@ -1,108 +1,129 @@
-"""The one thread that drives the engine. Jobs join and leave between two steps.
+"""The HTTP side of the engine: jobs go in, text comes out. It runs on the event loop and never waits for the engine.
 
-Promise: a submitted job gets a delta for every token and its end, or one error. A cancelled job has returned its slots
-before the next step. A failing step costs the running choices, not the server; a drafter that hangs costs its speed.
+Promise: a submitted job gets a delta for what every step adds and for its end, or one error. A cancelled job costs the
+engine no further step. Where the engine is lost, every job gets a sentence that says so at once.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence as Listing
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ..engine.trace import Note
-from ..engine.watchdog import GivenUp, end_thread
-from ..errors import OutriderError
-from ..llm import LLM
-from ..models.detokenizer import Detokenizer
-from ..types import Step
-from .errors import ApiError, internal_error, shutting_down
-from .jobs import Choice, Delta, FairQueue, Job, Listener
+from .errors import ApiError, shutting_down
+from .jobs import Choice, Job, Listener, StepReport
+from .messages import (
+    Accepted,
+    Cancel,
+    Command,
+    EngineLink,
+    Facts,
+    Failed,
+    Left,
+    Message,
+    Progress,
+    Started,
+    Stats,
+    Stop,
+    Submit,
+)
 
 log = logging.getLogger("outrider.server")
 STALLED = 60.0  # seconds of one step after which the server is unhealthy
 
 
 class Worker:
-    """Continuous batching: up to the engine's `max_batch` choices run, up to `queue` wait."""
+    """Up to the engine's `max_batch` choices run, up to `queue` wait, and further ones are refused."""
 
-    def __init__(
-        self, llm: LLM, queue: int = 128, listeners: Listing[Listener] = (), drafter_seconds: float = 30.0
-    ) -> None:
-        self.llm, self.queue, self.listeners = llm, queue, list(listeners)
-        self.max_running = llm.config.max_batch
+    def __init__(self, engine: EngineLink, queue: int = 128, listeners: Listing[Listener] = ()) -> None:
+        self.engine, self.queue, self.listeners = engine, queue, list(listeners)
+        self.max_running = engine.facts.max_batch
         self.fatal = ""  # why the engine cannot run again
-        self._changed = threading.Condition()
-        self._waiting: FairQueue[Choice] = FairQueue()
-        self._running: dict[int, Choice] = {}  # by sequence id
-        self._cancelled: set[Job] = set()  # since the last step
-        self._drain_deadline = 0.0  # when running choices are ended; 0: not draining
-        self._stopping = False
+        self.stats = Stats(0.0, None)
+        self._jobs: dict[int, Job] = {}  # by number, until the engine has nothing of them
+        self._unopened: dict[int, Job] = {}  # those that the engine has not accepted yet
+        self._waiting: dict[int, Choice] = {}  # by sequence: in the engine's queue
+        self._running: dict[int, Choice] = {}  # by sequence: in its batch, until it says that they have left
+        self._numbers = itertools.count(1)
+        self._draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # until `start`
         self._mean_seconds = 1.0  # per choice, moving average
-        self._progress = time.monotonic()  # when the latest step began or ended
-        self._drafter_seconds = drafter_seconds
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._heard = time.monotonic()  # when the engine sent the latest message
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Progress: self._on_progress, Accepted: self._on_accepted, Started: self._on_started, Left: self._on_left,
+            Failed: self._on_failed, Stats: self._on_stats, Facts: self._on_facts,
+        }  # fmt: skip
 
-    # ------------------------------------------------------------ from any thread
+    # ------------------------------------------------------------ for requests, on the loop
 
     def start(self) -> None:
-        self._thread.start()
-        threading.Thread(target=self._watch_drafter, name="watchdog", daemon=True).start()
+        """Called on the loop that everything here then runs on."""
+        self._loop = asyncio.get_running_loop()
+        self.engine.connect(self._receive, self._on_lost)
 
     def submit(self, job: Job) -> None:
-        """Queue a job, or raise the error that its client gets."""
-        with self._changed:
-            self.check_capacity(len(job.choices))
-            for choice in job.choices:
-                self._waiting.put(job.client, choice)
-            self._changed.notify()
+        """Queue a job, or raise the error that its client gets. `job.accepted` says what the engine thinks of it."""
+        self.check_capacity(len(job.choices))
+        job.number = next(self._numbers)
+        self._jobs[job.number] = self._unopened[job.number] = job
+        self._heard = max(self._heard, time.monotonic() if self.idle else 0.0)
+        request = job.request
+        params = replace(request.params, stop=())  # found in the text, here
+        prompts = [prompt.ids for prompt in request.prompts]
+        speculate, only = not request.plain_reason, request.drafter
+        self._post(
+            Submit(job.number, job.client, prompts, params, speculate, request.max_draft_tokens, only,
+                   request.trace_level)
+        )  # fmt: skip
 
     def check_capacity(self, choices: int) -> None:
         """Raise the error that so many more choices would get now."""
-        with self._changed:
-            if self.fatal:
-                raise ApiError(503, "The engine could not be restarted after a failure.", "engine_dead")
-            if self.draining:
-                raise shutting_down()
-            busy = len(self._waiting) + len(self._running)
-            if busy + choices > self.max_running + self.queue:
-                wait = round(self._mean_seconds * (busy - self.max_running + 1) / self.max_running)
-                wait = min(max(wait, 1), 60)
-                message = f"The queue is full ({busy} answers running or waiting); try again in {wait} s."
-                raise ApiError(429, message, "queue_full", retry_after=wait)
+        if self.fatal:
+            raise self._dead()
+        if self._draining:
+            raise shutting_down()
+        busy = self.waiting + self.running
+        if busy + choices > self.max_running + self.queue:
+            wait = round(self._mean_seconds * (busy - self.max_running + 1) / self.max_running)
+            wait = min(max(wait, 1), 60)
+            message = f"The queue is full ({busy} answers running or waiting); try again in {wait} s."
+            raise ApiError(429, message, "queue_full", retry_after=wait)
 
     def cancel(self, job: Job) -> None:
         """End what still runs of this job before the next step. Does nothing for a job that has ended."""
-        with self._changed:
-            if any(not choice.ended for choice in job.choices):
-                self._cancelled.add(job)
-                self._changed.notify()
+        job.events.close()
+        open_ = [choice for choice in job.choices if not choice.ended]
+        if open_ and job.number:
+            for choice in open_:
+                self._end(choice, "cancelled")
+            self._post(Cancel(job.number))
+
+    # ------------------------------------------------------------ for the process, from any thread
 
     def drain(self, seconds: float) -> None:
         """Accept no more jobs. Running choices may go on for `seconds`, then end with an error."""
-        with self._changed:
-            self._drain_deadline = time.monotonic() + seconds
-            self._changed.notify()
+        self._draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, seconds, self._expire)
 
     def stop(self) -> None:
-        """End all choices and wait for the thread."""
-        with self._changed:
-            self._stopping, self._drain_deadline = True, time.monotonic()
-            self._changed.notify()
-        end = time.monotonic() + STALLED
-        while (thread := self._thread).is_alive() and time.monotonic() < end:  # the watchdog may replace it
-            thread.join(timeout=0.05)
-        self._stopped.set()
+        """End all choices, and wait for the engine's end: not on the loop."""
+        assert self._loop is not None
+        self._draining = True
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self.engine.join(STALLED)
+
+    async def _stop(self) -> None:
+        self._expire()
+        self._post(Stop())
 
     @property
     def draining(self) -> bool:
-        return self._drain_deadline > 0
+        return self._draining
 
     @property
     def running(self) -> int:
@@ -110,148 +131,156 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(len(job.choices) for job in list(self._unopened.values()))
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self._waiting or self._unopened)
 
     @property
     def unhealthy(self) -> str:
         """Why this server should be replaced; empty while it is healthy."""
         if self.fatal:
             return self.fatal
-        idle = time.monotonic() - self._progress
-        return f"The engine has not moved for {idle:.0f} s." if self._running and idle > STALLED else ""
+        silent = time.monotonic() - self._heard
+        return f"The engine has not moved for {silent:.0f} s." if not self.idle and silent > STALLED else ""
 
-    # ------------------------------------------------------------ on the engine's thread
+    # ------------------------------------------------------------ messages of the engine
 
-    def _run(self) -> None:
-        with suppress(GivenUp):  # then another thread drives another engine by now
-            torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps the count per calling thread
-            if self.llm.device.startswith("cuda"):
-                torch.cuda.set_device(self.llm.device)
-            self._resume()
-            while self._schedule():
-                if self._running:
-                    self._step()
+    def _receive(self, messages: list[Message]) -> None:
+        self._heard = time.monotonic()
+        for message in messages:
+            self._handlers[type(message)](message)
 
-    def _resume(self) -> None:
-        """After another thread was abandoned: send what it did not send, and add its choices to the new engine."""
-        for choice in list(self._running.values()):
-            self._publish(choice, None)
-        for choice in list(self._running.values()):
-            choice.started = choice.started or time.monotonic()
-            self.llm.engine.add(choice.seq)
+    def _on_progress(self, progress: Progress) -> None:
+        """One step: text first, then the listeners, then the clients."""
+        report, at = StepReport(progress), 0
+        moved: list[Choice] = []
+        for i, (seq, count) in enumerate(zip(progress.seqs, progress.counts, strict=True)):
+            begin, at = at, at + max(count, 0)
+            choice = self._running.get(seq)
+            if choice is None or choice.ended:  # what it added beyond its end is dropped
+                continue
+            self._count_pass(choice, progress)
+            if count >= 0:
+                kept = choice.advance(progress.tokens[begin:at], progress, i)
+                if kept:
+                    choice.latest = self._heard
+                    choice.first = choice.first or self._heard
+                if progress.lines and (line := choice.trace(progress, kept)) is not None:
+                    report.lines.append((choice, line))
+                report.choices.append(choice)
+                report.drafted.append(progress.drafted[i])
+                report.accepted.append(min(progress.accepted[i], kept))
+                report.emitted.append(kept)
+                moved.append(choice)
+        self._notify((listener.on_step for listener in self.listeners), report)
+        for seq in progress.ended:
+            self._forget(seq)
+        for choice in moved:
+            self._publish(choice, progress)
 
-    def _schedule(self) -> bool:
-        """Between two steps: end cancelled choices, admit waiting ones. Waits while idle; False: stop."""
-        with self._changed:
-            while not (self._running or self._waiting or self._cancelled or self._stopping):
-                self._changed.wait()
-            cancelled = set(self._cancelled)
-            leaving = self._waiting.remove(lambda choice: choice.job in cancelled)
-            leaving += [choice for choice in self._running.values() if choice.job in cancelled]
-            expired = self.draining and time.monotonic() >= self._drain_deadline
-        for choice in leaving:
-            self._end(choice, "cancelled")
-        with self._changed:
-            self._cancelled -= cancelled  # only now: a thread that replaces this one ends the rest
-        if expired:
-            self._fail(shutting_down())
-        self._admit()
-        return not self._stopping
+    def _count_pass(self, choice: Choice, progress: Progress) -> None:
+        stats = choice.stats
+        stats.passes += 1
+        stats.why = progress.why
+        if progress.failed:
+            stats.failures += 1
+        if choice.seq in progress.slots:
+            stats.reused, stats.preempted = progress.slots[choice.seq]
+        if choice.traced:
+            for phase, seconds in progress.clock.items():
+                stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
 
-    def _admit(self) -> None:
-        with self._changed:
-            free = self.max_running - len(self._running)
-            admitted = [self._waiting.take() for _ in range(min(free, len(self._waiting)))]
-            self._running |= {choice.seq.id: choice for choice in admitted}
-        for choice in admitted:
-            choice.started = time.monotonic()
-            self.llm.engine.add(choice.seq)
+    def _publish(self, choice: Choice, progress: Progress) -> None:
+        """Tell the job's coroutine that a choice has news, where the job streams or the choice has ended."""
+        if choice.finish:
+            choice.reader.finish()  # releases text that was held back
+            self._end(choice, choice.finish)
+            if choice.seq not in progress.ended:  # a stop string: the engine does not know of it
+                self._post(Cancel(choice.job.number, (choice.seq,)))
+        if choice.job.streams or choice.finish:
+            choice.job.events.put(choice)
 
-    def _step(self) -> None:
-        self._progress = time.monotonic()
-        try:
-            step = self.llm.engine.step()
-        except Exception as error:
-            self._recover(error)
+    def _on_accepted(self, message: Accepted) -> None:
+        job = self._unopened.pop(message.job, None)
+        if job is not None:
+            job.open(message)
+            self._waiting |= {choice.seq: choice for choice in job.choices}
+
+    def _on_started(self, message: Started) -> None:
+        for seq in message.seqs:
+            if (choice := self._waiting.pop(seq, None)) is not None:
+                choice.started = message.at
+                self._running[seq] = choice
+
+    def _on_left(self, message: Left) -> None:
+        for seq in message.seqs:
+            self._forget(seq)
+
+    def _on_failed(self, message: Failed) -> None:
+        self.fatal = message.fatal or self.fatal
+        jobs = list(self._jobs) if message.jobs is None else message.jobs
+        for job in filter(None, map(self._jobs.get, jobs)):
+            if self._unopened.pop(job.number, None) is not None:
+                del self._jobs[job.number]  # it was refused: the engine has nothing of it
+            self._fail(job, ApiError(message.status, message.message, message.code, message.param))
+
+    def _on_stats(self, message: Stats) -> None:
+        self.stats = message if message.break_even is not None else replace(message, break_even=self.stats.break_even)
+
+    def _on_facts(self, message: Facts) -> None:
+        self.engine.facts = message
+
+    def _on_lost(self, why: str) -> None:
+        """The engine is gone, and nothing that it has will end."""
+        if self.fatal:
             return
-        finally:
-            self._progress = time.monotonic()
-        self._notify((listener.on_step for listener in self.listeners), step)  # before the ends of this step
-        for i, seq in enumerate(step.seqs):
-            if (choice := self._running.get(seq.id)) is not None:
-                self._publish(choice, self._note(choice, step, i))
+        self.fatal = why
+        log.critical("engine_lost", extra={"fields": {"why": why}})
+        jobs = list(self._jobs.values())
+        for state in (self._jobs, self._unopened, self._waiting, self._running):
+            state.clear()
+        for job in jobs:
+            self._fail(job, self._dead())
 
-    def _note(self, choice: Choice, step: Step, i: int) -> Note | None:
-        """The step for the choice's own trace. If that fails the text goes on without it."""
-        try:
-            return None if choice.notes is None else choice.notes.note(step, i)
-        except Exception:
-            log.exception("note_failed")
-            return None
+    # ------------------------------------------------------------ details
 
-    def _publish(self, choice: Choice, note: Note | None) -> None:
-        """Send what is new in a choice, where its job streams or the choice has ended."""
-        seq, sent = choice.seq, choice.sent
-        new = len(seq.origins) - sent
-        if new:
-            choice.latest = time.monotonic()
-            choice.first = choice.first or choice.latest
-        if not seq.done and not (new and choice.job.streams):
-            return
-        if seq.done:
-            self.llm.close(seq)  # releases text that was held back
-        assert isinstance(seq.on_token, Detokenizer)
-        texts, choice.sent = seq.on_token.texts[sent:], sent + new
-        tokens, logprobs = seq.generated[sent:], seq.logprobs[sent:]
-        delta = Delta(choice.index, "".join(texts), tokens, logprobs, seq.finish, texts, note)
-        if seq.done:
-            self._end(choice, seq.finish or "")
-        choice.job.events.put(delta)
+    def _dead(self) -> ApiError:
+        return ApiError(503, self.fatal, "engine_dead")
+
+    def _post(self, command: Command) -> None:
+        if not self.fatal or isinstance(command, Stop):
+            self.engine.post(command)
+
+    def _expire(self) -> None:
+        """The time to drain is over."""
+        for job in list(self._jobs.values()):
+            if any(not choice.ended for choice in job.choices):
+                self._fail(job, shutting_down())
+                self._post(Cancel(job.number))
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        open_ = [choice for choice in job.choices if not choice.ended]
+        for choice in open_:
+            self._end(choice, "error")
+        if open_:
+            job.fail(error)
+
+    def _forget(self, seq: int) -> None:
+        """The engine has this sequence no longer."""
+        choice = self._running.pop(seq, None) or self._waiting.pop(seq, None)
+        if choice is not None:
+            job = choice.job
+            if not any(other.seq in self._running or other.seq in self._waiting for other in job.choices):
+                self._jobs.pop(job.number, None)
 
     def _end(self, choice: Choice, finish: str) -> None:
-        """End a choice, whatever the reason, and free its slots."""
-        if choice.ended:
-            return
+        """End a choice for its client, whatever the reason."""
         choice.ended, choice.finish = time.monotonic(), finish
-        self.llm.close(choice.seq)
-        with self._changed:
-            self._running.pop(choice.seq.id, None)
         self._notify((listener.on_end for listener in self.listeners), choice)
         if choice.started:
             self._mean_seconds += 0.1 * (choice.ended - choice.started - self._mean_seconds)
-            self.llm.engine.cancel(choice.seq)  # no-op for a finished one; last, because its drafter may hang
-
-    def _fail(self, error: ApiError, choices: list[Choice] | None = None) -> None:
-        """End these choices with an error; None: all, the waiting ones included."""
-        if choices is None:
-            with self._changed:
-                choices = [*self._running.values(), *self._waiting.remove(lambda choice: True)]
-        for choice in choices:
-            self._end(choice, "error")
-        for job in {choice.job for choice in choices}:
-            job.events.put(error)
-
-    def _recover(self, error: Exception) -> None:
-        """After a failed step the engine's state is unknown: restart it, and fail what was running."""
-        log.error("step_failed", exc_info=error)
-        sent = internal_error() if not isinstance(error, OutriderError) else ApiError(500, str(error), "model_error")
-        fatal = "The engine failed and could not be started again; the log says why."
-        if not self._restart(self.llm.restart, fatal, sent):  # first: a client that retries at once finds an engine
-            return
-        with self._changed:
-            running = list(self._running.values())
-            self._cancelled |= {choice.job for choice in running}  # their other choices may still wait
-        self._fail(sent, running)
-
-    def _restart(self, restart: Callable[[], None], fatal: str, error: ApiError) -> bool:
-        """Whether the engine runs again. If not, `fatal` says why and every choice ends with the error."""
-        try:
-            restart()
-        except Exception as worse:
-            log.critical("restart_failed", exc_info=worse)
-            self.fatal = fatal
-            self._fail(error)
-        return not self.fatal
 
     def _notify(self, callbacks: Iterable[Callable[[Any], None]], event: Any) -> None:
         for callback in callbacks:
@@ -259,25 +288,3 @@ class Worker:
                 callback(event)
             except Exception:
                 log.exception("watcher_failed")
-
-    # ------------------------------------------------------------ a drafter that hangs, on the watchdog's thread
-
-    def _watch_drafter(self) -> None:
-        while not self._stopped.wait(min(1.0, self._drafter_seconds / 4)):
-            if verb := self.llm.engine.watchdog.give_up(self._drafter_seconds):
-                self._abandon_drafter(verb)
-
-    def _abandon_drafter(self, verb: str) -> None:
-        """The engine's thread is stuck in a call: end it when possible, and go on in another without a drafter."""
-        why = (
-            f"The drafter '{self.llm.config.drafter_name}' did not come back from {verb}() within "
-            f"{self._drafter_seconds:g} s: it is switched off until the server is started again."
-        )
-        log.error("drafter_hangs", extra={"fields": {"why": why}})
-        end_thread(self._thread)
-        fatal = "The drafter hangs, and the engine could not be started without it; the log says why."
-        if not self._restart(lambda: self.llm.give_up_drafter(why), fatal, internal_error()):
-            return
-        self._progress = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()

@@ -18,7 +18,6 @@ pytest.importorskip("outrider.drafters.head")
 
 from outrider.control.adaptive import Adaptive
 from outrider.control.pass_costs import PassCosts
-from outrider.drafters import Traits
 from outrider.drafters.ahead import head_forks, setup
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import QueueSizes, SharedQueue
@@ -130,11 +129,9 @@ def test_where_it_pays_it_drafts_ahead() -> None:
 
 def test_each_mode_has_its_own_cost() -> None:
     controller = Adaptive(PassCosts({1: 0.004, 16: 0.0042}))
-    controller.budget([], Traits(mode="just in time"))
-    controller.mode.draft_node.value = 0.0007
-    controller.budget([], Traits(mode="ahead"))
-    assert controller.mode.draft_node.value is None
-    controller.mode.draft_node.value, backoff = 0.05, controller.mode.backoff
-    controller.budget([], Traits(mode="just in time"))
-    assert controller.mode.draft_node.value == 0.0007
-    assert controller.mode.backoff is not backoff
+    controller.drafting["just in time"].add(1, 4, 0.0007)
+    assert controller.drafting["ahead"].line(1) is None
+    controller.drafting["ahead"].add(1, 4, 0.05)
+    known = controller.drafting["just in time"].line(1)
+    assert known is not None
+    assert known(4) == pytest.approx(0.0007)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +36,13 @@ class PendingPass:
 class Eager:
     """Runs one model over its plane; rows whose first layers have run resume from there."""
 
+    rounds: Any = None  # there is no loop beside the engine's
+
     def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
         self.model, self.plane, self.first_layers = model, plane, first_layers
         self._worker: ThreadPoolExecutor | None = None
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
         def run() -> Output:
             if self.first_layers is not None:
                 output = self.first_layers.finish(batch, taps)

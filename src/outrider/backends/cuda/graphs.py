@@ -35,7 +35,7 @@ from .capture import Driver, Field, PinnedBuffer, fill_padded
 from .kernels import attention, elementwise, sampling
 from .kernels.attention import Blocks
 from .kernels.sampling import Laws
-from .state import DEPTHS, F32, F64, I32, I64, MOST_AHEAD, PATCH, DeviceState, seconds
+from .state import DEPTHS, F32, F64, I32, I64, PATCH, DeviceState, seconds
 
 Ints = npt.NDArray[np.int64]
 CHAIN_RECORDING = 10  # recording a pass takes about as long as running this many
@@ -108,8 +108,6 @@ class RecordedPass:
             choices, highest, _ = sampling.choose(output.logits, laws, shape.filtered)
             results["choices"].copy_(choices)
             results["highest"].copy_(highest)
-            if shape.wanted <= MOST_AHEAD:
-                state.unread[state.choices_at : state.choices_at + shape.wanted].copy_(choices)
         return output
 
     def fill(self, batch: Batch | None, choosers: Listing[Sequence], blocks: Listing[Block]) -> None:
@@ -127,14 +125,10 @@ class Graphs:
         self.rows_per_block = attention.rows_per_block(model.config.heads, model.config.kv_heads)
         self.passes: dict[PassShape, RecordedPass] = {}
         self.missed: dict[PassShape, int] = {}  # requests for a shape that was not recorded
-        self.started: StartedPass | None = None
+        self.rounds: Any = None  # `rounds.Rounds`, where this is the target's
 
-    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool, steady: bool = False) -> PendingPass:
-        started, self.started = self.started, None
-        pending = started.pending if started is not None and started.is_for(batch, taps) else self._start(batch, taps)
-        if steady:
-            self.started = self._start_next(batch, taps)
-        return pending
+    def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
+        return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
 
     def warm(self, rows: int) -> None:
         """Record the passes of plain decoding up to this many rows, before requests arrive."""
@@ -157,9 +151,6 @@ class Graphs:
     def chains(self, part: Part, again: int, source: str) -> Chains:
         return Chains(self, part, again, source)
 
-    def _start(self, batch: Batch, taps: tuple[int, ...]) -> PendingPass:
-        return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
-
     def _replay(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...]) -> tuple[RecordedPass, Output]:
         blocks, choosers = group_rows(batch, self.rows_per_block), batch.choosers
         recorded = self._recorded(_shape(batch, choosers, blocks, part, taps))
@@ -175,44 +166,6 @@ class Graphs:
                 return self.passes[min(larger, key=lambda other: (other.rows, other.wanted))]
             self.passes[shape] = RecordedPass(self, shape)
         return self.passes[shape]
-
-    def _start_next(self, p: Batch, taps: tuple[int, ...]) -> StartedPass | None:
-        """Start the next pass before the host has read this one's choices: one more token for every sequence.
-
-        Its tokens are this pass's choices, still unread; its slots are those that the cache will hand out next. If
-        another pass is launched instead, this one is discarded: it wrote to slots and table entries that no sequence
-        owns, and their next owner writes before it reads.
-        """
-        n = len(p.tokens)
-        slots = self.state.cache.next_free(n)
-        if len(p.want) < n or len(slots) < n or n > MOST_AHEAD or taps:
-            return None  # the next pass would overwrite taps that have not been read
-        if not all(_goes_on(seq, self.state.cache.length) for seq in p.choosers):
-            return None
-        following = Batch(p.table)
-        following.tokens = [-1 - self.state.choices_at - i for i in range(n)]
-        following.positions, following.context = [i + 1 for i in p.positions], [i + 1 for i in p.context]
-        following.slots, following.lines, following.tails = slots, p.lines, [[]] * n
-        following.want, following.owners = p.want, p.owners
-        length = self.state.cache.length
-        entries = (line * length + position for line, position in zip(p.lines, following.positions, strict=True))
-        self.state.changes.update(zip(entries, slots, strict=True))
-        return StartedPass(following, taps, self._start(following, taps))
-
-
-@dataclass(frozen=True)
-class StartedPass:
-    """A pass that was started before the host knew its tokens."""
-
-    batch: Batch
-    taps: tuple[int, ...]
-    pending: PendingPass
-
-    def is_for(self, p: Batch, taps: tuple[int, ...]) -> bool:
-        """Whether this is the pass over these rows. Their tokens are equal: the host takes the device's choices."""
-        own = self.batch
-        rows, expected = (p.slots, p.positions, p.lines, p.owners), (own.slots, own.positions, own.lines, own.owners)
-        return rows == expected and taps == self.taps
 
 
 class PendingPass:
@@ -252,12 +205,6 @@ def _shape(
     depth = next(depth for depth in DEPTHS if depth >= deepest)
     part = part if r else replace(part, head=False)
     return PassShape(rows, wanted, depth, any(filters(seq) for seq in choosers), part, taps)
-
-
-def _goes_on(seq: Sequence, length: int) -> bool:
-    """Whether a sequence takes what the device chooses, without its logits, and has room for one more token."""
-    plain = seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
-    return plain and seq.room > 1 and len(seq.tokens) + 1 < length
 
 
 def fill_rows(arrays: dict[str, Any], p: Batch | None, blocks: Listing[Block], state: DeviceState) -> None:

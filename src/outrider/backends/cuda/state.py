@@ -17,7 +17,6 @@ from .. import Model
 from .capture import Driver, PinnedBuffer, fill_padded
 from .kernels import attention
 
-MOST_AHEAD = 512  # rows of a pass whose successor may be started before it is read
 PATCH = 512  # table entries that a recorded pass can update
 DEPTHS = (16, 64)  # of a draft
 UNREAD_BUFFERS = 3  # clients that may leave unread tokens in the same step
@@ -41,11 +40,10 @@ class DeviceState:
         cache.changes.append(self.changes)
         self.padding = cache.slots  # the slot that padding rows write to
         self.lanes = 2 * batch  # of a batch padded to the next size
-        # `unread` holds the buffer of each client, then the last pass's choices.
-        self._buffer = self.lanes * DEPTHS[-1]
-        self.choices_at = UNREAD_BUFFERS * self._buffer
+        self._buffer = self.lanes * DEPTHS[-1]  # of each client in `unread`
         self._claimed = 0
-        self.unread = torch.zeros(self.choices_at + MOST_AHEAD, dtype=I64, device=device)
+        self.unread = torch.zeros(UNREAD_BUFFERS * self._buffer, dtype=I64, device=device)
+        self.no_tail = torch.zeros(1, 1, dtype=I32, device=device)  # of attention blocks whose keys are in the table
         self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
 
@@ -62,7 +60,7 @@ class DeviceState:
 
     def patch(self, arrays: dict[str, Any]) -> None:
         """Write the table's changes into a pass's input arrays; too many for these are copied to the table at once."""
-        if len(self.changes) > PATCH:
+        if len(self.changes) > len(arrays["place"]):
             indices = torch.tensor(list(self.changes)).to(self.device)
             self.table.view(-1)[indices] = torch.tensor(list(self.changes.values()), dtype=I32).to(self.device)
             self.changes.clear()
@@ -75,7 +73,7 @@ class DeviceState:
 
         It takes as long as dozens of passes, and is a phase of its own: the time is no pass's cost.
         """
-        with self._timed("record", 1.0):
+        with self.timed("record", 1.0):
             unread = self.unread.clone()
             recording = self.driver.record(work)
             self.unread.copy_(unread)
@@ -83,12 +81,13 @@ class DeviceState:
 
     def replay(self, phase: str, recording: Any, inputs: PinnedBuffer, share: float = 1.0) -> Any:
         """Send the inputs and run, without waiting. `share` is the part of the work that was requested."""
-        with self._timed(phase, share):
+        with self.timed(phase, share):
             inputs.send()
             return recording.replay()
 
     @contextmanager
-    def _timed(self, phase: str, share: float) -> Iterator[None]:
+    def timed(self, phase: str, share: float = 1.0) -> Iterator[None]:
+        """The device's time of what is started inside counts as this phase."""
         start, end = self.driver.event(), self.driver.event()
         start.record(self.driver.stream)
         yield

@@ -134,12 +134,26 @@ class TrainedHead(Drafter):
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
+        self.unread: Any = None  # the device's drafts, where its rounds make them
         self.budgets: dict[int, int] = {}  # by sequence, of the last request
         self.early: EarlyDraft | None = None
         self.stop_below = 0.0  # of the last request
 
+    def record(self, rounds: Any) -> None:
+        heads = self.rollout.graphs
+        if heads is None or self.rollout.head.config.kind != "eagle3":
+            return
+        from .rounds import HeadRounds, fits  # need triton
+
+        if not self.tree or fits(self.width, self.depth):
+            shape = (self.width, self.depth) if self.tree else ()
+            rounds.drafts, self.unread = HeadRounds(rounds, heads, *shape), rounds.state.unread
+            self.traits = replace(self.traits, late=True)
+
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
+        if request.in_round:
+            return request.asked(self.unread, self.name)
         seqs, budgets = request.seqs, request.budgets
         ready = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and self._ready(seq)]
         self.budgets = {seqs[i].id: budgets[i] for i in ready}
@@ -162,7 +176,7 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
-        if self.traits.unread:
+        if self.traits.unread and not step.in_round:
             self._start_early(step)
 
     def _start_early(self, step: Step) -> None:

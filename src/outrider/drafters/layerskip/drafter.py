@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ...errors import ConfigError
 from ...models.tuning_profile import noted
@@ -56,8 +57,18 @@ class LayerSkip(Drafter):
         self.tree = bool(space.option("tree", default=False))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=4))
+        self.unread: Any = None  # the device's drafts, where its rounds make them
+
+    def record(self, rounds: Any) -> None:
+        if not self.tree:
+            self.unread = rounds.draft_with(
+                self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again
+            )
+            self.traits = replace(self.traits, late=True)
 
     def draft(self, request: DraftRequest) -> Draft:
+        if request.in_round:
+            return request.asked(self.unread, self.name)
         # Drafting reads the target's K/V, which is incomplete while a prompt is pending.
         plane = self.space.plane
         ready = [i for i, seq in enumerate(request.seqs) if plane.holds(seq.id) == len(seq.tokens) - 1]

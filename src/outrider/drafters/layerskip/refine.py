@@ -142,7 +142,7 @@ class Refinement:
 
     def _learn_slope(self, step: Step) -> None:
         """The cost of one more row, from verifying passes of a single sequence."""
-        rows = step.batch.count
+        rows = step.rows
         if self.draft_cost is not None and len(step.turns) == 1 and step.turns[0].feed == 1 and rows > 1:
             slope = max(step.clock["verify"] / self.draft_cost.whole - 1, 0.0) / (rows - 1)
             self.slope += 0.05 * (min(slope, 1.0) - self.slope)

@@ -1,0 +1,504 @@
+"""The loop without the host: a round drafts, runs the target's pass, chooses, compares and appends on the device.
+
+A sequence that joins gets one line of device state: its tokens, length, slots, sampling law, draft (`Lines`). A round
+is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many pending
+tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything else is in
+the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the device
+while a sequence runs; the host's copy is what it has read.
+
+Drafts come from three places: the *late slot*, into which host drafters write tokens from a position on, taken where
+the device has emitted their beginning meanwhile; a lookup in the sequence's own text; recorded passes of a draft model.
+
+Promise: the text depends on none of this, because the target's own choices are emitted whatever was drafted. A host
+that is late costs acceptance, never time and never text. It knows lines and rows, not why a budget was given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence as Listing
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...engine.cache import Plane, Row
+from ...engine.sampling import adjusts, filters
+from ...types import Sequence, Tree, Turn
+from .. import Model, Part
+from ..rows import Rows
+from .capture import PinnedBuffer, fill_padded
+from .graphs import BATCHES, CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
+from .kernels import rounds as kernels, sampling
+from .kernels.attention import Blocks, rows_per_block
+from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
+from .kernels.sampling import Laws
+from .state import F64, I32, I64, DeviceState, seconds
+
+LATE_TOKENS = 64  # of a draft in the late slot
+WARM_ROWS = 24  # of one sequence's round that is recorded beforehand
+PATCHES = 2048  # table entries that a round can update
+READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
+SOURCES = {
+    kernels.NONE: "",
+    kernels.LATE: "late",
+    kernels.LOOKUP: "ngram",
+    kernels.MODEL: "model",
+    kernels.HEAD: "head",
+}
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """Everything that a recorded round depends on."""
+
+    batch: int
+    rows: int
+    wanted: int  # equal to `rows`: all of them
+    filtered: bool  # whether some row samples with top-k, top-p or min-p
+    tree: bool = False  # drafts may have branches
+
+    def holds(self, other: RoundShape) -> bool:
+        """Whether a round of the other shape can be padded to this one at little cost."""
+        same = (self.batch, self.wanted == self.rows) == (other.batch, other.wanted == other.rows)
+        fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else other.rows)
+        return (
+            same and fits and other.wanted <= self.wanted and (other.filtered, other.tree) <= (self.filtered, self.tree)
+        )
+
+
+class Lines:
+    """The device's state of every sequence, one line each; the last line is padding."""
+
+    def __init__(self, state: DeviceState) -> None:
+        count, length = state.table.shape
+        device, pinned = state.device, state.device.type == "cuda"
+        self.numbers = torch.zeros(count, COLUMNS, dtype=I64, device=device)
+        self.tokens = torch.zeros(count, length, dtype=I32, device=device)
+        self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
+        self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
+        self.padding = count - 1
+        # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
+        self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
+        self._tokens = torch.zeros(count, length, dtype=I32, pin_memory=pinned)
+
+    def join(self, seq: Sequence, line: int, held: int, read: int) -> None:
+        """Copy a sequence to its line. held, read: leading tokens in the target's and the draft model's plane."""
+        params, count = seq.params, len(seq.tokens)
+        ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
+        numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
+        whole = [count, held, seq.prompt_len + params.max_tokens, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
+        numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
+        floats[kernels.TEMPERATURE], floats[kernels.TOP_P] = params.temperature, params.top_p
+        floats[kernels.MIN_P] = params.min_p
+        self._tokens[line, :count] = torch.tensor(seq.tokens, dtype=I32)
+        self.numbers[line].copy_(numbers, non_blocking=True)
+        self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
+
+
+class Lookup(NamedTuple):
+    """The drafter `ngram` on the device."""
+
+    least: int  # n-gram sizes
+    most: int
+    doubt: float  # after m matching tokens the next one matches with probability m / (m + doubt)
+
+
+class RecordedDrafts(Protocol):
+    """Passes that draft at the beginning of a round."""
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        """A sequence joins; returns how many of its leading tokens the drafter's plane holds."""
+        ...
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        """The device reports that the drafter's plane holds so many leading tokens of a sequence."""
+        ...
+
+    def passes(
+        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
+    ) -> list[tuple[str, Any, int]]:
+        """What reads and drafts asks[i] tokens for each turn: phase, recording, how often it runs."""
+        ...
+
+
+class RecordedRound:
+    """One recorded round: rows, the target's pass, choices, comparison, lookup."""
+
+    def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
+        self.rounds, self.shape, state = rounds, shape, rounds.state
+        t, r, device = shape.rows, shape.wanted, state.device
+        blocks = t if shape.tree else min(t, shape.batch + t // rounds.graphs.rows_per_block)
+        self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
+        self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
+        self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        self.rows["tail"] = self.tail
+        self.rows["plan"] = torch.zeros(shape.batch, 8, dtype=I32, device=device)
+        self.results = PinnedBuffer(state.driver, {"report": (I32, (shape.batch, REPORT))})
+        self.inputs = rounds.inputs_for(shape.batch)
+        self.recording = rounds.record(shape.batch, self._work)
+
+    def _work(self) -> None:
+        d, rounds, lines, rows = self.inputs.device, self.rounds, self.rounds.lines, self.rows
+        state, report = rounds.state, self.results.device["report"]
+        kernels.patch(d["place"], d["slot"], state.table)
+        late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
+        kernels.take_late(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], late)
+        kernels.lay_out(
+            lines.numbers, lines.tokens, state.table, lines.draft, lines.parents, d, rows,
+            state.padding, rounds.graphs.rows_per_block, self.shape.tree,
+        )  # fmt: skip
+        output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
+        laws = Laws(*(rows[name] for name in SAMPLING))
+        choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
+        kernels.settle(
+            lines.numbers, lines.tokens, lines.draft, lines.parents, state.table, d["lines"], rows["plan"],
+            choices, highest, report, self.shape.tree,
+        )  # fmt: skip
+        if rounds.lookup is not None:
+            sizes = rounds.lookup[:2]
+            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes)
+
+
+class Rounds:
+    """Runs the target's rounds over one cache."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.state = graphs, graphs.state
+        self.lines = Lines(self.state)
+        self.lookup: Lookup | None = None  # drafts from a sequence's own text
+        self.drafts: RecordedDrafts | None = None  # of a model or a head
+        self.trees = False  # whether recorded drafts may have branches
+        self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
+        self._recorded: dict[RoundShape, RecordedRound] = {}
+        self._missed: Counter[RoundShape] = Counter()  # rounds of a shape that was not recorded
+        self._kept: list[Callable[[], None]] = []
+        self._owners: dict[int, Row] = {}  # line -> the row that joined it
+
+    def drives(self, seq: Sequence) -> bool:
+        """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
+        return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
+
+    def draft_with(self, model: Model, plane: Plane, part: Part, again: int) -> Tensor:
+        """Let a model draft a chain for every sequence that asks for one, at the beginning of a round. Returns where
+        unread tokens are.
+
+        again: how many of the last tokens each chain reads once more: 2 in a plane of the model's own, so that a round
+        that accepted everything needs no special case; 1 in the target's, where committed K/V must stay as it is.
+        """
+        self.drafts = DraftChains(self, model, plane, part, again)
+        return self.state.unread
+
+    def forget_lines(self) -> None:
+        """Passes outside of rounds have continued the sequences: they join again."""
+        self._owners.clear()
+
+    def warm(self, batch: int) -> None:
+        """Record rounds of plain decoding and, for one sequence, of drafts, before requests arrive."""
+        drafts = [(1, rows) for rows in ROW_SIZES if rows <= WARM_ROWS]
+        for size, rows in [*((n, padded_size(n)) for n in BATCHES if n < 2 * batch), *drafts]:
+            shape = RoundShape(size, rows, rows, False, self.trees and rows > size)
+            if shape not in self._recorded:
+                self._recorded[shape] = RecordedRound(self, shape)
+
+    def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
+        """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
+        sequence i."""
+        shape = self._shape(turns)
+        rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
+        for turn, row in zip(turns, rows, strict=True):
+            if self._owners.get(row.line) is not row:
+                self._join(turn.seq, row)
+        recorded = self._round(shape)
+        asks = [turn.budget if asks_passes(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks, shape)
+        self._fill(recorded.inputs, turns, rows, late, asks)
+        recorded.inputs.send()
+        for phase, recording, times in passes:
+            with self.state.timed(phase):
+                for _ in range(times):
+                    recording.replay()
+        with self.state.timed("verify"):
+            recorded.recording.replay()
+        return PendingRound(self, recorded, turns, rows)
+
+    def _join(self, seq: Sequence, row: Row) -> None:
+        self._owners[row.line] = row
+        held, read = min(self.graphs.plane.holds(seq.id), len(seq.tokens) - 1), 0
+        if self.drafts is not None:
+            read = self.drafts.join(seq, row)
+        self.lines.join(seq, row.line, held, read)
+
+    def _is_late(self, tree: Tree) -> bool:
+        """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
+        known = self.lookup is not None and tree.source == "ngram"
+        return bool(tree.tokens) and tree.tokens[0] >= 0 and tree.is_chain and not known
+
+    def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
+        """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
+        if self.drafts is not None and self.state.cache.rows.get(seq.id) is row:
+            self.drafts.has_read(seq, min(tokens, len(seq.tokens)))
+
+    def claims(self, match: int, tokens: int) -> list[float]:
+        """The survival of a draft that was looked up after a match of this length."""
+        assert self.lookup is not None
+        doubt = self.lookup.doubt
+        return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
+
+    def _shape(self, turns: Listing[Turn]) -> RoundShape:
+        batch = next((n for n in BATCHES if n >= len(turns)), padded_size(len(turns)))
+        needed = sum(turn.feed + turn.budget for turn in turns)
+        wanted = sum(1 + turn.budget for turn in turns if turn.whole)
+        rows = padded_size(needed)
+        fits = rows if wanted == needed else next((n for n in WANTED_SIZES if n >= wanted), padded_size(wanted))
+        tree = self.trees and wanted > len(turns)
+        return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns), tree)
+
+    def _round(self, shape: RoundShape) -> RecordedRound:
+        """The round of this shape, or at first a larger one: recording takes as long as dozens of rounds."""
+        if shape not in self._recorded:
+            self._missed[shape] += 1
+            larger = [other for other in self._recorded if other.holds(shape)]
+            if larger and self._missed[shape] <= MISSES:
+                return self._recorded[min(larger, key=lambda other: other.rows)]
+            self._recorded[shape] = RecordedRound(self, shape)
+        return self._recorded[shape]
+
+    def inputs_for(self, batch: int) -> PinnedBuffer:
+        """What the host sends to a round with this many sequences."""
+        if batch not in self._inputs:
+            each = (I32, (batch,))
+            fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "asks", "late_at", "late_count"), each)
+            fields |= {"late": (I32, (batch, LATE_TOKENS)), "place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
+            self._inputs[batch] = PinnedBuffer(self.state.driver, fields)
+        return self._inputs[batch]
+
+    def record(self, batch: int, work: Callable[[], None]) -> Any:
+        """Capture a part of rounds with this many sequences. It runs once for that, on padding."""
+        inputs = self.inputs_for(batch)
+        empty = inputs.next()
+        for name, value in (("lines", self.lines.padding), ("late_at", -1), ("place", -1)):
+            empty[name].fill(value)
+        inputs.send()
+        self._kept.append(work)  # with the tensors that the recording reads and writes
+        return self.state.record(work)
+
+    def _fill(
+        self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], asks: list[int]
+    ) -> None:
+        a = inputs.next()
+        fill_padded(a["lines"], [row.line for row in rows], self.lines.padding)
+        fill_padded(a["feeds"], [turn.feed for turn in turns], 0)
+        fill_padded(a["budgets"], [turn.budget for turn in turns], 0)
+        fill_padded(a["asks"], asks, 0)
+        a["late_at"].fill(-1)
+        for i, tree in enumerate(late):
+            if self._is_late(tree):
+                tokens = tree.tokens[:LATE_TOKENS]
+                a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
+                a["late"][i, : len(tokens)] = tokens
+        self.state.patch(a)
+
+    def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None) -> Rows:
+        """Rows that a kernel lays out, for a model's pass."""
+        table, slots = self.state.table, made["slots"]
+        blocks = Blocks(made["info"], made.get("tail", self.state.no_tail), table, self.state.scratch(model))
+        want = made["want"] if want is None else want
+        return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
+
+
+def asks_passes(tree: Tree) -> bool:
+    """Whether a tree stands for a chain that recorded passes are to draft."""
+    return bool(tree.tokens) and tree.tokens[0] < 0
+
+
+def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
+    return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round did for one sequence."""
+
+    row: Row  # the sequence's, when the round was started
+    length: int  # tokens before the round
+    drafted: list[int]  # tokens that were verified
+    source: str  # of the draft
+    late_from: int | None  # a host draft: how many of its tokens had been emitted already
+    survival: list[float] | None  # of a chain that the device found itself
+    parents: list[int] | None  # of a tree's nodes; None: a chain
+    path: list[int]  # accepted nodes
+    tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
+    sound: bool  # False: some logit was NaN or infinite
+
+
+class PendingRound:
+    """A round that was started, and the copy of its report to the host."""
+
+    def __init__(self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
+        self.rounds, self.turns, self.rows, state = rounds, turns, rows, rounds.state
+        self.tree = recorded.shape.tree
+        self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
+        self.report = recorded.results.next()["report"]
+        recorded.results.receive()
+        self.end = state.driver.event()
+        self.end.record(state.driver.stream)
+        self.phases = state.take_phases()
+
+    def wait(self) -> list[RoundResult]:
+        """One result for each turn."""
+        self.end.synchronize()
+        report = self.report[: len(self.turns)]
+        heads: list[list[int]] = report[:, :8].tolist()
+        results: list[RoundResult] = []
+        longest = max((head[2] for head in heads), default=0)
+        choices = report[:, 8 : 9 + longest].tolist()
+        drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
+        for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
+            length, read, drafted, accepted, flags, source, match, _ = head
+            tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
+            parents, path = None, list(range(accepted))
+            if self.tree and drafted:
+                at = 9 + 2 * DRAFT
+                numbers = report[len(results)][at : at + DRAFT + DEPTH].tolist()
+                parents, path = numbers[:drafted], numbers[DRAFT : DRAFT + accepted]
+            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
+            survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
+            results.append(
+                RoundResult(
+                    row, length, draft[:drafted], SOURCES[source], skipped, survival, parents, path, tokens, sound
+                )
+            )
+            self.rounds.has_read(turn.seq, row, read)
+        return results
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Device seconds by phase; the round must have ended."""
+        return seconds(self.phases)
+
+
+# ------------------------------------------------------------ a draft model in the round
+
+
+class DraftChains:
+    """Chains of a draft model, recorded pass by pass: each feeds the token that the pass before it chose.
+
+    Tokens that the model has not read (a prompt, rounds without its drafts) are read first. How many those are at most
+    is all that the host keeps: `_backlog`.
+    """
+
+    def __init__(self, rounds: Rounds, model: Model, plane: Plane, part: Part, again: int) -> None:
+        self.rounds, self.model, self.plane, self.part, self.again = rounds, model, plane, part, again
+        self.per_block = rows_per_block(model.config.heads, model.config.kv_heads)
+        self._chains: dict[tuple[int, bool], ChainPasses] = {}  # by batch, and whether some sequence has a filter
+        self._readings: dict[tuple[int, int], Any] = {}  # (batch, rows)
+        self._backlog: dict[int, int] = {}  # line -> at most so many unread tokens
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        """A sequence joins; returns how many leading tokens the model has read."""
+        read = min(self.plane.holds(seq.id), len(seq.tokens))
+        self._backlog[row.line] = max(len(seq.tokens) - self.again - read, 0)
+        return read
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        if self.again > 1:  # else the plane is the target's
+            self.plane.advance(seq.id, tokens)
+
+    def passes(
+        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
+    ) -> list[tuple[str, Any, int]]:
+        passes: list[tuple[str, Any, int]] = []
+        backlog = sum(self._backlog[row.line] for row, asked in zip(rows, asks, strict=True) if asked)
+        if backlog and self.again > 1:
+            size = next((n for n in READINGS if n >= backlog), READINGS[-1])
+            passes.append(("read", self._reading(shape.batch, size), -(-backlog // size)))
+        if any(asks):
+            key = shape.batch, shape.filtered
+            if key not in self._chains:
+                self._chains[key] = ChainPasses(self, *key)
+            passes += [("draft", self._chains[key].upto(min(max(asks), DRAFT)), 1)]
+        for turn, row, asked in zip(turns, rows, asks, strict=True):
+            if asked:
+                self._backlog[row.line] = 0
+            elif turn.whole:
+                self._backlog[row.line] += turn.budget + 1
+        return passes
+
+    def _reading(self, batch: int, rows: int) -> Any:
+        if (batch, rows) not in self._readings:
+            inputs, rounds, device = self.rounds.inputs_for(batch), self.rounds, self.rounds.state.device
+            made = _row_tensors(rows, min(rows, batch + rows // self.per_block), device)
+            want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
+
+            def work() -> None:
+                d, lines, state = inputs.device, rounds.lines, rounds.state
+                kernels.patch(d["place"], d["slot"], state.table)
+                kernels.lay_out_reading(
+                    lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
+                )
+                self.model.forward(rounds.rows(made, self.model, want), self.plane, part)
+
+            self._readings[batch, rows] = rounds.record(batch, work)
+        return self._readings[batch, rows]
+
+
+class ChainPasses:
+    """The passes of one batch size, each recorded once for chains of all lengths."""
+
+    def __init__(self, chains: DraftChains, batch: int, filtered: bool) -> None:
+        self.chains, self.batch, self.filtered = chains, batch, filtered
+        rounds, b, again, device = chains.rounds, batch, chains.again, chains.rounds.state.device
+        self.inputs, self.recorded = rounds.inputs_for(b), list[Any]()
+        names = ("tokens", "positions", "slots")
+        out = {f"first_{name}": torch.zeros(again * b, dtype=I64, device=device) for name in names}
+        out |= {name: torch.zeros(DRAFT, b, dtype=I64, device=device) for name in ("positions", "slots", "drafted")}
+        out |= {"info": torch.zeros(DRAFT, b, 8, dtype=I32, device=device)}
+        out |= {"drafts": torch.zeros(b, dtype=I32, device=device)}
+        out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        out["position"] = torch.zeros(DRAFT, b, dtype=I64, device=device)
+        self.out = out
+        self.wants = torch.arange(again - 1, again * b, again, device=device), torch.arange(b, device=device)
+        self.keep = rounds.record(b, self._keep)
+
+    def upto(self, length: int) -> ReplayAll:
+        """What drafts chains of this length."""
+        for j in range(len(self.recorded), length):
+            self.recorded.append(self.chains.rounds.record(self.batch, partial(self._pass, j)))
+        return ReplayAll([*self.recorded[:length], self.keep])
+
+    def _pass(self, j: int) -> None:
+        chains, out, lines = self.chains, self.out, self.chains.rounds.lines
+        rounds, state, d = chains.rounds, chains.rounds.state, self.inputs.device
+        made = {"tokens": out["drafted"][j - 1], "info": out["info"][j]}
+        made |= {"positions": out["positions"][j], "slots": out["slots"][j]}
+        if j == 0:
+            kernels.patch(d["place"], d["slot"], state.table)
+            kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
+            made |= {name: out[f"first_{name}"] for name in ("tokens", "positions", "slots")}  # [again * B]
+        rows = rounds.rows(made, chains.model, self.wants[min(j, 1)])
+        logits = chains.model.forward(rows, chains.plane, chains.part).logits  # [B, V]
+        laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
+        tokens, _, _ = sampling.choose(logits, laws, self.filtered)  # [B]
+        out["drafted"][j].copy_(tokens)
+
+    def _keep(self) -> None:
+        lines, out = self.chains.rounds.lines, self.out
+        lists = (self.inputs.device["lines"], out["drafts"], out["drafted"])
+        kernels.keep_chain(lines.numbers, lines.draft, *lists, kernels.MODEL)
+
+
+@dataclass(frozen=True)
+class ReplayAll:
+    """Recordings that are replayed one after the other."""
+
+    recordings: list[Any]
+
+    def replay(self) -> None:
+        for recording in self.recordings:
+            recording.replay()

@@ -1,0 +1,53 @@
+"""How much drafting may lose, in tokens of plain decoding. Arithmetic on gains; it knows no drafts."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median_low
+
+
+class Credit:
+    """The credit of the sequences that run: FIRST of each, SHARE of each emitted token, and what drafts gained.
+
+    A step that risks no more than this if every node is rejected cannot make an answer of n tokens more than
+    FIRST + SHARE · n tokens slower, whatever a drafter claims.
+    """
+
+    FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
+    SHARE = 0.01  # of the tokens: what may be lost in a long answer
+    SAVED = 2.0  # tokens of each sequence kept beyond the price of full drafts: gains pay for some fifty empty drafts
+    ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        self.running: set[int] = set()  # sequences
+        self.left: deque[float] = deque(maxlen=self.ANSWERS)  # what the last answers had left
+
+    def admit(self, seq_id: int) -> None:
+        if seq_id not in self.running:
+            self.running.add(seq_id)
+            proven = median_low(self.left) if len(self.left) == self.ANSWERS else 0.0
+            self.tokens += max(proven, self.FIRST)
+
+    def add(self, gain: float, full: float) -> None:
+        """A step gained so many tokens, or lost them. `full`: the price of full drafts; no more is saved."""
+        most = full + self.SAVED * len(self.running)
+        self.tokens = min(self.tokens + gain, max(most, self.tokens))
+
+    def forgo(self, gain: float) -> None:
+        """What drafts would have gained that were not verified. Up to FIRST that counts as if they had been: bad luck
+        with the first drafts must not end the matter."""
+        least, most = min(self.tokens, 0.0), max(self.tokens, self.FIRST * len(self.running))
+        self.tokens = max(least, min(self.tokens + gain, most))
+
+    def read(self, tokens: float) -> None:
+        """A drafter read prompts, once for many steps: that may take half of the first credit, but no more."""
+        self.tokens = max(self.tokens - tokens, min(self.tokens, self.FIRST / 2 * len(self.running)))
+
+    def end(self, seq_id: int) -> None:
+        """A sequence takes its share of the credit with it; debts stay with those that still run."""
+        if seq_id in self.running:
+            share = self.tokens / len(self.running)
+            self.left.append(share)
+            self.running.remove(seq_id)
+            self.tokens = self.tokens - max(share, 0.0) if self.running else 0.0

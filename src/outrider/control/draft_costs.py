@@ -1,0 +1,43 @@
+"""Seconds of a draft call, learnt from the step's clock. It does not know what a drafter does in them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+
+class Line:
+    """a + b · k by least squares over recent samples; through the origin while they are all at one k."""
+
+    FADE = 0.95  # the last twenty samples count
+    CLIP = 3.0  # a sample counts as at most so many times its estimate: a descheduled thread says nothing
+
+    def __init__(self) -> None:
+        self.n = self.k = self.y = self.kk = self.ky = 0.0  # sums
+
+    def add(self, k: int, seconds: float) -> None:
+        if self.n:
+            seconds = min(seconds, self.CLIP * self(k))
+        new = (1.0, k, seconds, k * k, k * seconds)
+        old = (self.n, self.k, self.y, self.kk, self.ky)
+        self.n, self.k, self.y, self.kk, self.ky = (self.FADE * a + b for a, b in zip(old, new, strict=True))
+
+    def __call__(self, k: int) -> float:
+        mean, seconds = self.k / self.n, self.y / self.n
+        variance, most = self.kk / self.n - mean * mean, seconds / mean
+        slope = most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
+        return seconds + slope * (k - mean)
+
+
+class DraftCosts:
+    """Seconds of a call by the nodes that it may draft for each sequence, for each size of batch in powers of two."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, Line] = defaultdict(Line)  # by the bit length of the number of sequences
+
+    def add(self, sequences: int, k: int, seconds: float) -> None:
+        self.lines[sequences.bit_length()].add(k, seconds)
+
+    def line(self, sequences: int) -> Line | None:
+        """That of the nearest known batch; None before the first call."""
+        size = sequences.bit_length()
+        return self.lines[min(self.lines, key=lambda known: abs(known - size))] if self.lines else None

@@ -1,0 +1,285 @@
+"""The device's own loop: rounds say what plain decoding on a CPU says, whatever is drafted, cut or in flight.
+
+Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from outrider.backends import ops
+from outrider.backends.cuda.capture import Driver
+from outrider.backends.cuda.graphs import Graphs
+from outrider.backends.cuda.kernels import rounds as kernels
+from outrider.backends.cuda.rounds import Rounds
+from outrider.backends.cuda.state import DeviceState
+from outrider.backends.loaded_weights import embedding_of
+from outrider.backends.toy import RandomWeights, toy_config
+from outrider.backends.transformer import Transformer
+from outrider.control.adaptive import Fixed
+from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
+from outrider.drafters.head.network import Head
+from outrider.engine.cache import Cache, Row
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.step import Engine
+from outrider.models.speculators import random_head
+from outrider.types import Draft, SamplingParams, Sequence, chain
+
+from support.kernels import DEVICE, GPU
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
+TOKENS = 24 if GPU else 6
+WARM: dict[str, Any] = {"temperature": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+
+
+def model(blur: float = 0.0) -> Transformer:
+    config = toy_config(1, context=128)
+    return Transformer(config, RandomWeights(config, 1, blur), torch.float32, DEVICE)
+
+
+def head_of(target: Transformer) -> Head:
+    config, tensors = random_head(target.config)
+    return Head(config, tensors, embedding_of(target), target.compute, target.device)
+
+
+def engine(
+    drafter: str | type[Drafter] = "off", k: int = 0, rounds: bool = True, slots: int = 600, **options: object
+) -> Engine:
+    target = model()
+    cache = Cache(slots, 8, 96, DEVICE)
+    cache.slots += not GPU  # a CPU's planes have no slot for padding
+    plane = cache.add_plane(*target.plane_shape)
+    cache.slots -= not GPU
+    state = DeviceState(cache, Driver(DEVICE), 4)
+    runner = Graphs(target, plane, state)
+    runner.rounds = Rounds(runner) if rounds else None
+    cache.slots += not GPU
+    space = Workspace(target, cache, plane, options, None, lambda m, p: Graphs(m, p, state))  # type: ignore[arg-type]
+    made = make(drafter, space)
+    cache.slots -= not GPU
+    return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
+
+
+Drafts = dict[tuple[int, int], list[int]]  # (sequence, tokens before it) -> the draft that was verified there
+
+
+def run(engine: Engine, drafts: Drafts | None = None, **params: object) -> list[list[int]]:
+    seqs = [
+        Sequence(i + 1, prompt, SamplingParams(max_tokens=TOKENS + i, **params), seed=40 + i)  # type: ignore[arg-type]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        step = engine.step()
+        assert not step.failure, step.failure
+        engine.cache.check()
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
+            if verdict is not None and tree.tokens and drafts is not None:
+                drafts[turn.seq.id, len(turn.seq.tokens) - len(verdict.tokens)] = tree.tokens
+    assert not engine.failures
+    return [seq.generated for seq in seqs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[list[int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setattr(ops, "on_gpu", lambda tensor: True)
+        return {"greedy": run(engine(rounds=False)), "warm": run(engine(rounds=False), **WARM)}
+
+
+def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
+    assert run(engine()) == plain["greedy"]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "model", "layerskip", "head", "tree"])
+def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str) -> None:
+    """The text is the target's own, and a recorded drafter drafts what it drafts between passes on the host."""
+    options: dict[str, object] = {"ngram_min": 1} if drafter == "ngram" else {}
+    shape = {"tree": True, "tree_width": 2, "tree_depth": 3} if drafter == "tree" else {}
+    if drafter in ("model", "head", "tree"):
+        options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())} | shape
+    if drafter == "layerskip":
+        options = {"skip_mlp": [0]}
+    drafts: Drafts = {}
+    name, k = ("head", 5) if drafter == "tree" else (drafter, 3)
+    assert run(engine(name, k, **options), drafts, **WARM) == plain["warm"]
+    assert drafts
+    if drafter in ("model", "head", "tree"):
+        expected: Drafts = {}
+        run(engine(name, k, rounds=False, **options), expected, **WARM)
+        both = drafts.keys() & expected.keys()
+        assert len(both) > len(PROMPTS)
+        assert {at: drafts[at] for at in both} == {at: expected[at] for at in both}
+
+
+# ------------------------------------------------------------ what went wrong in other overlapped loops
+
+
+class Told(Drafter):
+    """Proposes what it was told: texts by sequence id, wrong where `spoil` says so. Its drafts are taken late."""
+
+    traits = Traits(late=True)
+    texts: ClassVar[dict[int, list[int]]] = {}
+    spoil: ClassVar[Callable[[int], bool]] = staticmethod(lambda position: False)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        trees = []
+        for seq, budget in zip(request.seqs, request.budgets, strict=True):
+            at = len(seq.tokens) - seq.prompt_len
+            tokens = self.texts[seq.id][at : at + budget]
+            trees.append(chain([t + 1 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="told"))
+        return Draft.pack(trees)
+
+
+def told(texts: list[list[int]], k: int = 3, spoil: Callable[[int], bool] = lambda at: False, **more: Any) -> Engine:
+    drafter = type("Told", (Told,), {"texts": dict(enumerate(texts, start=1)), "spoil": staticmethod(spoil)})
+    return engine(drafter, k, **more)
+
+
+def test_late_drafts_are_accepted_and_stale_ones_cost_nothing_but_speed(plain: dict[str, list[list[int]]]) -> None:
+    right: Drafts = {}
+    assert run(told(plain["greedy"]), right) == plain["greedy"]
+    text = {i + 1: prompt + plain["greedy"][i] for i, prompt in enumerate(PROMPTS)}
+    assert all(text[seq][at : at + len(tokens)] == tokens for (seq, at), tokens in right.items())
+    assert any(len(tokens) == 3 for tokens in right.values())  # the rest of one whose beginning was emitted
+    wrong: Drafts = {}
+    assert run(told(plain["greedy"], spoil=lambda at: at % 3 == 1), wrong) == plain["greedy"]
+    assert any(text[seq][at : at + len(tokens)] != tokens for (seq, at), tokens in wrong.items())
+
+
+def test_an_end_inside_an_accepted_run(plain: dict[str, list[list[int]]]) -> None:
+    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone."""
+    text = plain["greedy"][1]
+    at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
+    for ends in ({text[at]}, {*range(200, 208), text[at]}):
+        seq = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), ends=frozenset(ends))
+        finish(told([text]), seq)
+        assert (seq.generated, seq.finish) == (text[: at + 1], "stop")
+    stopped = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), on_token=lambda token: token == text[at])
+    finish(told([text]), stopped)
+    assert (stopped.generated, stopped.finish) == (text[: at + 1], "stop")
+    assert len(stopped.origins) == stopped.stats.emitted == at + 1
+    short = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=at + 1))
+    finish(told([text]), short)
+    assert (short.generated, short.finish) == (text[: at + 1], "length")
+
+
+def finish(engine: Engine, *seqs: Sequence) -> None:
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+
+
+def test_members_come_and_go_while_rounds_fly(plain: dict[str, list[list[int]]]) -> None:
+    """One is cancelled while its round flies; another takes its line and slots; a third is preempted and resumes."""
+    texts = plain["greedy"]
+    loop = told(texts, slots=40)
+    first, second, third = (
+        Sequence(i + 1, prompt, SamplingParams(max_tokens=TOKENS)) for i, prompt in enumerate(PROMPTS)
+    )
+    loop.add(first)
+    loop.add(second)
+    loop.step()
+    assert len(loop.flights) == 1  # one more round has been started than was read
+    loop.cancel(first)
+    loop.cache.check()
+    loop.add(third)
+    finish(loop)
+    assert first.generated == texts[0][: len(first.generated)]
+    assert [second.generated, third.generated] == [texts[1][:TOKENS], texts[2][:TOKENS]]
+
+
+def test_a_pool_that_is_exactly_full(plain: dict[str, list[list[int]]]) -> None:
+    need = sum(len(prompt) + TOKENS + i - 1 for i, prompt in enumerate(PROMPTS))
+    assert run(told(plain["greedy"], slots=need)) == plain["greedy"]
+    tight = told(plain["greedy"], slots=need - 12)
+    seqs = [Sequence(i + 1, p, SamplingParams(max_tokens=TOKENS + i)) for i, p in enumerate(PROMPTS)]
+    finish(tight, *seqs)
+    assert [seq.generated for seq in seqs] == plain["greedy"]
+    assert sum(seq.stats.preempted for seq in seqs) > 0
+
+
+def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[list[int]]]) -> None:
+    """Penalties, logprobs and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
+    texts = plain["greedy"]
+    biased = SamplingParams(max_tokens=3, logit_bias={7: 100.0}, logprobs=2)
+    loop = told(texts)
+    free = Sequence(2, PROMPTS[1], SamplingParams(max_tokens=TOKENS))
+    loop.add(free)
+    loop.step()
+    guest = Sequence(1, PROMPTS[0], biased)
+    finish(loop, guest)
+    assert (guest.generated, len(guest.logprobs)) == ([7, 7, 7], 3)
+    assert free.generated == texts[1][:TOKENS]
+
+
+class Branches:
+    """Recorded drafts that are trees with the right path among wrong ones (`RecordedDrafts`)."""
+
+    def __init__(self, rounds: Rounds, texts: dict[int, list[int]]) -> None:
+        self.lines, self.texts, rounds.drafts, rounds.trees = rounds.lines, texts, self, True
+        self.owners: dict[int, int] = {}  # line -> sequence
+
+    def join(self, seq: Sequence, row: Row) -> int:
+        self.owners[row.line] = seq.id
+        return 0
+
+    def has_read(self, seq: Sequence, tokens: int) -> None:
+        pass
+
+    def passes(self, turns: object, rows: object, asks: object, shape: object) -> list[tuple[str, Any, int]]:
+        return [("draft", self, 1)]
+
+    def replay(self) -> None:
+        for line, seq in self.owners.items():
+            at = int(self.lines.numbers[line, kernels.LENGTH])
+            right = self.texts[seq][at : at + 3]
+            if len(right) == 3:
+                tokens = [(right[0] + 1) % 48, right[0], right[1], (right[1] + 1) % 48, right[1], right[2]]
+                self.lines.draft[line, :6] = torch.tensor(tokens)
+                self.lines.parents[line, :6] = torch.tensor([-1, -1, 0, 1, 1, 4])
+                self.lines.numbers[line, kernels.DRAFTED] = 6
+
+
+class Asking(Drafter):
+    traits = Traits(late=True)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        return request.asked(torch.zeros(64), "told")
+
+
+def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, list[list[int]]]) -> None:
+    loop = engine(Asking, 6)
+    rounds = loop.target.rounds
+    assert isinstance(rounds, Rounds)
+    Branches(rounds, {i + 1: prompt + plain["warm"][i] for i, prompt in enumerate(PROMPTS)})
+    seqs = [
+        Sequence(i + 1, p, SamplingParams(max_tokens=TOKENS + i, **WARM), seed=40 + i) for i, p in enumerate(PROMPTS)
+    ]
+    for seq in seqs:
+        loop.add(seq)
+    paths = []
+    while loop.busy:
+        step = loop.step()
+        loop.cache.check()
+        for turn, verdict in zip(step.turns, step.verdicts, strict=True):
+            paths += [verdict.path] if verdict is not None and verdict.path else []
+            row = loop.cache.rows.get(turn.seq.id)
+            if row is not None and not loop.flights:  # nothing is in flight: both tables are at the same point
+                assert rounds.state.table[row.line, : len(row.slots)].tolist() == row.slots
+    assert [seq.generated for seq in seqs] == plain["warm"]
+    assert [1, 4, 5] in paths
