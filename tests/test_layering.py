@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "src" / "outrider"
@@ -59,8 +60,10 @@ def imports(module: str) -> Iterator[str]:
             yield from (a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "outrider")
 
 
-# A method's folder may be deleted: those who try to import it do without it.
-EDGES = {module: {name for name in imports(module) if name != module and name in SOURCES} for module in SOURCES}
+@cache
+def edges(module: str) -> set[str]:
+    """What it imports. A method's folder may be deleted: those who try to import it do without it."""
+    return {name for name in imports(module) if name != module and name in SOURCES}
 
 
 def room(module: str) -> str:
@@ -73,7 +76,7 @@ def reached(module: str) -> dict[str, str]:
     waiting = [module]
     while waiting:
         here = waiting.pop()
-        for other in EDGES[here] - found.keys():
+        for other in edges(here) - found.keys():
             found[other] = here
             waiting.append(other)
     return found
@@ -94,7 +97,7 @@ def violations() -> Iterator[str]:
                 yield f"{module} reaches {other} (through {by}), but {own} may reach only: {REACH[own]}"
             if there in few and by in (module, "") and other not in few[there].split():
                 yield f"{module} imports {other}, but of {there} it may use only {few[there]}"
-        for other in EDGES[module]:
+        for other in edges(module):
             ours, theirs = method(module), method(other)
             users = USERS.get(module) or USERS.get(own, "")
             if theirs and theirs != ours and theirs not in (PAIRS.get(ours, "") if ours else users).split():

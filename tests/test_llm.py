@@ -630,7 +630,7 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, method: str) -> None:
 
 
 REAL_PROMPTS = ["def add(a, b):", "The capital of France is", "one two three one two three one two"] * 2
-REAL_PARAMS = [SamplingParams(temperature=0.8 * (i > 2), seed=5, max_tokens=20) for i in range(6)]
+REAL_PARAMS = [SamplingParams(temperature=0.8 * (i > 2), seed=5, max_tokens=12) for i in range(6)]
 DRAFTERS = ["suffix", "ngram", "layerskip", "model"]
 
 

@@ -8,10 +8,10 @@ from outrider.config import Config
 from outrider.drafters.auto import Trust, agreement, claims
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
-from outrider.testing import Scenario, decode, reference
+from outrider.testing import Scenario, decode
 from outrider.types import SamplingParams, Tree, chain
 
-from support.toys import toy
+from support.toys import reference, toy
 
 
 def test_agreement_walks_the_tree() -> None:

@@ -17,10 +17,10 @@ from outrider.config import Config
 from outrider.drafters import Drafter, DraftRequest, Workspace, register
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
-from outrider.testing import Scenario, decode, reference
+from outrider.testing import Scenario, decode
 from outrider.types import Batch, Draft, Listener, Output, SamplingParams, Sequence, Step, Tree, chain
 
-from support.toys import toy
+from support.toys import reference, toy
 
 PLACES = 64
 TARGET = toy()

@@ -399,7 +399,7 @@ def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempP
     assert prefix == chat[: len(prefix)]
     assert WORDS[0] not in tokenizer.decode(prefix)
     assert WORDS[0] in tokenizer.decode(chat[len(prefix) :])
-    options = Invention(tmp_path / "whole.jsonl", 24, model, dtype="float32", max_tokens=60, batch=4)
+    options = Invention(tmp_path / "whole.jsonl", 12, model, dtype="float32", max_tokens=60, batch=4)
     count = invent(options)
     prompts = read_file(options.out)
     assert len(prompts) == count > 0
@@ -413,7 +413,7 @@ def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempP
     assert invent(stopped) == count
     assert stopped.out.read_text() == options.out.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "whole.jsonl"]
-    done = CliRunner().invoke(app, ["invent", "--target", model, "--count", "24", "--device", "cpu",
+    done = CliRunner().invoke(app, ["invent", "--target", model, "--count", "12", "--device", "cpu",
                                     "--out", str(tmp_path / "typed.jsonl"), "--max-tokens", "60"])  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "prompts in" in done.stdout
@@ -489,7 +489,7 @@ def test_one_command_makes_a_small_model(home: Path, tmp_path: Path) -> None:
     assert tau > 1.5
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Path, kind: str) -> None:
     out, page = tmp_path / "head", tmp_path / "page.html"
     done = invoke(home, out, "--kind", kind, "--steps", 160, "--html", page)

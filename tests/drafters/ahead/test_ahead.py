@@ -33,11 +33,11 @@ from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.measure.bench import BenchPlan, EncodedPrompt
 from outrider.measure.doctor import _ahead_facts
-from outrider.testing import Scenario, check_drafter, decode, reference
+from outrider.testing import Scenario, check_drafter, decode
 from outrider.types import Sequence, Tree, chain
 
 from support import tiny
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4}

@@ -28,11 +28,11 @@ from outrider.engine.step import Engine
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
-from outrider.testing import Scenario, check_drafter, decode, reference
+from outrider.testing import Scenario, check_drafter, decode
 from outrider.types import Sequence, Step
 
 from support.ahead import alternating
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 ALWAYS = {"ahead_always": True, "ahead_depth": 4, "ahead_fallback": ""}

@@ -12,11 +12,11 @@ from outrider.config import Config
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.statistics import Profitability
 from outrider.llm import build_engine
-from outrider.testing import Scenario, decode, reference
+from outrider.testing import Scenario, decode
 from outrider.types import Sequence
 
 from support.ahead import alternating
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 

@@ -26,9 +26,9 @@ from outrider.drafters.ahead.setup import shares_gpu
 from outrider.drafters.ahead.shared_queue import QueueSizes
 from outrider.drafters.ahead.worker import HANG_TIMEOUT, ProcessHost, ThreadHost
 from outrider.llm import build_engine
-from outrider.testing import Scenario, decode, reference
+from outrider.testing import Scenario, decode
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 OPTIONS = {"ahead_always": True, "ahead_depth": 4, "ahead_fallback": ""}
@@ -233,7 +233,8 @@ def test_the_model_is_waited_for_only_before_the_first_request(folder: Path, mon
     host.close()
 
 
-def test_no_process_outlives_the_program(folder: Path) -> None:
+@pytest.mark.parametrize("exit_kind", ["abrupt", pytest.param("normal", marks=pytest.mark.slow)])
+def test_no_process_outlives_the_program(folder: Path, exit_kind: str) -> None:
     script = (
         "import sys, os; from outrider import LLM\n"
         f"llm = LLM({str(folder)!r}, drafter='ahead', draft_model={str(folder)!r}, k=4, device='cpu')\n"
@@ -241,13 +242,12 @@ def test_no_process_outlives_the_program(folder: Path) -> None:
         "print(host._running[0].pid, flush=True)\n"
         "os._exit(3) if sys.argv[1] == 'abrupt' else None\n"
     )
-    for exit_kind in ("normal", "abrupt"):
-        done = subprocess.run([sys.executable, "-c", script, exit_kind], capture_output=True, text=True, timeout=120)
-        pid = int(done.stdout.strip() or done.stderr)
-        deadline = time.perf_counter() + 10
-        while _exists(pid) and time.perf_counter() < deadline:
-            time.sleep(0.05)
-        assert not _exists(pid)
+    done = subprocess.run([sys.executable, "-c", script, exit_kind], capture_output=True, text=True, timeout=120)
+    pid = int(done.stdout.strip() or done.stderr)
+    deadline = time.perf_counter() + 10
+    while _exists(pid) and time.perf_counter() < deadline:
+        time.sleep(0.05)
+    assert not _exists(pid)
 
 
 def test_a_process_that_cannot_start_reports_why(folder: Path) -> None:

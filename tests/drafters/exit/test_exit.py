@@ -24,12 +24,12 @@ from outrider.drafters.exit.drafter import Exit
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head, read_head, shapes, write_head
-from outrider.testing import SCENARIOS, check_drafter, decode, reference
+from outrider.testing import SCENARIOS, check_drafter, decode
 from outrider.train.decoder import TargetNet
 from outrider.train.networks import ExitNet
 from outrider.types import Output, Sequence
 
-from support.toys import toy
+from support.toys import reference, toy
 from support.training import home, invoke, speaks  # noqa: F401  (`home` is a fixture)
 
 TARGET = toy(layers=4)
@@ -127,9 +127,10 @@ def test_text_and_cache_are_those_of_plain_decoding_to_the_last_bit(dtype: torch
 # ---------------------------------------------------------------- the text
 
 
-@pytest.mark.parametrize("options", [{"exit_layer": 1}, {"exit_layer": 2}, {"exit_layer": 1, "exit_reuse": False}])
+@pytest.mark.parametrize("options", [{"exit_layer": 2}, {"exit_layer": 1, "exit_reuse": False}])
 def test_the_text_stays(options: dict[str, Any]) -> None:
-    assert check_drafter("exit", options, toy(), tokens=16)
+    """An exit after the first layer is in test_lossless."""
+    assert check_drafter("exit", options, toy(), tokens=20)
 
 
 class Both(Drafter):
@@ -227,7 +228,7 @@ def adapter(folder: Path, vocabulary: int = 0, layers: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("vocabulary", "layers"), [(30, 1), (VOCABULARY, 2)])
+@pytest.mark.parametrize(("vocabulary", "layers"), [(30, 1), pytest.param(VOCABULARY, 2, marks=pytest.mark.slow)])
 def test_an_adapter_is_read_back_and_changes_no_text(tmp_path: Path, vocabulary: int, layers: int) -> None:
     folder = adapter(tmp_path / "adapter", vocabulary, layers)
     config, tensors = read_head(folder)

@@ -15,10 +15,10 @@ from outrider.drafters.head.drafter import INITIAL_FLOOR, Pace
 from outrider.drafters.head.network import Head
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
-from outrider.testing import SCENARIOS, decode, reference
+from outrider.testing import SCENARIOS, decode
 from outrider.types import SamplingParams, Sequence, Tree, chain
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 COSTS = {1: 0.005, 2: 0.0051, 8: 0.007, 32: 0.02}

@@ -22,10 +22,10 @@ from outrider.engine.cache import Cache, Plane
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
-from outrider.testing import SCENARIOS, check_drafter, decode, reference
+from outrider.testing import SCENARIOS, check_drafter, decode
 from outrider.types import SamplingParams, Sequence
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 EMBEDDING = TARGET.embedding.to(torch.bfloat16)  # [V, H] as native code reads it
@@ -129,8 +129,18 @@ def test_what_is_out_of_range_is_an_error() -> None:
 # ------------------------------------------------------------ the text
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        (("eagle3", 1), False),
+        (("block", 3), True),
+        pytest.param(("eagle3", 1), True, marks=pytest.mark.slow),
+        pytest.param(("block", 1), False, marks=pytest.mark.slow),
+        pytest.param(("block", 1), True, marks=pytest.mark.slow),
+        pytest.param(("block", 3), False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_no_head_in_eight_bits_changes_the_text(kind: tuple[str, int], tree: bool) -> None:
     assert check_drafter("head", {"head": head_of(*kind), "tree": tree}, TARGET, tokens=16)
 

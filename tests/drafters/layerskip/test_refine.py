@@ -57,7 +57,7 @@ def run(one: Engine, tokens: int = 300, temperature: float = 15.0, seed: int = 7
 
 
 def test_comparing_changes_no_text() -> None:
-    assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, toy(), tokens=40)
+    assert check_drafter("layerskip", {"skip_layers": [1], "refine": 0.5}, toy(), tokens=24)
 
 
 @pytest.mark.slow

@@ -22,10 +22,10 @@ from outrider.drafters.online.tap import Tap
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.llm import build_engine
-from outrider.testing import SCENARIOS, decode, reference
+from outrider.testing import SCENARIOS, decode
 from outrider.types import SamplingParams, Sequence
 
-from support.toys import toy
+from support.toys import reference, toy
 
 TARGET = toy()
 EAGER = {"learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as can be
@@ -82,12 +82,18 @@ def test_the_target_is_left_alone() -> None:
 # ------------------------------------------------------------ learning
 
 
-def test_acceptance_rises() -> None:
-    learns, frozen = engine_of(), engine_of(learn=False)
-    alpha(learns, stream(25))
-    late, never = alpha(learns, stream(10), 100), alpha(frozen, stream(10), 100)
+@pytest.fixture(scope="module")
+def taught() -> Engine:
+    """An engine that has learnt a while."""
+    engine = engine_of()
+    alpha(engine, stream(25))
+    return engine
+
+
+def test_acceptance_rises(taught: Engine) -> None:
+    late, never = alpha(taught, stream(10), 100), alpha(engine_of(learn=False), stream(10), 100)
     assert late > never + 0.2, (late, never)
-    assert drafter_of(learns).learner.report.failures == 0
+    assert drafter_of(taught).learner.report.failures == 0
 
 
 def test_plain_passes_teach_a_tap() -> None:
@@ -337,10 +343,8 @@ def test_the_ring_is_bounded() -> None:
 # ------------------------------------------------------------ kept, loaded, switched off
 
 
-def test_what_was_learnt_is_kept_and_loaded(tmp_path: Path) -> None:
-    engine = engine_of()
-    alpha(engine, stream(50))
-    drafter_of(engine).save(tmp_path / "learnt", model="toy")
+def test_what_was_learnt_is_kept_and_loaded(taught: Engine, tmp_path: Path) -> None:
+    drafter_of(taught).save(tmp_path / "learnt", model="toy")
     facts = store.facts_of(tmp_path / "learnt")
     assert facts["model"] == "toy"
     assert facts["learning"]["updates"] > 0
@@ -348,7 +352,7 @@ def test_what_was_learnt_is_kept_and_loaded(tmp_path: Path) -> None:
     assert alpha(loaded, stream(10)) > alpha(fresh, stream(10)) + 0.1
     assert drafter_of(loaded).report()["state"] == "off"
     assert drafter_of(loaded).report()["records"] == 0
-    drafter_of(engine).save(tmp_path / "learnt", model="toy")  # again: it is replaced
+    drafter_of(taught).save(tmp_path / "learnt", model="toy")  # again: it is replaced
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -367,12 +371,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def test_nothing_on_disk_tells_of_requests(tmp_path: Path) -> None:
-    engine = engine_of()
-    alpha(engine, stream(30))
-    drafter_of(engine).save(tmp_path / "learnt")
+def test_nothing_on_disk_tells_of_requests(taught: Engine, tmp_path: Path) -> None:
+    drafter_of(taught).save(tmp_path / "learnt")
     assert {each.name for each in (tmp_path / "learnt").iterdir()} == {store.WEIGHTS, store.FACTS}
-    weights = store.load(tmp_path / "learnt", drafter_of(engine).frozen, drafter_of(engine).frozen.initial(64))
+    frozen = drafter_of(taught).frozen
+    weights = store.load(tmp_path / "learnt", frozen, frozen.initial(64))
     assert weights.keys() == {"state", "token", "norm", "gate", "down", "up"}
 
 

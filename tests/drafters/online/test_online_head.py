@@ -47,7 +47,7 @@ def head(kind: str) -> Any:
     return network.Head(*random_head(TARGET.config, kind), TARGET.embedding, TARGET.compute)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_learning_head_changes_no_text(kind: str) -> None:
     assert check_drafter("online", EAGER | {"head": head(kind)}, TARGET, tokens=20)
 
