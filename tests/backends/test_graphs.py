@@ -15,7 +15,7 @@ import torch
 from outrider.backends import WHOLE, ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import BATCHES, Graphs, _shape, padded_size
-from outrider.backends.cuda.state import DEPTHS, DeviceState
+from outrider.backends.cuda.state import DEPTHS, UNREAD_BUFFERS, DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
@@ -250,4 +250,7 @@ def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transform
 def test_unread_drafts_of_a_padded_batch_have_their_own_place() -> None:
     for batch in (1, 3, 5, 33, 65, 100, 129):
         state = DeviceState(Cache(8, 2, 8), Driver(DEVICE), batch)
-        assert max(padded_size(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1] <= state.choices_at
+        assert (
+            max(padded_size(batch), next((n for n in BATCHES if n >= batch), 0)) * DEPTHS[-1]
+            <= len(state.unread) // UNREAD_BUFFERS
+        )

@@ -241,6 +241,8 @@ def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[li
 class Branches:
     """Recorded drafts that are trees with the right path among wrong ones (`RecordedDrafts`)."""
 
+    source = "told"
+
     def __init__(self, rounds: Rounds, texts: dict[int, list[int]]) -> None:
         self.lines, self.texts, rounds.drafts, rounds.trees = rounds.lines, texts, self, True
         self.owners: dict[int, int] = {}  # line -> sequence

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,7 @@ class CountingDrafter(Drafter):
         super().__init__(None)
         self.read: dict[int, int] = {}
         self.calls = self.total = 0
+        self.traits = replace(self.traits, backlog=self.backlog)
 
     def backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.read.get(seq.id, 0)

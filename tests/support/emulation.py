@@ -150,7 +150,7 @@ class Invented(Drafter):
     def __init__(self, world: World, texts: dict[int, list[int]], nature: Nature) -> None:
         super().__init__(None)
         self.world, self.texts, self.nature = world, texts, nature
-        self.traits = Traits(self_limiting=nature.self_limiting)
+        self.traits = Traits(self_limiting=nature.self_limiting, backlog=self.backlog)
         self.seen: dict[int, int] = {}
         self.calls = 0
 

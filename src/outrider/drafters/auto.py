@@ -256,7 +256,7 @@ class Auto(Cascade):
         chosen = sorted(named + [others[i] for i in self._worth_calling(drafter, request.select(others))])
         if not chosen:
             return
-        self.calls[name] = len(chosen), sum(drafter.backlog(seqs[i]) for i in chosen)
+        self.calls[name] = len(chosen), sum(drafter.traits.backlog(seqs[i]) for i in chosen)
         part = request.select(chosen)
         self.lengths[name] = longest = self._length(drafter, max(part.budgets), len(chosen))
         part = replace(part, budgets=[min(budget, longest) for budget in part.budgets])
@@ -269,7 +269,7 @@ class Auto(Cascade):
             return []
         if not stats.known and self.prices.speed:  # its first calls are for one sequence: a batch must not read all
             return (
-                [min(range(len(seqs)), key=lambda i: drafter.backlog(seqs[i]))] if self.taps_on else []
+                [min(range(len(seqs)), key=lambda i: drafter.traits.backlog(seqs[i]))] if self.taps_on else []
             )  # its prompts
         length = self._length(drafter, max(budgets), len(seqs))
         gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
@@ -290,9 +290,9 @@ class Auto(Cascade):
                 if backoff.due:
                     due.append(i)
         # One sequence, the cheapest: a batch must not read all its prompts for one trial.
-        due = sorted(due, key=lambda i: drafter.backlog(seqs[i]))[:1]
+        due = sorted(due, key=lambda i: drafter.traits.backlog(seqs[i]))[:1]
         cost = stats.call_cost(1, FIRST_LENGTH)
-        cost += sum((stats.read_seconds.value or 0.0) * drafter.backlog(seqs[i]) for i in due)
+        cost += sum((stats.read_seconds.value or 0.0) * drafter.traits.backlog(seqs[i]) for i in due)
         stats.since_trial += len(seqs)
         if self.prices.speed * cost > TRIAL_SHARE * stats.since_trial:
             return []
@@ -314,7 +314,7 @@ class Auto(Cascade):
             free = self._with_survival(free_name, free)
             share = min(self.trust[seq.id, free_name].share, self.trust_at[free_name, level(free)].share)
             free_value = value(claims(free), share, price)
-        reading = prices.speed * stats.read_cost(drafter.backlog(seq), seq.room)
+        reading = prices.speed * stats.read_cost(drafter.traits.backlog(seq), seq.room)
         return value(stats.expected_survival(budget), self.trust[seq.id, name].share, price) - free_value - reading
 
     def _length(self, drafter: Drafter, budget: int, sequences: int) -> int:

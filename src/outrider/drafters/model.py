@@ -61,12 +61,15 @@ class SmallModel(Drafter):
         self.traits = replace(
             self.traits,
             unread=self.rollout.recorded is not None and not self.tree,
+            backlog=self._backlog,
             memory=lambda: Memory(weight_bytes(self.model, excluding=space.target), self.rollout.plane.bytes),
         )
 
     def record(self, rounds: Any) -> None:
         if self.traits.unread and not self.padded:
-            self.unread = rounds.draft_with(self.model, self.rollout.plane, self.rollout.part, self.rollout.again)
+            self.unread = rounds.draft_with(
+                self.model, self.rollout.plane, self.rollout.part, self.rollout.again, self.name
+            )
             self.traits = replace(self.traits, late=True)
 
     def draft(self, request: DraftRequest) -> Draft:
@@ -82,7 +85,7 @@ class SmallModel(Drafter):
         rollout = self.rollout
         return rollout.trees(seqs, budgets, self.width, self.depth) if tree else rollout.chains(seqs, budgets)
 
-    def backlog(self, seq: Sequence) -> int:
+    def _backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
     def end(self, seq: Sequence) -> None:

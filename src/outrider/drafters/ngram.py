@@ -45,7 +45,7 @@ class NGram(Drafter):
     def record(self, rounds: Any) -> None:
         from ..backends.cuda.rounds import Lookup  # needs triton
 
-        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], DOUBT)
+        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], DOUBT, self.name)
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)

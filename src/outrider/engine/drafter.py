@@ -90,6 +90,7 @@ class Traits:
     members: tuple[str, ...] = ()  # drafters that it wraps; a sequence may select one (`Sequence.only`)
     learning: Learning | None = None
     memory: Callable[[], Memory] = Memory
+    backlog: Callable[[Sequence], int] = lambda seq: 0  # tokens that it must read before it can draft for a sequence
     # Read from the class, before a drafter is built:
     auto: Callable[[Any], bool] | None = None  # workspace -> whether `auto` uses it; None: never
     trial: Callable[[Any], dict[str, Any]] = lambda target: {}  # options with which it runs on any target
@@ -126,10 +127,6 @@ class Drafter:
 
     def end(self, seq: Sequence) -> None:
         """A sequence finished or was cancelled."""
-
-    def backlog(self, seq: Sequence) -> int:
-        """Tokens that it must read before it can draft for this sequence."""
-        return 0
 
     def notes(self) -> dict[str, Any]:
         """Facts about its work for statistics and traces, under its name."""

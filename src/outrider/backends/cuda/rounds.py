@@ -43,13 +43,6 @@ LATE_TOKENS = 64  # of a draft in the late slot
 WARM_ROWS = 24  # of one sequence's round that is recorded beforehand
 PATCHES = 2048  # table entries that a round can update
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
-SOURCES = {
-    kernels.NONE: "",
-    kernels.LATE: "late",
-    kernels.LOOKUP: "ngram",
-    kernels.MODEL: "model",
-    kernels.HEAD: "head",
-}
 
 
 @dataclass(frozen=True)
@@ -101,15 +94,18 @@ class Lines:
 
 
 class Lookup(NamedTuple):
-    """The drafter `ngram` on the device."""
+    """Drafts from a sequence's own text, after its last tokens occurred earlier."""
 
     least: int  # n-gram sizes
     most: int
     doubt: float  # after m matching tokens the next one matches with probability m / (m + doubt)
+    source: str  # the drafter's name
 
 
 class RecordedDrafts(Protocol):
     """Passes that draft at the beginning of a round."""
+
+    source: str  # the drafter's name
 
     def join(self, seq: Sequence, row: Row) -> int:
         """A sequence joins; returns how many of its leading tokens the drafter's plane holds."""
@@ -183,14 +179,14 @@ class Rounds:
         """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
         return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
 
-    def draft_with(self, model: Model, plane: Plane, part: Part, again: int) -> Tensor:
+    def draft_with(self, model: Model, plane: Plane, part: Part, again: int, source: str) -> Tensor:
         """Let a model draft a chain for every sequence that asks for one, at the beginning of a round. Returns where
         unread tokens are.
 
         again: how many of the last tokens each chain reads once more: 2 in a plane of the model's own, so that a round
         that accepted everything needs no special case; 1 in the target's, where committed K/V must stay as it is.
         """
-        self.drafts = DraftChains(self, model, plane, part, again)
+        self.drafts = DraftChains(self, model, plane, part, again, source)
         return self.state.unread
 
     def forget_lines(self) -> None:
@@ -235,13 +231,18 @@ class Rounds:
 
     def _is_late(self, tree: Tree) -> bool:
         """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
-        known = self.lookup is not None and tree.source == "ngram"
+        known = self.lookup is not None and tree.source == self.lookup.source
         return bool(tree.tokens) and tree.tokens[0] >= 0 and tree.is_chain and not known
 
     def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
         """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
         if self.drafts is not None and self.state.cache.rows.get(seq.id) is row:
             self.drafts.has_read(seq, min(tokens, len(seq.tokens)))
+
+    def source(self, number: int) -> str:
+        """The name of the drafter of a reported draft; of a late one the host knows it."""
+        own = self.lookup if number == kernels.LOOKUP else self.drafts
+        return own.source if number > kernels.LATE and own is not None else ""
 
     def claims(self, match: int, tokens: int) -> list[float]:
         """The survival of a draft that was looked up after a match of this length."""
@@ -369,10 +370,9 @@ class PendingRound:
                 parents, path = numbers[:drafted], numbers[DRAFT : DRAFT + accepted]
             skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
             survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
+            name = self.rounds.source(source)
             results.append(
-                RoundResult(
-                    row, length, draft[:drafted], SOURCES[source], skipped, survival, parents, path, tokens, sound
-                )
+                RoundResult(row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound)
             )
             self.rounds.has_read(turn.seq, row, read)
         return results
@@ -393,7 +393,8 @@ class DraftChains:
     is all that the host keeps: `_backlog`.
     """
 
-    def __init__(self, rounds: Rounds, model: Model, plane: Plane, part: Part, again: int) -> None:
+    def __init__(self, rounds: Rounds, model: Model, plane: Plane, part: Part, again: int, source: str) -> None:
+        self.source = source
         self.rounds, self.model, self.plane, self.part, self.again = rounds, model, plane, part, again
         self.per_block = rows_per_block(model.config.heads, model.config.kv_heads)
         self._chains: dict[tuple[int, bool], ChainPasses] = {}  # by batch, and whether some sequence has a filter

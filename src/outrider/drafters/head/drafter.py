@@ -132,6 +132,7 @@ class TrainedHead(Drafter):
             taps=taps,
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
+            backlog=self._backlog,
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
@@ -168,7 +169,7 @@ class TrainedHead(Drafter):
 
         return request.answer(ready, roll)
 
-    def backlog(self, seq: Sequence) -> int:
+    def _backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
     def observe(self, step: Step) -> None:

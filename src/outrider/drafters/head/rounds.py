@@ -45,6 +45,8 @@ def fits(width: int, depth: int) -> bool:
 class HeadRounds:
     """Recorded drafts of one head (`backends.cuda.rounds.RecordedDrafts`): trees of this width and depth, or chains."""
 
+    source = "head"
+
     def __init__(self, rounds: Rounds, heads: HeadGraphs, width: int = 0, depth: int = 0) -> None:
         self.rounds, self.heads, self.plane = rounds, heads, heads.graphs.plane
         self.width, self.depth = min(width, heads.ids.shape[0]), depth

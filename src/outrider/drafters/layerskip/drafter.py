@@ -62,7 +62,7 @@ class LayerSkip(Drafter):
     def record(self, rounds: Any) -> None:
         if not self.tree:
             self.unread = rounds.draft_with(
-                self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again
+                self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again, self.name
             )
             self.traits = replace(self.traits, late=True)
 
