@@ -150,9 +150,9 @@ def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
     auto.without_claims = {"head"}
     unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
     for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
-        auto._score(SEQ, "head", unread, verified, verdict)
+        auto._score(SEQ, "head", unread, verdict.tokens, verified, verdict)
         assert bool(auto.costs["head"].outcomes.added) is scored
-    auto._score(SEQ, "head", unread, chain([7, 9], source="head"), verdict)
+    auto._score(SEQ, "head", unread, verdict.tokens, chain([7, 9], source="head"), verdict)
     assert auto.costs["head"].outcomes.added == 1
     survival = auto.costs["head"].expected_survival(2)
     assert survival[0] > 0.5 > survival[1] / survival[0]  # the first came true, the second did not

@@ -48,14 +48,16 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.cache.available
         row = self.cache.rows[seq.id]
         had = len(row.slots) + len(row.spare)
-        more, spare = max(len(seq.tokens) - len(row.slots), 0), max(nodes - len(row.spare), 0)
+        pending = max(len(seq.tokens) - len(row.slots), 0)  # they take the first spare slots
+        more = max(pending + nodes - len(row.spare), 0)
         held, drafts = list(row.slots), list(row.spare)
-        expected = self.cache.next_free(more + spare)
+        expected = self.cache.next_free(more)
         if not self.cache.reserve(seq, len(seq.tokens), nodes):
             assert len(seq.tokens) + nodes > 40 or len(seq.tokens) + nodes - had > before - 100
             return
-        if len(expected) == more + spare:  # nothing was evicted
-            assert (row.slots, row.spare) == (held + expected[:more], drafts + expected[more:])
+        if len(expected) == more:  # nothing was evicted
+            after = drafts + expected
+            assert (row.slots, row.spare) == (held + after[:pending], after[pending:])
         fed = len(seq.tokens)
         self.target.advance(seq.id, fed)
         self.target.wrote(seq.id, range(nodes))

@@ -218,35 +218,6 @@ def test_recorded_drafts_change_no_text(
     assert all(tree.tokens for trees in drafter.drafted for tree in trees)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("law", ["mixed", pytest.param("greedy", marks=slow)])
-def test_early_drafts_change_no_text(target: Transformer, plain: dict[str, list[list[int]]], law: str) -> None:
-    class Foretells(TrainedHead):
-        """Says what the text will be, every other time: something must be accepted."""
-
-        rolled = taken = 0
-
-        def draft(self, request: DraftRequest) -> Draft:
-            seqs, budget = request.seqs, request.budgets
-            self.taken += self.early is not None and self.early.suits(seqs, budget)
-            return super().draft(request)
-
-        def _roll(self, request: DraftRequest) -> Draft:
-            self.rolled += 1
-            draft = super()._roll(request)
-            if self.rolled % 2:
-                return draft
-            said = (
-                plain[law][seq.id - 1][len(seq.generated) :][:k]
-                for seq, k in zip(request.seqs, request.budgets, strict=True)
-            )
-            return Draft.pack(chain(tokens, source="head") for tokens in said)
-
-    made: Any = engine(target, head_for(target, "eagle3"), k=3, kind=Foretells)
-    assert say(made, LAWS[law]) == plain[law]
-    assert made.drafter.taken > 0
-
-
 def one(engine: Engine, seq: Sequence) -> set[str]:
     """Answer alone; returns the phases that the device has timed."""
     engine.add(seq)

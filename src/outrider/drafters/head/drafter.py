@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -68,27 +68,6 @@ class Pace:
                 self.confidence += 0.02 * (after / before - self.confidence)
 
 
-class EarlyDraft(NamedTuple):
-    """A draft that was started before it was requested."""
-
-    lengths: list[tuple[int, int]]  # sequence id and its number of tokens: tokens are only ever added
-    budgets: list[int]
-    draft: Draft
-
-    @staticmethod
-    def of(seqs: list[Sequence], budgets: list[int], draft: Draft) -> EarlyDraft:
-        return EarlyDraft([(seq.id, len(seq.tokens)) for seq in seqs], budgets, draft)
-
-    def suits(self, seqs: list[Sequence], budgets: list[int]) -> bool:
-        """Whether it is for these texts and at least half as long as requested: it is available sooner."""
-        same = self.lengths == [(seq.id, len(seq.tokens)) for seq in seqs]
-        return same and all(2 * drafted >= budget for drafted, budget in zip(self.budgets, budgets, strict=True))
-
-    def cut(self, budgets: list[int]) -> Draft:
-        trees = (tree.cut(n) for tree, n in zip(self.draft.trees, budgets, strict=True))
-        return Draft.pack(trees, self.draft.unread)
-
-
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
@@ -136,9 +115,6 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
-        self.budgets: dict[int, int] = {}  # by sequence, of the last request
-        self.early: EarlyDraft | None = None
-        self.stop_below = 0.0  # of the last request
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
@@ -157,12 +133,9 @@ class TrainedHead(Drafter):
             return request.asked(self.unread, self.name)
         seqs, budgets = request.seqs, request.budgets
         ready = [i for i, seq in enumerate(seqs) if budgets[i] > 0 and self._ready(seq)]
-        self.budgets = {seqs[i].id: budgets[i] for i in ready}
-        early, self.early = self.early, None
 
         def roll(part: DraftRequest) -> Draft:
-            suits = early is not None and early.suits(part.seqs, part.budgets)
-            draft = early.cut(part.budgets) if early is not None and suits else self._roll(part)
+            draft = self._roll(part)
             for tree in draft.trees:
                 self.pace.drafted(tree)
             return draft
@@ -177,17 +150,6 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
-        if self.traits.unread and not step.in_round:
-            self._start_early(step)
-
-    def _start_early(self, step: Step) -> None:
-        """The next request is likely to equal the last one: the device drafts while the host decides."""
-        drafted = all(tree.source == self.name for tree in step.draft.trees)
-        budgets = [min(self.budgets.get(seq.id, 0), seq.room - 1) for seq in step.seqs]
-        unfinished = all(seq.finish is None and self._ready(seq) for seq in step.seqs)
-        if drafted and unfinished and min(budgets) > 0 and self.rollout.leaves_unread(step.seqs):
-            draft = self._roll(DraftRequest(step.seqs, budgets, stop_below=self.stop_below))
-            self.early = EarlyDraft.of(step.seqs, budgets, draft)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
@@ -198,7 +160,7 @@ class TrainedHead(Drafter):
         return last >= 0 and self.space.plane.holds(seq.id) > last and self.features.has(seq.id, last)
 
     def _roll(self, request: DraftRequest) -> Draft:
-        self.rollout.stop_below = self.stop_below = request.stop_below
+        self.rollout.stop_below = request.stop_below
         if self.tree and all(seq.rule == "match" for seq in request.seqs):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
         self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)

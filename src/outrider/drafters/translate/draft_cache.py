@@ -28,6 +28,7 @@ class DraftCache(Cache):
         row = self.rows[seq.id]
         self._drop(row.slots[tokens:])
         row.slots, row.tokens = row.slots[:tokens], row.tokens[:tokens]
+        self._write_table(row, tokens)  # spare slots follow the others there
         for plane in self.planes:
             plane.wrote(seq.id, ())
             plane.advance(seq.id, min(plane.holds(seq.id), tokens))
