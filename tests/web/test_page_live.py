@@ -185,8 +185,8 @@ def test_stop_frees_the_slots_at_once(page: Page, small: Served, monkeypatch: py
     page.keyboard.press("Escape")
     page.wait_for_selector(".runner[data-state=stopped]")
     wait_for(lambda: worker.running == 0 and not engine.busy)
-    metrics = httpx.get(f"{address}/metrics").text
-    assert re.search(r'request_success_total\{finished_reason="cancelled",.*\} 1\.0', metrics)
+    cancelled = re.compile(r'request_success_total\{finished_reason="cancelled",.*\} 1\.0')
+    wait_for(lambda: cancelled.search(httpx.get(f"{address}/metrics").text))  # counted where the answer is sent
     monkeypatch.undo()
     assert "Stopped" in page.locator("#live > [role=status]").inner_text()
     assert page.locator(".runner.plain").get_attribute("data-state") == "waiting"
