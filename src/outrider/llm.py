@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Listing
+from collections.abc import Iterator, Mapping, Sequence as Listing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, prepare
+from .backends.machine import choose_device, device_name, prepare, thread_settings
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -32,6 +32,7 @@ from .drafters._drift import Monitor
 from .engine.cache import Cache, Plane
 from .engine.request_drafts import Prediction
 from .engine.scheduler import Scheduler
+from .engine.shared import SharedEngine, StepLock
 from .engine.step import Engine
 from .engine.trace import Recorder
 from .errors import ConfigError
@@ -74,7 +75,10 @@ class Result:
 
 
 class LLM(Listener):
-    """A target with a drafter. Argument names of Hugging Face and vLLM work too."""
+    """A target with a drafter. Argument names of Hugging Face and vLLM work too.
+
+    Several threads may call it at once: their prompts run in one batch. `with LLM() as llm:` closes it at the end.
+    """
 
     reads_logits = False  # as a listener of its own engine
 
@@ -107,6 +111,7 @@ class LLM(Listener):
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, str(target.dtype), *variant)
         self.drift = Monitor(checkpoint.name)
+        self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
@@ -115,22 +120,43 @@ class LLM(Listener):
         self.recorder = recorder or Recorder()
         self._ids = itertools.count(1)
         self._rejected: dict[int, list[int]] = {}
-        self._engine()
+        self._build_engine()
+        self._shared = SharedEngine(self, self._lock)
 
-    def _engine(self) -> None:
+    def _build_engine(self) -> None:
         listeners = (self, self.recorder, self.drift)
-        self.engine = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        self._engine: Engine | None = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("This LLM is closed; make another one.")
+        return self._engine
 
     def using(self, recorder: Recorder | None = None, **changes: Any) -> LLM:
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
         sibling.costs, sibling.drift = self.costs, Monitor()  # trials do not count as drift of what is served
+        sibling._lock = self._lock
         old, new = {**vars(self.config)}, from_hugging_face(changes)
         options = old.pop("options")
         if "drafter" not in new:  # another drafter starts without this one's options
             old |= options
         sibling._assemble(self.name, self.target, self.tokenizer, config_from(old | new), recorder)
         return sibling
+
+    def close(self) -> None:
+        """Cancel what is running, and give back memory and the drafter's processes. Closing twice does nothing."""
+        if self._engine is not None:
+            self._shared.cancel((*self.engine.scheduler.running, *self.engine.scheduler.waiting))
+            del self.target
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def forget(self) -> None:
         """Drop cached prefixes and the controller's statistics, for fair comparisons. The drafter's memory stays."""
@@ -197,9 +223,11 @@ class LLM(Listener):
         ids = [self._encode(prompt) for prompt in several]
         raw = [isinstance(prompt, str) for prompt in several]
         batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
-        self._run([seq for seqs in batch for seq in seqs])
+        self._shared.run([seq for seqs in batch for seq in seqs])
         return [
-            Result(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self.close, seqs)])
+            Result(
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self.completion, seqs)]
+            )
             for prompt, i, seqs in zip(several, ids, batch, strict=True)
         ]
 
@@ -220,24 +248,22 @@ class LLM(Listener):
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
         self.last = seq  # its statistics outlive an interrupted loop
         detokenizer, sent = _detokenizer(seq), 0
-        self.engine.add(seq)
+
+        def has_more() -> bool:
+            return seq.done or len(seq.origins) > sent
+
+        self._shared.add([seq])
         try:
             while not seq.done or len(seq.origins) > sent:
-                if len(seq.origins) == sent:  # else a step of another stream has advanced this sequence
-                    self.engine.step()
+                self._shared.wait([seq], has_more)
                 if seq.done:
                     detokenizer.finish()
                 if len(seq.origins) > sent:
                     texts, ids, origins = detokenizer.texts[sent:], seq.generated[sent:], seq.origins[sent:]
                     sent += len(origins)  # before the caller's code runs: it may step the engine
                     yield Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, []))
-        except GeneratorExit:
-            self.engine.cancel(seq)
-            raise
-        except BaseException:
-            self.restart()
-            raise
         finally:
+            self._shared.cancel([seq])  # where the loop was left
             self._rejected.pop(seq.id, None)
 
     def guide_for(self, spec: Mapping[str, Any] | None) -> Guide | None:
@@ -258,7 +284,7 @@ class LLM(Listener):
         most_drafted: int | None = None,
         only: str = "",
     ) -> list[Sequence]:
-        """The sequences of a prompt: `engine.add` them, and `close` each at its end.
+        """The sequences of a prompt: `engine.add` them, and take the `completion` of each at its end.
 
         `most_drafted` limits the budget of a step; `only` names the one of `drafters` that drafts.
         """
@@ -313,33 +339,29 @@ class LLM(Listener):
         spelled = {tuple(self.tokenizer.encode(s)) for word in params.bad_words for s in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 
-    def _run(self, seqs: Iterable[Sequence]) -> None:
-        try:
-            for seq in seqs:
-                self.engine.add(seq)
-            while self.engine.busy:
-                self.engine.step()
-        except BaseException:
-            self.restart()
-            raise
+    def restart(self, keep: Listing[Sequence] = ()) -> None:
+        """After a step that did not end the engine's state is unknown: build a new one.
 
-    def restart(self) -> None:
-        """After an interrupted step the engine's state is unknown: cancel what is running, and build a new engine."""
-        for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
-            seq.finish = seq.finish or "cancelled"
-        self._rejected.clear()
-        old = self.engine.drafter
-        self._engine()
-        self.engine.drafter.inherit(old)
+        What was running is cancelled, except `keep`: tokens are the truth, so the text of those goes on as it was.
+        """
+        old, kept = self.engine, {seq.id for seq in keep}
+        for seq in (*old.scheduler.running, *old.scheduler.waiting):
+            if seq.id not in kept:
+                seq.finish = seq.finish or "cancelled"
+                self._rejected.pop(seq.id, None)
+        self._build_engine()
+        self.engine.drafter.inherit(old.drafter)
+        for seq in keep:
+            self.engine.add(seq)
 
     def give_up_drafter(self, why: str) -> None:
         """Replace a drafter that hangs by an engine without one. Running sequences may be added to it again: tokens are
         the truth, so their text stays the same."""
         self.config = replace(self.config, drafter="off", options={})
-        self._engine()
+        self._build_engine()
         self.engine.controller.why = why
 
-    def close(self, seq: Sequence) -> Completion:
+    def completion(self, seq: Sequence) -> Completion:
         """The answer of a sequence that has ended or was cancelled; nothing about it is kept here afterwards."""
         detokenizer = _detokenizer(seq)
         detokenizer.finish()

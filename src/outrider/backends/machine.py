@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,6 +53,18 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def thread_settings(device: torch.device) -> Callable[[], None]:
+    """What gives another thread this one's settings: OpenMP keeps its thread count for each, CUDA its device."""
+    threads = torch.get_num_threads()
+
+    def apply() -> None:
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return apply
 
 
 def choose_device(name: str) -> torch.device:
