@@ -247,21 +247,24 @@ class LLM(Listener):
 
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
         self.last = seq  # its statistics outlive an interrupted loop
-        detokenizer, sent = _detokenizer(seq), 0
+        detokenizer, sent, ended = _detokenizer(seq), 0, False
 
-        def has_more() -> bool:
-            return seq.done or len(seq.origins) > sent
+        def unsent() -> tuple[Piece, bool] | None:
+            """What was not sent yet, and whether it is the last; between steps."""
+            if seq.done:
+                detokenizer.finish()
+            texts, ids, origins = detokenizer.texts[sent:], seq.generated[sent:], seq.origins[sent:]
+            if not (seq.done or origins):
+                return None
+            return Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, [])), seq.done
 
         self._shared.add([seq])
         try:
-            while not seq.done or len(seq.origins) > sent:
-                self._shared.wait([seq], has_more)
-                if seq.done:
-                    detokenizer.finish()
-                if len(seq.origins) > sent:
-                    texts, ids, origins = detokenizer.texts[sent:], seq.generated[sent:], seq.origins[sent:]
-                    sent += len(origins)  # before the caller's code runs: it may step the engine
-                    yield Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, []))
+            while not ended:
+                piece, ended = self._shared.wait([seq], unsent)
+                sent += len(piece.origins)
+                if piece.origins:
+                    yield piece
         finally:
             self._shared.cancel([seq])  # where the loop was left
             self._rejected.pop(seq.id, None)

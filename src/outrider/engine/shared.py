@@ -1,18 +1,22 @@
 """One engine for several threads: their sequences run in one batch, and one of the threads steps it for all.
 
-Promise: a call returns when its own sequences are where it wants them, whoever made the steps. No thread is started:
-the first that waits becomes the one that steps, until its own sequences have ended; then the next takes over. A failing
-step fails the calls whose sequences were running; an interrupted one (Ctrl-C) only the call that it interrupted.
+Promise: a call gets what it waits for as soon as a step, whoever made it, has brought it; sequences are read only
+between steps. No thread is started: the first that waits makes the steps until it has what it waits for, then the next
+takes over. A failing step fails the calls whose sequences were running; an interrupted one (Ctrl-C) only the call that
+it interrupted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence as Listing
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from ..types import Sequence
 from .step import Engine
+
+T = TypeVar("T")
 
 
 class StepLock:
@@ -31,11 +35,6 @@ class StepLock:
             self._last = threading.get_ident()
             self._enter_thread()
 
-    def release(self) -> None:
-        with self.changed:
-            self.stepping = False
-            self.changed.notify_all()
-
 
 class EngineOwner(Protocol):
     """Whoever builds the engine, and a new one after a step that did not end."""
@@ -48,18 +47,40 @@ class EngineOwner(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class Call:
+    """A thread that waits, and what it gets."""
+
+    seqs: Listing[Sequence]
+    poll: Callable[[], Any]  # between steps; None: not yet
+    value: Any = None
+    error: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.value is not None or self.error is not None
+
+    def try_now(self) -> None:
+        if not self.ready:
+            try:
+                self.value = self.poll()
+            except Exception as error:  # the caller's, not that of the thread that steps
+                self.error = error
+
+
 class SharedEngine:
     def __init__(self, owner: EngineOwner, lock: StepLock) -> None:
         self._owner, self.lock = owner, lock
         self._arrived: list[Sequence] = []  # since the last step
         self._cancelled: list[Sequence] = []
-        self._errors: dict[int, Exception] = {}  # sequences that another thread's step has failed
+        self._calls: list[Call] = []
+        self._failed: dict[int, Exception] = {}  # running sequences of a step that failed, with nobody waiting for them
 
     def run(self, seqs: Listing[Sequence]) -> None:
         """Run these to their end."""
         self.add(seqs)
         try:
-            self.wait(seqs, lambda: all(seq.done for seq in seqs))
+            self.wait(seqs, lambda: all(seq.done for seq in seqs) or None)
         except BaseException:
             self.cancel(seqs)
             raise
@@ -72,34 +93,54 @@ class SharedEngine:
     def cancel(self, seqs: Iterable[Sequence]) -> None:
         """Their slots are free at once, or after the step that another thread is making."""
         with self.lock.changed:
-            self._cancelled += [seq for seq in seqs if not seq.done]
+            self._cancelled += seqs
             if not self.lock.stepping:
                 self._exchange()
 
-    def wait(self, seqs: Listing[Sequence], until: Callable[[], bool]) -> None:
-        """Until this is true of the caller's own sequences."""
-        while not until():
-            with self.lock.changed:
-                self.lock.changed.wait_for(lambda: until() or not self.lock.stepping)
-                if until():
-                    break
-                self.lock.take()
-            try:
-                self._step()
-            except BaseException as error:
-                self._recover(error, seqs)
-                raise
-            finally:
-                self.lock.release()
-        errors = [self._errors.pop(seq.id) for seq in seqs if seq.id in self._errors]
-        if errors:
-            raise errors[0]
-
-    def _step(self) -> None:
+    def wait(self, seqs: Listing[Sequence], poll: Callable[[], T | None]) -> T:
+        """Step until `poll()`, which reads the caller's own sequences, returns something; return that."""
+        call = Call(seqs, poll)
         with self.lock.changed:
-            self._exchange()
-        if self._owner.engine.busy:
-            self._owner.engine.step()
+            self._calls.append(call)
+        try:
+            while not self._is_ready(call):
+                self._step_for_all(call)
+        finally:
+            with self.lock.changed:
+                self._calls.remove(call)
+        if call.error is not None:
+            raise call.error
+        value: T = call.value
+        return value
+
+    def _is_ready(self, call: Call) -> bool:
+        """Whether the call has ended. If not, this thread steps from now on."""
+        lock = self.lock
+        with lock.changed:
+            lock.changed.wait_for(lambda: call.ready or not lock.stepping)
+            if not lock.stepping:
+                self._fail_calls()
+                call.try_now()
+            if not call.ready:
+                lock.take()
+            return call.ready
+
+    def _step_for_all(self, call: Call) -> None:
+        try:
+            with self.lock.changed:
+                self._exchange()
+            if self._owner.engine.busy:
+                self._owner.engine.step()
+        except BaseException as error:
+            call.error = error
+            self._recover(error, call.seqs)
+        finally:
+            with self.lock.changed:
+                self._fail_calls()
+                for waiting in self._calls:
+                    waiting.try_now()
+                self.lock.stepping = False
+                self.lock.changed.notify_all()
 
     def _exchange(self) -> None:
         """Between two steps, with the lock held."""
@@ -115,6 +156,11 @@ class SharedEngine:
         running = (*engine.scheduler.running, *engine.scheduler.waiting)
         others = [seq for seq in running if seq.id not in own and not seq.done]
         if isinstance(error, Exception):
-            self._errors |= {seq.id: error for seq in others}
+            self._failed |= {seq.id: error for seq in others}
             others = []
         self._owner.restart(others)
+
+    def _fail_calls(self) -> None:
+        for call in self._calls if self._failed else ():
+            errors = [self._failed.pop(seq.id) for seq in call.seqs if seq.id in self._failed]
+            call.error = call.error or next(iter(errors), None)
