@@ -677,7 +677,7 @@ def test_real_prefixes_are_reused(real: LLM) -> None:
     assert first.token_ids == second.token_ids
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def exact(request: pytest.FixtureRequest, real: LLM) -> LLM:
     llm = real if real.dtype == request.param else LLM(dtype=request.param, k=4, max_length=512)
     if not llm.target.exact:
