@@ -11,7 +11,6 @@ builds an engine from its parts; the engine does the rest.
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Iterator, Mapping, Sequence as Listing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,9 +214,11 @@ class LLM(Listener):
         speculate: bool = True,
     ) -> list[Result]:
         """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text."""
-        single: Any = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # one text, or its ids
-        several: list[Any] = [prompts] if single else list(prompts)
+        several = _several(prompts)
         each = params if isinstance(params, list) else [params or SamplingParams()] * len(several)
+        if not all(isinstance(one, SamplingParams) for one in each):
+            wrong = next(type(one).__name__ for one in each if not isinstance(one, SamplingParams))
+            raise ConfigError(f"The second argument is SamplingParams, or a list of them, but this is of type {wrong}.")
         if len(each) != len(several):
             raise ConfigError(f"There are {len(several)} prompts but {len(each)} sampling parameters.")
         ids = [self._encode(prompt) for prompt in several]
@@ -236,7 +237,7 @@ class LLM(Listener):
     ) -> list[Result]:
         """Answer a conversation, or several, under the model's chat template."""
         several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.tokenizer.encode_chat(m) for m in several], params, speculate)
+        return self.generate([self.tokenizer.encode_chat(check_messages(m)) for m in several], params, speculate)
 
     def stream(
         self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
@@ -293,7 +294,7 @@ class LLM(Listener):
         """
         text: Any = prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            text = self.tokenizer.encode_chat(prompt)
+            text = self.tokenizer.encode_chat(check_messages(prompt))
         seqs = self._sequences(self._encode(text), params, speculate, isinstance(text, str))
         for seq in seqs:
             seq.most_drafted, seq.only = most_drafted, only
@@ -304,7 +305,7 @@ class LLM(Listener):
         return frozenset(self.tokenizer.eos_ids | self.target.config.eos_ids)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
-        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(_checked(prompt))
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one token.")
@@ -318,17 +319,16 @@ class LLM(Listener):
         return ids
 
     def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
-        """One sequence for each of the n answers; the j-th has seed + j."""
-        seed = params.seed if params.seed is not None else secrets.randbits(31)
+        """One sequence for each of the n answers."""
         tokens, source = self.target.opening(ids)
-        params = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(tokens)))
+        params = replace(params, max_tokens=min(params.limit, self.engine.cache.length - len(tokens)))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         bad_words, guide, expected = self._bad_words(params), self.guide_for(params.guide), params.prediction
         if isinstance(expected, str):
             expected = tuple(self.tokenizer.encode(expected))
         seqs = []
-        for j in range(params.n):
-            seq = Sequence(next(self._ids), tokens, params, seed + j, ends, bad_words, self.config.rule, speculate)
+        for seed in params.seeds():
+            seq = Sequence(next(self._ids), tokens, params, seed, ends, bad_words, self.config.rule, speculate)
             seq.source = source
             # Raw text is continued in mid-sentence: a first space belongs to it. A text with a source starts anew.
             seq.on_token = Detokenizer(self.tokenizer.stream(continuing=raw and not source), params, ends)
@@ -382,6 +382,40 @@ class LLM(Listener):
             if verdict is not None and turn.seq.on_token is not None:  # else its text is somebody else's
                 fates = zip(tree.tokens, verdict.fates, strict=True)
                 self._rejected[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
+
+
+def _several(prompts: Any) -> list[Any]:
+    """A list of prompts from one or several: a text, or token ids."""
+    if isinstance(prompts, str) or (isinstance(prompts, Listing) and prompts and isinstance(prompts[0], int)):
+        return [_checked(prompts)]
+    if not isinstance(prompts, Listing):
+        _checked(prompts)
+    return [_checked(prompt) for prompt in prompts]
+
+
+def _checked(prompt: Any) -> Any:
+    """Refuse what is no prompt."""
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ConfigError("A prompt is a text or a list of token ids, but this one is bytes: decode it first.")
+    if isinstance(prompt, str) or (isinstance(prompt, Listing) and all(type(i) is int for i in prompt)):
+        return prompt
+    if isinstance(prompt, Listing) and prompt and isinstance(prompt[0], dict):
+        raise ConfigError("These are messages: pass them to `chat`, which applies the model's template.")
+    raise ConfigError(f"A prompt is a text or a list of token ids, but this one is {prompt!r:.60}.")
+
+
+def check_messages(messages: Any) -> Messages:
+    """Refuse what is no conversation."""
+    if isinstance(messages, str):
+        raise ConfigError(
+            "`chat` takes messages, such as [{'role': 'user', 'content': 'Hello'}]; `generate` takes text."
+        )
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"`chat` takes a list of messages with at least one, but this is {messages!r:.60}.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+            raise ConfigError(f"A message is a dict with 'role' and 'content', but this one is {message!r:.60}.")
+    return messages
 
 
 def _detokenizer(seq: Sequence) -> Detokenizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ from .options import ApiKey, EngineOptions, Json, MaxTokens, Temperature, argume
 if TYPE_CHECKING:
     from ..engine.trace import Recorder
     from ..llm import LLM
+    from ..measure.statistics import BenchRow
     from ..types import SamplingParams, Sequence
 
 Seed = Annotated[int | None, Option(help="The random seed. The same seed gives the same text with every drafter.")]
@@ -43,7 +44,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate an answer with speculation. Text streams to standard output, the summary goes to standard error."""
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = _read_stdin() if prompt == "-" else prompt
     given = options.arguments()
     guide = arguments(json=_read(json_schema), regex=regex, grammar=_read(grammar))
     own = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())}
@@ -57,15 +58,17 @@ def generate(
         answer = StreamedAnswer(llm, prompt if as_text else ids, params, quiet=as_json)
         answer.run()
         options.save_learnt(llm)
-        plain = None
+        race = plain = None
         try:
-            plain = _run_plain(llm, ids, params, answer) if compare else None
+            if compare and answer.ended:
+                race = _race(llm, ids, replace(params, seed=answer.seq.seed, n=1))
+                plain = _run_plain(llm, ids, params, answer) if recorder else None
         finally:
             _write_footer(llm, recorder, answer.seq, plain)
     if as_json:
-        print_json(answer.as_json(plain))
+        print_json(answer.as_json(race))
     else:
-        answer.print_summary(plain)
+        answer.print_summary(race)
     if answer.interrupted:
         raise typer.Exit(130)
 
@@ -128,6 +131,13 @@ def _user_messages() -> Iterator[str]:
         yield message
 
 
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Standard input is no UTF-8 text: byte {error.start} cannot be read.") from error
+
+
 def _read(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8") if path is not None else None
@@ -167,14 +177,17 @@ class StreamedAnswer:
         if not self.quiet:
             console.print()
 
-    def print_summary(self, plain: PlainRun | None = None) -> None:
+    @property
+    def ended(self) -> bool:
+        return not self.interrupted and bool(self.seq.generated)
+
+    def print_summary(self, race: BenchRow | None = None) -> None:
         from . import show
 
         if self.interrupted:
             note("Interrupted; this is what was measured until then.", style="yellow")
         stderr.print()
-        reference = None if plain is None else (plain.speed, plain.same)
-        stderr.print(show.summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, reference))
+        stderr.print(show.summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, race))
         if (learning := self.llm.learning) is not None:
             stderr.print(show.learning_line(learning))
         if (ahead := self.llm.drafting.get("ahead")) is not None:
@@ -184,7 +197,7 @@ class StreamedAnswer:
         for sentence in self.llm.drift.sentences():
             stderr.print(f"[yellow]{sentence}[/yellow]")
 
-    def as_json(self, plain: PlainRun | None) -> dict[str, Any]:
+    def as_json(self, race: BenchRow | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm
         result: dict[str, Any] = {
             "text": self.text,
@@ -218,8 +231,10 @@ class StreamedAnswer:
             result["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
-        if plain is not None:
-            result |= {"plain_tokens_per_second": plain.speed, "plain_same_text": plain.same}
+        if race is not None:
+            result |= {"plain_tokens_per_second": race.plain_tok_s, "plain_same_text": not race.divergences}
+            result |= {"decoding_tokens_per_second": race.tok_s, "runs": race.rounds}
+            result |= {"speedup": race.speedup, "speedup_request": race.speedup_total}
         return result
 
 
@@ -232,25 +247,28 @@ class PlainRun:
     us: list[list[int]]  # [start, duration] of each pass, in microseconds
     same: bool  # whether its token ids equal the speculative ones
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
+
+def _race(llm: LLM, ids: list[int], params: SamplingParams) -> BenchRow:
+    """The same request with and without drafts, several times in turn."""
+    from ..measure.bench import race
+
+    with stderr.status("Comparing with plain decoding …") if stderr.is_terminal else nullcontext():
+        row = race(llm, ids, params)
+    if row.divergences and llm.config.rule == "match":
+        note("The plain text differs: please run `outrider verify` and report its result.", style="red")
+    return row
 
 
-def _run_plain(llm: LLM, ids: list[int], params: SamplingParams, answer: StreamedAnswer) -> PlainRun | None:
-    """Decode the same prompt without drafts in this process. None if the answer is empty or was interrupted."""
+def _run_plain(llm: LLM, ids: list[int], params: SamplingParams, answer: StreamedAnswer) -> PlainRun:
+    """Decode the same prompt without drafts once more, with the time of each pass, for the trace's readers."""
     from ..engine.trace import Passes
 
-    if answer.interrupted or not answer.seq.generated:
-        return None
     passes = Passes()
     sibling = llm.using(drafter="off", recorder=passes)
     begin = time.perf_counter()
     (plain,) = sibling.generate([ids], replace(params, seed=answer.seq.seed, n=1))
     seconds = time.perf_counter() - begin
     same = plain.token_ids == answer.seq.generated
-    if not same and llm.config.rule == "match":
-        note("The plain text differs: please run `outrider verify` and report its result.", style="red")
     return PlainRun(len(plain.token_ids), seconds, passes.us, same)
 
 
@@ -268,8 +286,11 @@ def _recorder(path: Path | None) -> Iterator[Recorder | None]:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
         raise OutriderError(f"The trace cannot be written to {path}: {error}.") from error
-    with file:
+    try:
         yield Recorder("full", file)
+    finally:
+        with suppress(OSError):  # what could not be written is still in its buffer
+            file.close()
 
 
 def _write_header(llm: LLM, recorder: Recorder | None, ids: list[int], params: SamplingParams) -> None:
@@ -281,7 +302,7 @@ def _write_header(llm: LLM, recorder: Recorder | None, ids: list[int], params: S
 
 
 def _write_footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: PlainRun | None) -> None:
-    if recorder is None:
+    if recorder is None or recorder.level == "off":
         return
     from ..engine.trace import read, tokens_of
 

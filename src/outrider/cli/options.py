@@ -17,8 +17,8 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
-from ..errors import ConfigError
-from .common import load_model, model_name, readable_errors
+from ..errors import ConfigError, OutriderError
+from .common import load_model, model_name, note, readable_errors
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -152,7 +152,10 @@ class EngineOptions(TargetOptions):
         if self.learns and llm.learning is not None:
             from ..drafters.online import store
 
-            llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))
+            try:
+                llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))
+            except OutriderError as error:  # the answer has been given; a full disk costs what was learnt
+                note(f"What was learnt is not kept: {error}", style="yellow")
 
 
 # ---------------------------------------------------------------- how typer sees a command

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..measure.report import WORDS
-from ..measure.statistics import ALL
+from ..measure.statistics import ALL, BenchRow, is_noise
 from ..types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def rejected(console: Console, text: str) -> None:
         console.print(Text(text.strip("\n"), STYLES[REJECTED]), end="", soft_wrap=True)
 
 
-def summary(stats: Stats, seconds: float, drafter: str, plain: tuple[float, bool] | None = None) -> Table:
-    """Tokens/s, passes, τ and α. `plain` is the speed of plain decoding and whether its text was the same."""
+def summary(stats: Stats, seconds: float, drafter: str, race: BenchRow | None = None) -> Table:
+    """Tokens/s, passes, τ and α. `race` compares the same request with plain decoding."""
     speed = stats.emitted / seconds if seconds else 0.0
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", f"{stats.emitted} in {seconds:.2f} s", f"[bold]{speed:.1f} tokens/s[/bold]")
@@ -73,11 +73,13 @@ def summary(stats: Stats, seconds: float, drafter: str, plain: tuple[float, bool
         table.add_row(f"drafter {drafter}", "nothing drafted", stats.why)
     if predicted := stats.accepted_prediction_tokens + stats.rejected_prediction_tokens:
         table.add_row("prediction", f"{stats.accepted_prediction_tokens} accepted", f"of {predicted} predicted tokens")
-    if plain is not None:
-        plain_speed, same = plain
-        text = "the same text" if same else "[red]different text[/red]"
-        factor = f"[bold]{speed / plain_speed:.2f} x[/bold] the plain speed, {text}"
-        table.add_row("plain", f"{plain_speed:.1f} tokens/s", factor)
+    if race is not None:
+        text = "[red]different text[/red]" if race.divergences else "the same text"
+        speeds = f"{_number(race.tok_s, 1)} tokens/s, plain {_number(race.plain_tok_s, 1)}"
+        table.add_row("decoding", speeds, f"[bold]{_factor(race.speedup)}[/bold] plain decoding, {text}")
+        table.add_row("whole request", "", f"{_factor(race.speedup_total)}, median of {race.rounds} runs each")
+        if is_noise(race.speedup, race.tau):
+            table.add_row("", "", "[yellow]more than τ allows: this machine was disturbed, measure again[/yellow]")
     if stats.failures:
         table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text continued without it")
     return table
@@ -165,14 +167,12 @@ def verification(console: Console, report: VerifyReport) -> None:
 
 def bench(console: Console, result: dict[str, Any]) -> None:
     """Each drafter by kind of text, the sweep over K if there is one, and whether the texts agree."""
-    several = len({(r["drafter"], r["k"], str(r["options"])) for r in result["rows"]}) > 1
-    table = Table("drafter", "K", "text", "tokens/s", "plain", "speedup (95%)", "τ", "α", box=box.SIMPLE)
-    for r in result["rows"]:
-        overall = r["category"] == ALL
-        speed = (_number(r["tok_s"], 1), _number(r["plain_tok_s"], 1), _speedup(r), _number(r["tau"]))
-        cells = (r["drafter"], str(r["k"]), r["category"], *speed, _share(r["alpha"]))
-        table.add_row(*cells, style="bold" if overall else "", end_section=several and overall)
-    console.print(table)
+    setups = list(dict.fromkeys((r["drafter"], r["k"], str(r["options"])) for r in result["rows"]))
+    for setup in setups:
+        rows = [r for r in result["rows"] if (r["drafter"], r["k"], str(r["options"])) == setup]
+        console.print(_bench_table(rows))
+    if any(is_noise(r["speedup"], r["tau"]) for r in result["rows"]):
+        _line(console, "[yellow]*[/yellow] more than τ allows: this machine was disturbed, measure again.")
     for r in result["rows"]:
         if r["category"] == ALL and r["alpha_by_position"]:
             listed = "  ".join(f"{i}: {alpha:.0%}" for i, alpha in enumerate(r["alpha_by_position"], start=1))
@@ -184,6 +184,24 @@ def bench(console: Console, result: dict[str, Any]) -> None:
         console.print(f"[red]{d['drafter']}, K {d['k']}: the text differs from plain decoding at {position}.[/red]")
     if not result["divergences"]:
         console.print(f"{result['compared_tokens']} tokens compared: identical text.")
+
+
+def _bench_table(rows: list[dict[str, Any]]) -> Table:
+    """One drafter by kind of text. Speedups are of decoding, of the whole request, and without looping answers."""
+    title = f"{rows[0]['drafter']}, K {rows[0]['k']}: times the speed of plain decoding"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    table.add_column("text")
+    loops = any(r.get("loops") for r in rows)
+    for name in ("tokens/s", "plain", "decoding (95%)", "request", *(["without loops"] if loops else []), "τ", "α"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        cells = [_number(r["tok_s"], 1), _number(r["plain_tok_s"], 1), _speedup(r), _factor(r.get("speedup_total"))]
+        if loops:
+            left_out = f" (of {r['prompts'] - r['loops']})" if r["loops"] else ""
+            cells.append(_factor(r["speedup_without_loops"]) + left_out)
+        cells += [_number(r["tau"]), _share(r["alpha"])]
+        table.add_row(r["category"], *cells, style="bold" if r["category"] == ALL else "")
+    return table
 
 
 def _sweep(console: Console, rows: list[dict[str, Any]], knee: dict[str, int] | None) -> None:
@@ -216,7 +234,7 @@ def load_test(console: Console, result: dict[str, Any]) -> None:
 
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even acceptance, acceptance by kind of text, memory, and the findings."""
-    from ..measure.doctor import GOOD, HINT, KS, WRONG
+    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG
 
     console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(_hardware(facts))}", soft_wrap=True)
     if facts.backend:
@@ -231,9 +249,10 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     for k in KS:
         alpha = facts.break_even(k)
         _line(console, f"K = {k}: " + ("never pays here" if alpha is None else f"pays from α = {alpha:.0%} on"))
-    table = Table("text", "α", "speedup", title=f"{facts.drafter}, K auto")
+    table = Table("text", "α", "decoding", "request", title=f"{facts.drafter}, K auto: times the plain speed")
     for kind in [*facts.kinds, facts.overall]:
-        table.add_row(kind.category, _share(kind.alpha), _factor(kind.speedup))
+        lost = "red" if (kind.speedup or 1.0) < LOSS else ""
+        table.add_row(kind.category, _share(kind.alpha), _factor(kind.speedup), _factor(kind.request), style=lost)
     console.print(table)
     if facts.memory:
         _memory(console, facts.memory)
@@ -279,7 +298,7 @@ def _default_device(facts: Facts) -> str:
 
 
 def cost(console: Console, bills: list[Bill], currency: str) -> None:
-    title = f"A million tokens, in {escape(currency)}"
+    title = f"A million decoded tokens, in {escape(currency)}"
     table = Table("drafter", "K", "text", "plain", "speculative", "saving", title=title)
     for bill in bills:
         prices = (f"{bill.plain:.3f}", f"{bill.speculative:.3f}", f"{bill.saving_percent:+.0f}%")
@@ -336,6 +355,6 @@ def _share(value: float | None) -> str:
 
 
 def _speedup(row: dict[str, Any]) -> str:
-    """The speedup, and its confidence interval if there is one."""
+    """The speedup, and its confidence interval if there is one. A star: more than τ allows."""
     interval = "" if row["ci_low"] is None else f" ({row['ci_low']:.2f}–{row['ci_high']:.2f})"
-    return _factor(row["speedup"]) + interval
+    return ("*" if is_noise(row["speedup"], row["tau"]) else "") + _factor(row["speedup"]) + interval

@@ -95,7 +95,8 @@ def _speedups(result: Json) -> str:
         for name in _names(result)
     ]
     axes = Axes("Speedup over plain decoding by kind of text", "", "times plain speed", level=1.0)
-    columns = "drafter k category tokens tok_s plain_tok_s speedup ci_low ci_high tau alpha"
+    columns = "drafter k category tokens tok_s plain_tok_s speedup ci_low ci_high speedup_total speedup_without_loops"
+    columns += " loops tau alpha"
     note = "Dots: medians over rounds, summed over prompts. Bars: 95% bootstrap intervals. Dashed: plain decoding."
     return figure(axes.title, whiskers(axes, groups, series), note, table(columns.split(), rows))
 
