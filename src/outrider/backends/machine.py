@@ -55,6 +55,20 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+def is_overloaded() -> bool:
+    """Whether other programs want more cores than this machine has: then timings are theirs as much as ours."""
+    load = load_average()
+    return load is not None and load > (os.cpu_count() or 1) + 0.5
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        return None
+
+
 def thread_settings(device: torch.device) -> Callable[[], None]:
     """What gives another thread this one's settings: OpenMP keeps its thread count for each, CUDA its device."""
     threads = torch.get_num_threads()

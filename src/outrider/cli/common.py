@@ -7,6 +7,7 @@ a model is loaded.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -115,6 +116,20 @@ def progress_bar(log_seconds: float = 0.0) -> Iterator[Callable[[str, float], No
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
         yield update
+
+
+@contextmanager
+def without_colours() -> Iterator[None]:
+    """As with NO_COLOR in the environment, which consoles read when they are made."""
+    before, os.environ["NO_COLOR"] = os.environ.get("NO_COLOR"), "1"
+    stderr.no_color = True
+    try:
+        yield
+    finally:
+        stderr.no_color = bool(before)
+        os.environ.pop("NO_COLOR")
+        if before is not None:
+            os.environ["NO_COLOR"] = before
 
 
 @contextmanager

@@ -5,9 +5,11 @@ It prints what it is given and measures nothing.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from ..measure.verify import VerifyReport
     from ..models.detokenizer import Piece
 
-# The colour of every fate. rich honours NO_COLOR and dumb terminals.
+_WORDS = re.compile(r"\s|[^\s\u1100-\uffff]+|\S")  # a space, a word, or one character of a script without spaces
+# The colour of every fate. rich honours NO_COLOR and dumb terminals; where there are none, marks stand around a token.
 STYLES = {ACCEPTED: "green", BONUS: "bold cyan", REJECTED: "red strike", UNREACHED: "dim strike", PRUNED: "dim"}
+MARKS = {ACCEPTED: ("", ""), BONUS: ("", ""), REJECTED: ("~", "~"), UNREACHED: ("?", "?"), PRUNED: ("(", ")")}
 BAR = 32  # characters of the longest text bar
 
 
@@ -37,27 +41,75 @@ def _line(console: Console, text: str) -> None:
 # ---------------------------------------------------------------- a run
 
 
-def legend(*fates: str) -> Text:
+def legend(*fates: str, marked: bool = False) -> Text:
+    """The colours of these fates; `marked`: the characters around a token instead, where there are no colours."""
     line = Text()
-    for fate in fates or (ACCEPTED, BONUS, REJECTED):
-        line.append(WORDS[fate], STYLES[fate]).append("   ")
+    for fate in fates:
+        before, after = MARKS[fate] if marked else ("", "")
+        line.append(f"{before}{WORDS[fate]}{after}", STYLES[fate]).append("   ")
     return line
 
 
-def piece(console: Console, piece: Piece) -> None:
-    """One step's text, coloured by origin. A file gets the text itself, because rich would expand its tabs."""
-    if not console.is_terminal:
-        console.file.write(piece.text)
-        console.file.flush()
-        return
-    for text, origin in zip(piece.texts, piece.origins, strict=True):
-        console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
+class AnswerText:
+    """An answer as it arrives, coloured by origin, with no word split at the margin.
 
+    A word is printed when it is whole, so that the text lags behind by one. A file gets the text itself, as does a
+    terminal that asks for it (`plain`): rich would expand tabs, and wrapped lines are copied with their breaks.
+    """
 
-def rejected(console: Console, text: str) -> None:
-    """A rejected token, struck out in the place where it would have stood."""
-    if text.strip():
-        console.print(Text(text.strip("\n"), STYLES[REJECTED]), end="", soft_wrap=True)
+    def __init__(self, console: Console, plain: bool = False) -> None:
+        self.console, self.plain = console, plain or not console.is_terminal
+        self._word: list[tuple[str, str]] = []  # what has arrived of it, with styles
+        self._column = 0
+
+    def add(self, piece: Piece, rejected: str = "") -> None:
+        """One step's text, and a rejected token to strike out in the place where it would have stood."""
+        if self.plain:
+            self.console.file.write(piece.text)
+            self.console.file.flush()
+            return
+        for text, origin in zip(piece.texts, piece.origins, strict=True):
+            self._add(text, STYLES[origin])
+        if rejected.strip():
+            self._add(rejected.strip(), STYLES[REJECTED])
+
+    def finish(self) -> None:
+        """Print the last word, and end the line."""
+        self._end_word()
+        self.console.file.write("\n")
+        self.console.file.flush()
+
+    def _add(self, text: str, style: str) -> None:
+        for part in _WORDS.findall(text):
+            if part.isspace():
+                self._end_word()
+                self._space(part)
+            else:
+                self._word.append((part, style))
+                if cell_len(part) > len(part):  # a script without spaces: a line may end after every character
+                    self._end_word()
+
+    def _space(self, character: str) -> None:
+        """A space that meets the margin becomes the end of the line."""
+        width = 8 - self._column % 8 if character == "\t" else 1
+        if character == "\n" or self._column + width >= self.console.width:
+            self.console.print()
+            self._column = 0
+        else:
+            self.console.print(" " * width, end="")
+            self._column += width
+
+    def _end_word(self) -> None:
+        length = sum(cell_len(text) for text, _ in self._word)
+        if self._column and self._column + length > self.console.width:
+            self.console.print()
+            self._column = 0
+        for text, style in self._word:
+            self.console.print(Text(text, style), end="", soft_wrap=True)
+        self._column += length
+        if self._column > self.console.width:  # a word that is longer than a line
+            self._column %= self.console.width
+        self._word.clear()
 
 
 def summary(stats: Stats, seconds: float, drafter: str, race: BenchRow | None = None) -> Table:
@@ -76,10 +128,10 @@ def summary(stats: Stats, seconds: float, drafter: str, race: BenchRow | None = 
     if race is not None:
         text = "[red]different text[/red]" if race.divergences else "the same text"
         speeds = f"{_number(race.tok_s, 1)} tokens/s, plain {_number(race.plain_tok_s, 1)}"
-        table.add_row("decoding", speeds, f"[bold]{_factor(race.speedup)}[/bold] plain decoding, {text}")
-        table.add_row("whole request", "", f"{_factor(race.speedup_total)}, median of {race.rounds} runs each")
+        table.add_row("decoding", speeds, f"[bold]{_factor(race.speedup)}[/bold] plain, {text}")
+        table.add_row("whole request", f"median of {race.rounds} runs", f"{_factor(race.speedup_total)} plain")
         if is_noise(race.speedup, race.tau):
-            table.add_row("", "", "[yellow]more than τ allows: this machine was disturbed, measure again[/yellow]")
+            table.add_row("", "[yellow]more than τ allows:[/yellow]", "[yellow]this machine was disturbed[/yellow]")
     if stats.failures:
         table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text continued without it")
     return table
@@ -115,24 +167,26 @@ def trace(console: Console, trace: Trace, limit: int | None = None) -> None:
     """A recorded run, one line per step: its drafts with their fates, its times, and the target's own token."""
     stored: dict[str, str] = trace.footer.get("pieces") or {}
     pieces = {int(token): text for token, text in stored.items()}
-    console.print(legend(ACCEPTED, BONUS, REJECTED, UNREACHED))
+    marked = console.no_color or not console.is_terminal
+    console.print(legend(ACCEPTED, BONUS, REJECTED, UNREACHED, marked=marked))
     for line in trace.lines[:limit]:
-        console.print(_step(line, pieces), soft_wrap=True, highlight=False)
+        console.print(_step(line, pieces, marked), soft_wrap=True, highlight=False)
     if trace.footer:
         n, drafted, accepted = (trace.footer[name] for name in ("steps", "drafted", "accepted"))
         tau = trace.footer["emitted"] / n if n else 0
         console.print(f"{n} steps, {drafted} drafted, {accepted} accepted, τ = {tau:.2f}", style="bold")
 
 
-def _step(line: Line, pieces: dict[int, str]) -> Text:
-    def shown(token: int) -> str:
-        return repr(pieces[token])[1:-1] if token in pieces else f"#{token}"
+def _step(line: Line, pieces: dict[int, str], marked: bool) -> Text:
+    def shown(token: int, fate: str = BONUS) -> str:
+        before, after = MARKS[fate] if marked else ("", "")
+        return before + (repr(pieces[token])[1:-1] if token in pieces else f"#{token}") + after
 
     us = line["us"]
     text = Text(f"{line['step']:>5} · {line['seq']} @{line['at']:<5} ", "dim")
     text.append(f"draft {us['draft'][1] / 1000:6.2f} ms  verify {us['verify'][1] / 1000:7.2f} ms  ", "dim")
     for token, _, _, _, fate in line["nodes"]:
-        text.append(shown(token), STYLES[fate]).append("·", "dim")
+        text.append(shown(token, fate), STYLES[fate]).append("·", "dim")
     accepted = sum(node[4] == ACCEPTED for node in line["nodes"])
     if len(line["emitted"]) > accepted:
         text.append(" → ", "dim").append(shown(line["emitted"][-1]), STYLES[BONUS])
