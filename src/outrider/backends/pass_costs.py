@@ -19,6 +19,7 @@ from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache
 from ..engine.step import Runner
 from ..models.paths import cache_folder, write_quietly
+from ..models.stages import stage
 from ..types import Sequence
 from .machine import fingerprint, is_overloaded
 
@@ -161,7 +162,8 @@ class CostFile:
             stored = read_seconds(self.path, _key)
             self.seconds = None if stored is None or _busy(stored) else stored
         if self.seconds is None or not {_pair(key)[0] for key in self.seconds}.issuperset(sequences):
-            self.seconds = measure()
+            with stage("Timing passes"):
+                self.seconds = measure()
             disturbed = isinstance(self.seconds, MeasuredCosts) and not self.seconds.steady
             if self.path is not None and not disturbed and not _busy(self.seconds):
                 write_quietly(self.path, json.dumps({_name(key): value for key, value in self.seconds.items()}))

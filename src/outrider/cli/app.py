@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from .cache import cache_clear, cache_list
 from .chat import chat
 from .drafter import drafter_forget, drafter_save, drafter_show
 from .export import deploy_ray, export
@@ -58,6 +59,7 @@ bench_app.command("serve", cls=Command)(command(bench_serve))
 app.add_typer(bench_app, name="bench")
 _group("trace", "Show recorded runs.", show=trace_show, html=trace_html)
 _group("drafter", "Show, save or delete what was learnt.", show=drafter_show, save=drafter_save, forget=drafter_forget)
+_group("cache", "Show or delete what is kept on disk.", list=cache_list, clear=cache_clear)
 _group("deploy", "Write the files that a cluster deploys from.", ray=deploy_ray)
 
 

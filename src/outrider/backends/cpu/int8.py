@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...models.config import ModelConfig
+from ...models.stages import stage
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..rows import Rows
 from ..transformer import rope_tables
 from . import native, quantise as quant
-from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
+from .quantise import PRODUCTS, Quantised, Settings, Tensors
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
@@ -56,7 +57,6 @@ class Int8Transformer(Model):
         length: int | None = None,
         settings: Settings = quant.DEFAULT,
         folder: Path | None = None,
-        progress: Progress | None = None,
     ) -> Int8Transformer:
         """From a model's files, or from their quantised form in `folder` (default: our cache)."""
 
@@ -64,7 +64,8 @@ class Int8Transformer(Model):
 
         def build() -> Tensors:
             ids = calibration_ids(checkpoint, settings.calibration)
-            return quant.calibrated(config, checkpoint.weights, ids, settings, progress)
+            with stage("Quantising the weights") as done:
+                return quant.calibrated(config, checkpoint.weights, ids, settings, done)
 
         return cls(config, quant.stored(quant.identity(checkpoint.path, config, settings), build, folder), length)
 
