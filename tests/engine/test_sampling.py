@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from outrider.backends import ops
+from outrider.backends.toy import RandomWeights, toy
+from outrider.backends.transformer import Transformer
+from outrider.config import Config
 from outrider.engine.sampling import (
     CHOICE,
     COIN,
@@ -24,7 +30,10 @@ from outrider.engine.sampling import (
     uniform,
 )
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams, Sequence
+from outrider.llm import build_engine
+from outrider.types import Output, SamplingParams, Sequence
+
+from support.examples import examples
 
 V = 16
 
@@ -47,6 +56,49 @@ def test_noise_is_a_pure_function_of_its_key() -> None:
     assert not torch.equal(gumbel(key(7, 101, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(8, 100, CHOICE), torch.arange(V)), every)
     assert not torch.equal(gumbel(key(7, 100, COIN), torch.arange(V)), every)
+
+
+@examples(120)
+@given(st.integers(1, 700), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.02, 0.3, 0.8, 1.0, 3.0, 90.0]))
+def test_a_backends_own_choices_are_the_same(width: int, seed: int, temperature: float) -> None:
+    """A kernel that looks at few logarithms chooses what comparing all noised scores does; ties go to the first."""
+    rows = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(seed % 2**63))
+    rows[1] = rows[1].round()  # ties
+    rows[2, 1:] = -math.inf
+    seq = sequence(seed=seed, temperature=temperature)
+    keys = [key(seed, len(seq.tokens), CHOICE)] * 4
+    chosen = ops.choose(rows, rows.argmax(-1), keys, [temperature] * 3 + [0.0])
+    if chosen is None:
+        pytest.skip("there are no native kernels here")
+    assert chosen == [*(choose(row, seq, []) for row in rows[:3]), int(rows[3].argmax())]
+
+
+@pytest.mark.parametrize(
+    ("params", "known"),
+    [
+        ({"temperature": 0.8}, True), ({}, True), ({"top_p": 0.9}, True),
+        ({"temperature": 0.8, "top_p": 0.9}, False), ({"temperature": 0.8, "logit_bias": {3: 1.0}}, False),
+    ],
+)  # fmt: skip
+def test_the_backend_chooses_where_temperature_and_noise_decide(params: dict[str, object], known: bool) -> None:
+    """Judging then costs a table lookup; it took half as long as the passes."""
+    if ops.choose(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), [1], [1.0]) is None:
+        pytest.skip("there are no native kernels here")
+    outputs: list[Output] = []
+    config = toy().config
+    model = Transformer(config, RandomWeights(config, 1), torch.float32)
+    engine = build_engine(model, Config(drafter="ngram", k=3))
+    launch = engine.target.launch
+
+    def seen(*arguments: Any) -> Any:
+        pending = launch(*arguments)
+        return SimpleNamespace(wait=lambda: outputs.append(pending.wait()) or outputs[-1])
+
+    engine.target.launch = seen
+    engine.add(Sequence(1, [1, 2, 3, 1, 2], SamplingParams(max_tokens=12, **params), seed=5))
+    while engine.busy:
+        engine.step()
+    assert all((choice >= 0) == known for output in outputs for choice in output.choices)
 
 
 def test_noise_is_gumbel() -> None:

@@ -149,6 +149,23 @@ def _top(logits: Tensor, shares: bool) -> tuple[Tensor, Tensor, Tensor]:
     return highest, index, share
 
 
+def choose(logits: Tensor, leaders: Tensor, keys: list[int], temperatures: list[float]) -> list[int] | None:
+    """The index of the largest logit / T + noise in each row of [R, V], as `engine.sampling.choose` finds it.
+
+    leaders [R]: the first index of each row's largest logit, which stays where T is 0. keys: 64 bits of noise each.
+    None where there is no kernel for it.
+    """
+    kernels = _kernels() if logits.dtype is torch.float32 and logits.device.type == "cpu" else None
+    if kernels is None:
+        return None
+    logits, chosen = logits.contiguous(), leaders.clone()
+    packed = torch.tensor([key - (key >> 63 << 64) for key in keys])  # [R] int64
+    each = torch.tensor(temperatures, dtype=torch.float64)  # [R]
+    kernels.choose(*addresses_of(logits, packed, each, chosen), *logits.shape, torch.get_num_threads())
+    found: list[int] = chosen.tolist()
+    return found
+
+
 # ------------------------------------------------------------ choosing an implementation
 
 

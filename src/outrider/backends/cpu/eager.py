@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
+from ...engine.sampling import CHOICE, adjusts, filters, key
 from ...types import Batch, Output, Sequence
 from .. import Model, Part, ops
 from ..rows import Rows, rows_of
@@ -49,15 +50,26 @@ class Eager:
             else:
                 output = self.model.forward(rows_of(batch), self.plane, taps=taps)
             highest, greedy = ops.top(output.logits)
-            plain = (seq.params.plain and seq.matcher is None for seq in batch.choosers)
-            choices = [c if bare else -1 for c, bare in zip(greedy.tolist(), plain, strict=True)]
-            return replace(output, highest=highest.tolist(), choices=choices)
+            return replace(output, highest=highest.tolist(), choices=_choices(batch, output.logits, greedy))
 
         if not overlapped:
             return PendingPass(run)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "target")
         return PendingPass(self._worker.submit(run).result)
+
+
+def _choices(batch: Batch, logits: Tensor, greedy: Tensor) -> list[int]:
+    """[R] what each row's sequence chooses there, where that takes no more than temperature and noise; else -1."""
+    plain = [not (adjusts(seq) or filters(seq)) for seq in batch.choosers]
+    temperatures = [seq.params.temperature if bare else 0.0 for seq, bare in zip(batch.choosers, plain, strict=True)]
+    chosen: list[int] | None = greedy.tolist()
+    if any(temperatures):
+        keys = [key(batch.owners[row].seed, batch.positions[row] + 1, CHOICE) for row in batch.want]
+        chosen = ops.choose(logits, greedy, keys, temperatures)
+    if chosen is None:  # greedy ones are known
+        chosen, plain = greedy.tolist(), [b and not t for b, t in zip(plain, temperatures, strict=True)]
+    return [token if bare else -1 for token, bare in zip(chosen, plain, strict=True)]
 
 
 @dataclass

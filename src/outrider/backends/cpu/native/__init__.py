@@ -40,7 +40,7 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
-STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q"}
+STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
@@ -57,7 +57,7 @@ class Kernels:
         library.outrider_dot_isa.restype = ctypes.c_char_p
         self.dot_isa: str = library.outrider_dot_isa().decode()
         self.threaded = threaded
-        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass, self.top = (
+        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose = (
             _kernel(library, name) for name in STRUCTS
         )
 
@@ -220,6 +220,7 @@ def check(path: str) -> None:
         _check_rows(kernels, d)
         _check_attend(kernels, d)
         _check_int8(kernels, d)
+        _check_choose(kernels, d)
 
 
 Floats: TypeAlias = "ctypes.Array[ctypes.c_float]"
@@ -263,6 +264,20 @@ def _check_attend(kernels: Kernels, d: int) -> None:
     kernels.attend(*inputs, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0, 2)
     for t in range(new):
         _compare("attend", out[t * d : (t + 1) * d], _attention(q[t * d : (t + 1) * d], k, v, old + 1 + t))
+
+
+def _check_choose(kernels: Kernels, d: int) -> None:
+    """With equal logits the noise alone decides; greedy rows keep their place."""
+    rows, temperatures = _floats([0.0] * (2 * d)), (ctypes.c_double * 2)(0.8, 0.0)
+    keys, place = _int64s([7, 7]), _int64s([0, 0])
+    bits = []
+    for token in range(d):
+        z = (token * 0x9E3779B97F4A7C15 + 7) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        bits.append((z ^ (z >> 31)) >> 32)
+    kernels.choose(*map(_address, (rows, keys, temperatures, place)), 2, d, 2)
+    _compare("choose", place, [float(bits.index(max(bits))), 0.0])
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:

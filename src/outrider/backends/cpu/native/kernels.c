@@ -138,6 +138,51 @@ static int top_of_row(const void *job, int64_t t) {
 
 int outrider_top(const Top *a) { return spread(top_of_row, a, a->rows, a->threads); }
 
+/* ---------------------------------------------------------------- a choice under keyed noise: engine.sampling */
+
+typedef struct {
+    const float *x; /* [R, V] without NaN */
+    const uint64_t *keys; /* [R] */
+    const double *temperatures; /* [R] 0: the row is left alone */
+    int64_t *place; /* [R] in: the first index of the largest value; out: that of the largest x / T + noise */
+    int64_t rows, width, threads;
+} Choice;
+
+static inline uint32_t noise_bits(uint64_t key, int64_t token) {
+    uint64_t z = (uint64_t)token * 0x9E3779B97F4A7C15u + key;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return (uint32_t)((z ^ (z >> 31)) >> 32);
+}
+
+static inline double gumbel(uint32_t bits) { return -log(-log(((double)bits + 0.5) / 4294967296.0)); }
+
+/* No noise exceeds -log(1 - u), and 1 - u is at least 2^-(n + 1) where the inverted bits begin with n zeros: most
+   tokens are out of reach by that alone, without a logarithm. */
+static int choose_in_row(const void *job, int64_t t) {
+    const Choice *a = job;
+    const float *x = a->x + t * a->width;
+    const double temperature = a->temperatures[t], per = 1.0 / temperature, slack = 1e-9;
+    if (temperature == 0.0) return 0;
+    const uint64_t key = a->keys[t];
+    int64_t best = a->place[t];
+    double most = (double)x[best] / temperature + gumbel(noise_bits(key, best));
+    for (int64_t i = 0; i < a->width; i++) {
+        const uint32_t bits = noise_bits(key, i);
+        const int zeros = bits == UINT32_MAX ? 32 : __builtin_clz(~bits);
+        if ((double)x[i] * per + 0.69314718055994531 * (zeros + 1) + slack < most) continue;
+        const double noised = (double)x[i] / temperature + gumbel(bits);
+        if (noised > most || (noised == most && i < best)) {
+            most = noised;
+            best = i;
+        }
+    }
+    a->place[t] = best;
+    return 0;
+}
+
+int outrider_choose(const Choice *a) { return spread(choose_in_row, a, a->rows, a->threads); }
+
 /* ---------------------------------------------------------------- rope; k and v into their slots */
 
 typedef struct {
