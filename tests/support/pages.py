@@ -45,4 +45,29 @@ def drop(page: Page, name: str, content: str) -> None:
 
 
 def number(page: Page, name: str) -> str:
-    return page.locator(f".dials [data-number={name}]").inner_text()
+    return page.locator(f".dials [data-number={name}]").text_content() or ""
+
+
+def go_to(page: Page, step: int) -> None:
+    page.get_by_label("Step", exact=True).evaluate(
+        "(e, v) => { e.value = v; e.dispatchEvent(new Event('input')); }", str(step)
+    )
+
+
+def in_view(page: Page, selector: str) -> bool:
+    """Whether all of an element is inside the window."""
+    inside: bool = page.locator(selector).evaluate(
+        """(e) => { const box = e.getBoundingClientRect();
+            return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth; }"""
+    )
+    return inside
+
+
+def seen(text: str) -> str:
+    """As the page shows white space."""
+    return text.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍").replace(" ", "·")
+
+
+def chance(value: float) -> str:
+    """As the page shows a probability."""
+    return (f"{value:.3f}" if value < 0.01 else f"{value:.2f}").removeprefix("0")

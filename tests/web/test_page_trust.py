@@ -53,10 +53,10 @@ def test_what_cannot_be_shown_is_refused_with_a_sentence(page: Page, address: st
     show(page, address, "run")
     before = page.locator("#run h1").inner_text()
     for name, (content, sentence) in REFUSED.items():
-        page.evaluate("document.getElementById('problem').textContent = ''")
+        page.evaluate("document.getElementById('problem-text').textContent = ''")
         drop(page, "bad.jsonl", content)
-        page.locator("#problem").filter(has_text=re.compile(".")).wait_for()
-        assert sentence in page.locator("#problem").inner_text(), name
+        page.locator("#problem-text").filter(has_text=re.compile(".")).wait_for()
+        assert sentence in page.locator("#problem-text").inner_text(), name
         assert page.locator("#run h1").inner_text() == before, name
     assert not page.locator("img, #main script").count()
 

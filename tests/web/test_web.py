@@ -172,7 +172,7 @@ def test_explain_opens_a_browser_on_a_file(tmp_path: Path, monkeypatch: pytest.M
     assert invoke("explain", "--no-open") == (0, f"{tmp_path / 'pages' / 'explain.html'}\n")
     assert not opened
     assert invoke("explain", TRACES[1])[0] == 0
-    assert opened == [(tmp_path / "pages" / "story.html").as_uri()]
+    assert opened == [(tmp_path / "pages" / "edit.html").as_uri()]
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     assert "No browser could be opened" in invoke("explain")[1]
 

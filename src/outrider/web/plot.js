@@ -15,7 +15,7 @@ export function mountPlot({ title, summary, x, y, series, height = 190, range = 
           series.map((s) => el("li", {}, el("i", { class: `key ${s.kind} hue-${s.hue}` }), s.label)),
         )
       : null;
-  const element = el("figure", { class: "figure" }, el("h4", {}, title), keys, container, caption);
+  const element = el("figure", { class: "figure" }, el("p", { class: "title" }, title), keys, container, caption);
   const line = el("div", { class: "cursorline", hidden: true });
   let plot = null,
     data = series.map(() => []),
