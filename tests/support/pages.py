@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 TRACES = {each["file"]: files() / "examples" / each["file"] for each in examples()}
-VIEWS = ("explain", "run", "whatif")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from outrider.types import Stats, Tree
 from outrider.web import examples, page as make_page, read_lines
 
 from support.browser import DESKTOP, PHONE, accessible, fits, looks
-from support.pages import TRACES, VIEWS, chance, drop, go_to, in_view, number, seen, show
+from support.pages import TRACES, chance, drop, go_to, in_view, number, seen, show
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -34,9 +34,22 @@ def open_trace(page: Page, tmp_path: Path, path: Path) -> Trace:
 # ---------------------------------------------------------------- the run
 
 
+def opens_at_its_first_step(page: Page, trace: Trace) -> None:
+    """With the prompt as its title and the race on top; charts wait behind Details."""
+    prompt = trace.header["prompt_text"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+    assert page.locator("#run h1").text_content() == prompt
+    assert page.locator(".where").inner_text() == f"step 1 of {len(trace.lines)}"
+    assert in_view(page, "canvas.race")
+    order = page.locator("#run .panels > *").evaluate_all("(all) => all.map((e) => e.ariaLabel ?? e.className)")
+    assert order == ["The race", "controls", "The text", "The draft", "panel details"]
+    assert not page.locator(".dials").is_visible()
+    assert not page.locator(".phases").is_visible()
+
+
 @pytest.mark.parametrize("name", TRACES)
-def test_the_numbers_on_the_page_are_the_traces(page: Page, tmp_path: Path, name: str) -> None:
+def test_a_run_opens_at_its_first_step_and_its_numbers_are_the_traces(page: Page, tmp_path: Path, name: str) -> None:
     trace = open_trace(page, tmp_path, TRACES[name])
+    opens_at_its_first_step(page, trace)
     stats = Stats()
     for line, verdict in zip(trace.lines, recorded(trace), strict=True):
         stats.count(Tree([node[0] for node in line["nodes"]], [node[1] for node in line["nodes"]]), verdict)
@@ -61,19 +74,6 @@ def test_the_numbers_on_the_page_are_the_traces(page: Page, tmp_path: Path, name
     assert page.locator("#run .result strong").inner_text() == f"{ratio:.2f}×"
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_run_opens_at_its_first_step_with_the_prompt_and_the_race(page: Page, tmp_path: Path, name: str) -> None:
-    trace = open_trace(page, tmp_path, TRACES[name])
-    prompt = trace.header["prompt_text"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
-    assert page.locator("#run h1").text_content() == prompt
-    assert page.locator(".where").inner_text() == f"step 1 of {len(trace.lines)}"
-    assert in_view(page, "canvas.race")
-    order = page.locator("#run .panels > *").evaluate_all("(all) => all.map((e) => e.ariaLabel ?? e.className)")
-    assert order == ["The race", "controls", "The text", "The draft", "panel details"]
-    assert not page.locator(".dials").is_visible()  # charts wait behind Details
-    assert not page.locator(".phases").is_visible()
-
-
 def test_three_bundled_runs_win_and_one_is_titled_as_a_loss() -> None:
     ratios = {}
     for each in examples():
@@ -87,7 +87,14 @@ def test_three_bundled_runs_win_and_one_is_titled_as_a_loss() -> None:
     assert not any("loses" in title.lower() for title in won)
 
 
-@pytest.mark.parametrize("name", TRACES)
+RIBBON = """() => [
+    document.querySelector(".where").textContent,
+    document.querySelectorAll(".step.future").length,
+    [...document.querySelectorAll(".branch")].map((row) => [...row.querySelectorAll("s")].map((s) => s.textContent)),
+]"""
+
+
+@pytest.mark.parametrize("name", ["code.jsonl", "explain.jsonl"])  # chains and trees
 def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
     trace = open_trace(page, tmp_path, TRACES[name])
     page.get_by_label("First step").click()
@@ -100,14 +107,15 @@ def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
     assert [text for text, _ in texts] == trace.footer["texts"]
     origins = [origin for verdict in recorded(trace) for origin in verdict.origins]
     assert [name for _, name in texts] == [{"a": "accepted", "b": "bonus"}[origin] for origin in origins]
-    for step, line in enumerate(trace.lines[:12]):
-        assert page.locator(".where").inner_text() == f"step {step + 1} of {len(trace.lines)}"
-        assert page.locator(".step.future").count() == len(trace.lines) - step - 1
-        branches = [row.locator("s").all_inner_texts() for row in page.locator(".ghosts .branch").all()]
-        assert branches == [
+    for step, line in enumerate(trace.lines[:8]):
+        where, future, branches = page.evaluate(RIBBON)
+        assert where == f"step {step + 1} of {len(trace.lines)}"
+        assert future == len(trace.lines) - step - 1
+        texts = [
             [seen(trace.footer["pieces"][str(line["nodes"][node][0])]) for node in path[:12]]
             for path in rejected(line["nodes"])
-        ][:4]
+        ]
+        assert branches == texts[:4]
         page.keyboard.press("ArrowRight")
     page.locator("#run .flow .step").nth(2).click()
     assert page.locator(".where").inner_text().startswith("step 3 ")
@@ -116,7 +124,8 @@ def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
 def rejected(nodes: list[Any]) -> list[list[int]]:
     """The branches that were not kept, each from where it leaves the text: siblings never in one line."""
     lost = [node[4] in "ru" for node in nodes]
-    leaves = [i for i in range(len(nodes)) if lost[i] and not any(lost[j] and nodes[j][1] == i for j in range(len(nodes)))]
+    parents = {node[1] for node in nodes if node[4] in "ru"}
+    leaves = [i for i in range(len(nodes)) if lost[i] and i not in parents]
     paths = []
     for leaf in leaves:
         path = [leaf]
@@ -160,11 +169,12 @@ def test_a_node_explains_its_fate(page: Page, tmp_path: Path) -> None:
 
 PANELS = """() => [...document.querySelectorAll("g.node[role=button]")].map((node) => {
     node.dispatchEvent(new MouseEvent("click"));
-    const marked = (actor) => document.querySelector(`.why .${actor} .marked`)?.textContent ?? null;
+    const text = (selector) => document.querySelector(selector)?.textContent ?? null;
+    const marked = (actor) => text(`.why .${actor} .marked`);
     return {
-        label: node.ariaLabel, verdict: document.querySelector(".why h3").textContent, all: document.querySelector(".why").textContent,
-        chances: document.querySelector("[data-number=chances]").textContent, drafter: marked("drafter"), target: marked("target"),
-        chosen: document.querySelector(".why h3 .bonus")?.textContent ?? null,
+        label: node.ariaLabel, drafter: marked("drafter"), target: marked("target"),
+        all: text(".why"), verdict: text(".why h3"), chosen: text(".why h3 .bonus"),
+        chances: text("[data-number=chances]"),
     };
 })"""
 
@@ -180,7 +190,7 @@ def test_the_node_panel_never_contradicts_itself(page: Page, tmp_path: Path, nam
         text = shown if len(shown) <= 18 else shown[:17] + "…"
         return row.startswith(text) and abs(float(row.removeprefix(text).removesuffix("%")) - 100 * p) < 0.06
 
-    for at, line in enumerate(trace.lines[:25]):
+    for at, line in enumerate(trace.lines[:12]):
         go_to(page, at)
         for (token, parent, q, p, fate), panel in zip(line["nodes"], page.evaluate(PANELS), strict=True):
             depth = len(path_to(line["nodes"], parent))
@@ -304,8 +314,7 @@ def test_a_dropped_trace_and_a_picked_one_are_shown(page: Page, address: str, tm
     assert "not recorded" in page.locator("#run .result").inner_text()
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("view", ["explain", "run"])
+@pytest.mark.parametrize(("view", "size"), [("explain", PHONE), ("run", DESKTOP)], ids=["phone", "desktop"])
 def test_a_bad_traces_error_is_seen_where_the_reader_is(page: Page, address: str, view: str, size: Any) -> None:
     page.set_viewport_size(size)
     show(page, address, view)
@@ -321,19 +330,20 @@ def test_a_bad_traces_error_is_seen_where_the_reader_is(page: Page, address: str
 # ---------------------------------------------------------------- accessibility
 
 
-@pytest.mark.parametrize("view", VIEWS[1:])  # Explain: test_page_stage.py
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_is_accessible_and_fits_a_phone(page: Page, address: str, view: str, scheme: Any) -> None:
+def test_run_and_what_if_are_accessible_and_fit_a_phone(page: Page, address: str, scheme: Any) -> None:
+    """Explain and Live: test_page_stage.py, test_page_live.py."""
     page.emulate_media(color_scheme=scheme)
-    show(page, address, view)
-    if view == "run":
-        page.locator("g.node[role=button]").first.press("Enter")
-        page.locator(".details > summary").click()
-    accessible(page)
-    page.set_viewport_size({"width": 360, "height": 740})
-    page.wait_for_timeout(50)
-    assert fits(page)
-    if scheme == "light":
+    show(page, address, "run")
+    page.locator("g.node[role=button]").first.press("Enter")
+    page.locator(".details > summary").click()
+    for view in ("run", "whatif"):
+        page.locator(f"#tab-{view}").click()
+        accessible(page)
+        page.set_viewport_size({"width": 360, "height": 740})
+        page.wait_for_timeout(50)
+        assert fits(page)
+        page.set_viewport_size(DESKTOP)  # type: ignore[arg-type]
         looks(page, view)
 
 
@@ -350,14 +360,13 @@ def test_dark_and_light_by_the_button(page: Page, address: str) -> None:
     dark = page.evaluate(look)
     assert len(light) == 5  # the paper, the race, the phases and two plots
     assert all(before != after for before, after in zip(light, dark, strict=True))
-    accessible(page)
     page.get_by_label("Dark or light").click()
     assert page.evaluate(look) == light
 
 
 def test_the_first_paint_comes_within_a_second(browser: Browser, address: str) -> None:
-    painted = []
-    for _ in range(3):
+    painted: list[float] = []
+    while not painted or (min(painted) >= 1000 and len(painted) < 3):  # a busy machine may need a second try
         page = browser.new_page()
         show(page, address)
         first = "performance.getEntriesByName('first-contentful-paint')[0]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,11 +32,12 @@ def still_clock(page: Page) -> None:
 
 
 def shapes(page: Page, *kinds: str) -> list[dict[str, Any]]:
-    for _ in range(100):  # not `wait_for_function`: it would wait for a clock that stands still
-        if page.evaluate(f"{SHAPES}?.length ?? 0"):
-            break
+    """What was drawn last. (Not `wait_for_function`: it would wait for a clock that stands still.)"""
+    wanted = f"(kinds) => {SHAPES}?.filter((shape) => kinds.includes(shape.kind))"
+    found: list[dict[str, Any]] | None
+    while (found := page.evaluate(wanted, kinds)) is None:
         page.wait_for_timeout(20)
-    return [shape for shape in page.evaluate(SHAPES) if shape["kind"] in kinds]
+    return found
 
 
 def spans(name: str = "code.jsonl") -> tuple[list[Line], dict[str, set[tuple[int, int]]]]:
@@ -57,18 +59,26 @@ def spans(name: str = "code.jsonl") -> tuple[list[Line], dict[str, set[tuple[int
 # ---------------------------------------------------------------- the stage
 
 
-@pytest.mark.parametrize("station", ["Baseline", "Verify", "Reject", "Speedup"])
-def test_the_stage_is_drawn_to_scale(page: Page, address: str, station: str) -> None:
+def test_the_stage_is_drawn_to_scale(page: Page, address: str) -> None:
     show(page, address)
-    visit(page, station)
+    measured = spans()[1]
+    for station in ("Baseline", "Verify", "Reject", "Speedup"):
+        visit(page, station)
+        bars = to_scale(page, measured)
+    assert Counter(bar["kind"] for bar in bars) == {
+        kind: len(each) for kind, each in measured.items()
+    }  # all of the run
+
+
+def to_scale(page: Page, measured: dict[str, set[tuple[int, int]]]) -> list[dict[str, Any]]:
+    """Check that everything on the stage stands where its moments are on the axis; return the bars."""
     first, second = shapes(page, "tick")[:2]
     scale = (second["x"] - first["x"]) / (second["at"] - first["at"])
 
     def x(moment: float) -> float:
-        return first["x"] + (moment - first["at"]) * scale
+        return float(first["x"] + (moment - first["at"]) * scale)
 
     now = (shapes(page, "now")[0]["x"] - first["x"]) / scale + first["at"]
-    measured = spans()[1]
     bars = shapes(page, "draft", "verify", "plain")
     assert {bar["kind"] for bar in bars} == {"draft", "verify", "plain"}
     for bar in bars:
@@ -77,10 +87,7 @@ def test_the_stage_is_drawn_to_scale(page: Page, address: str, station: str) -> 
         assert bar["w"] == pytest.approx((min(bar["to"], now) - bar["from"]) * scale, abs=0.01)
     for chip in shapes(page, "chip", "sweep"):
         assert chip["x"] + chip["w"] == pytest.approx(x(min(chip["to"], now)), abs=0.01)
-    if station == "Speedup":
-        assert {kind: len([bar for bar in bars if bar["kind"] == kind]) for kind in measured} == {
-            kind: len(each) for kind, each in measured.items()
-        }
+    return bars
 
 
 def test_chips_turn_when_the_pass_ends(page: Page, address: str) -> None:
@@ -124,7 +131,8 @@ def test_actors_have_one_colour_each(page: Page, address: str) -> None:
     page.wait_for_timeout(50)
     pixel = """([canvas, x, y]) => {
         const scale = devicePixelRatio, pen = document.querySelector(canvas).getContext("2d");
-        return `rgb(${[...pen.getImageData(Math.round(x * scale), Math.round(y * scale), 1, 1).data].slice(0, 3).join(", ")})`;
+        const [r, g, b] = pen.getImageData(Math.round(x * scale), Math.round(y * scale), 1, 1).data;
+        return `rgb(${r}, ${g}, ${b})`;
     }"""
     colours = {}
     for kind in ("draft", "verify", "plain"):
@@ -188,8 +196,8 @@ def test_less_motion_gives_still_pictures(page: Page, address: str) -> None:
     still_clock(page)
     page.keyboard.press("Space")
     pictures = []
-    for _ in range(20):
-        page.clock.fast_forward(500)
+    for _ in range(7):
+        page.clock.fast_forward(1500)
         pictures.append(json.dumps(page.evaluate(SHAPES)))
     assert len(set(pictures)) <= 6  # one picture for each station
 
@@ -245,7 +253,9 @@ def test_next_never_moves_and_the_prompt_stays(page: Page, address: str, size: A
 # ---------------------------------------------------------------- the texts
 
 FIRST_USES = """(view) => {
-    const uses = { "·": /·/, "↵": /↵/, "q": /\\bq [.\\d–]/, "p": /\\bp [.\\d–]/, "target": /\\btarget/, "α": /α/, "K": /\\bK\\b/ };
+    const uses = {
+        "·": /·/, "↵": /↵/, "q": /\\bq [.\\d–]/, "p": /\\bp [.\\d–]/, "target": /\\btarget/, "α": /α/, "K": /\\bK\\b/,
+    };
     const walker = document.createTreeWalker(document.getElementById(view), NodeFilter.SHOW_TEXT), found = [];
     for (let node; (node = walker.nextNode()); ) {
         const parent = node.parentElement;
@@ -260,7 +270,10 @@ FIRST_USES = """(view) => {
 
 
 def test_symbols_are_explained_where_they_first_stand(page: Page, address: str) -> None:
-    for view, symbols in (("explain", {"·", "↵", "p", "q", "target", "α", "K"}), ("run", {"·", "↵", "p", "q", "target"})):
+    for view, symbols in (
+        ("explain", {"·", "↵", "p", "q", "target", "α", "K"}),
+        ("run", {"·", "↵", "p", "q", "target"}),
+    ):
         show(page, address, view)
         page.reload()
         page.wait_for_selector("html[data-ready]")
@@ -291,7 +304,9 @@ def test_the_stations_show_steps_of_the_trace(page: Page, address: str) -> None:
     at = line["nodes"].index(miss)
     drafted, chosen = (pieces[miss[0]], chance(miss[3])), (pieces[line["emitted"][at]], chance(line["chose"][at][1]))
     caption = page.locator(".caption").inner_text()  # both numbers: of the drafted token and of the chosen one
-    assert caption.endswith(f"drafted “{drafted[0]}” (p {drafted[1]}), chosen by the target “{chosen[0]}” (p {chosen[1]}).")
+    assert caption.endswith(
+        f"drafted “{drafted[0]}” (p {drafted[1]}), chosen by the target “{chosen[0]}” (p {chosen[1]})."
+    )
     columns = [page.locator(f".station tr.{row} td").nth(at).inner_text().split("\n") for row in ("draft", "target")]
     assert [part for part in columns[0] if part] == [drafted[0], f"q {chance(miss[2])}", f"p {drafted[1]}"]
     assert [part for part in columns[1] if part] == [chosen[0], f"p {chosen[1]}"]
@@ -327,19 +342,15 @@ def test_a_run_without_suitable_steps_shows_a_bundled_one(page: Page, address: s
     assert shapes(page, "plain")
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "size"), [("light", PHONE), ("dark", DESKTOP)], ids=["phone", "desktop"])
 def test_every_station_is_accessible(page: Page, address: str, scheme: Any, size: Any) -> None:
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size(size)
     show(page, address)
-    accessible(page)
-    for station in ("Verify", "Reject", "Speedup"):
+    for station in ("Draft", "Reject"):  # the others have no other kinds of parts
         visit(page, station)
-        accessible(page, ".station")
-    if scheme == "light" and size is DESKTOP:
-        visit(page, "Reject")
-        looks(page, "explain")
+        accessible(page)
+    looks(page, "explain")
 
 
 # ---------------------------------------------------------------- five hundred steps
@@ -347,7 +358,7 @@ def test_every_station_is_accessible(page: Page, address: str, scheme: Any, size
 FRAMES = """async () => {
     const gaps = [];
     let then = await new Promise(requestAnimationFrame);
-    while (gaps.length < 60) {
+    while (gaps.length < 40) {
         const now = await new Promise(requestAnimationFrame);
         gaps.push(now - then);
         then = now;
@@ -372,6 +383,6 @@ def test_five_hundred_steps_play_at_sixty_frames(page: Page, address: str, recor
     gaps = page.evaluate(FRAMES)
     work = 1e3 * (busy(driver) - before) / len(gaps)  # script, style, layout and paint
     drawn = len([bar for bar in shapes(page, "verify") if bar["w"] > 0])
-    record_property("stage", {"work": work, "median": gaps[30], "slowest": gaps[-1], "drawn": drawn})
+    record_property("stage", {"work": work, "median": gaps[20], "slowest": gaps[-1], "drawn": drawn})
     assert drawn > 100
     assert work < 12, (work, gaps)

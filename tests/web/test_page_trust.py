@@ -78,25 +78,23 @@ FOOTER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_whatever_a_trace_says_is_only_shown(page: Page, address: str, name: str) -> None:
+def test_whatever_a_trace_says_is_only_shown(page: Page, address: str) -> None:
     evil = {"model": EVIL, "prompt_text": EVIL, "drafter": {"a": 1}, "k": [EVIL], "temperature": "hot", "prompt": 5}
     page.on("dialog", lambda dialog: pytest.fail("something in the trace ran"))
     show(page, address, "run")
-    drop(
-        page,
-        f"{EVIL}.jsonl",
-        lines(HEADER | evil, SHOWN[name], SHOWN[name] | {"step": 1}, FOOTER).replace("Infinity", "1e999"),
-    )
-    page.locator("#run h1").filter(has_text="<img src=x").wait_for()
-    assert page.locator("#problem").is_hidden()
-    for node in page.locator("g.node[role=button]").all()[:2]:
-        node.press("Enter")
-    page.get_by_label("Step forward").click()
-    for view in ("whatif", "explain", "run"):
-        page.locator(f"#tab-{view}").click()
-    assert not page.locator("img, #main script, iframe").count()
-    assert page.locator("#run .where").inner_text() == "step 2 of 2"
+    for name, step in SHOWN.items():
+        text = lines(HEADER | evil, step, step | {"step": 1}, FOOTER).replace("Infinity", "1e999")
+        drop(page, f"{name}: {EVIL}.jsonl", text)
+        page.locator("#run .facts .note").filter(has_text=f"{name}: <img src=x").wait_for()
+        assert page.locator("#run h1").text_content() == EVIL
+        assert page.locator("#problem").is_hidden(), name
+        for node in page.locator("g.node[role=button]").all()[:2]:
+            node.press("Enter")
+        page.get_by_label("Step forward").click()
+        assert page.locator("#run .where").inner_text() == "step 2 of 2"
+        for view in ("whatif", "explain", "run"):
+            page.locator(f"#tab-{view}").click()
+        assert not page.locator("img, #main script, iframe").count(), name
 
 
 # ---------------------------------------------------------------- five thousand steps
