@@ -38,6 +38,7 @@ export function makeTurn({ prompt }, runners, { open }) {
       result,
       found.element,
       el("table", { class: "clocks" }, el("thead", {}, head), el("tbody", {}, rows.map((row) => row.element))),
+      el("p", { class: "note" }, el("dfn", {}, "α"), " is the share of reached drafted tokens that were accepted, ", el("dfn", {}, "τ"), " the tokens per pass."),
       acts,
     ),
   );

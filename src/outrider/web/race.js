@@ -75,7 +75,9 @@ function drawBackground(canvas, width, found) {
     pen.fillStyle = colour(hue);
     for (const pass of passes) {
       const [from, to] = span(pass) ?? [0, 0];
-      if (to > from) pen.fillRect(x(Math.max(0, from)), top, Math.max(0.5, x(to) - x(Math.max(0, from)) - 0.5), ROW);
+      const left = x(Math.max(0, from)),
+        wide = x(to) - left;
+      if (wide > 0) pen.fillRect(left, top, wide > 4 ? wide - 1 : wide, ROW); // with a gap, where there is room for one
     }
   };
   ["speculative", "plain"].forEach((name, row) => {

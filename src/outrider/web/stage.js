@@ -113,9 +113,12 @@ function addOwn(made, run, step, { from, stop }, x) {
 
 const textWidth = (text) => Math.max(20, [...label(text, 14)].length * CHARACTER + 14);
 
+/** The width of a bar with a gap to the next one, where there is room for a gap. */
+const apart = (w) => (w > 4 ? w - 1 : w);
+
 /** From far away: a block for each emitted token and for each that was drafted in vain. */
 function addBlocks(made, step, left, right) {
-  const w = Math.max(1, right - left - 1),
+  const w = apart(right - left),
     block = (row, state) => made.push({ kind: "block", state, x: left, y: TOP + row * ROW, w, h: ROW - 3 });
   for (let row = 0; row < Math.min(ROWS, step.emitted.length); row++) block(row, row < step.accepted ? "accepted" : "bonus");
   const vain = Math.min(ROWS, step.emitted.length + step.nodes.length - step.accepted);
@@ -154,7 +157,7 @@ const PAINT = {
   draft: (pen, shape) => box(pen, shape, "draft", 1),
   sweep: (pen, shape) => box(pen, shape, "verify", 0.2),
   verify: (pen, shape) => (box(pen, shape, "verify", 1), caption(pen, shape)),
-  plain: (pen, shape) => (box(pen, { ...shape, w: shape.w - 1 }, "plain", 1), caption(pen, shape)),
+  plain: (pen, shape) => (box(pen, { ...shape, w: apart(shape.w) }, "plain", 1), caption(pen, shape)),
   block: (pen, shape) => box(pen, shape, { accepted: "accepted", bonus: "verify", rejected: "rejected" }[shape.state], shape.state === "rejected" ? 0.45 : 1),
   now(pen, { x, y, h }) {
     pen.fillStyle = colour("accent");
