@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from outrider.web import examples, files, page as make_page
 
+from support.browser import Seen, watched
+
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 TRACES = {each["file"]: files() / "examples" / each["file"] for each in examples()}
 
@@ -20,6 +23,20 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "explain.html"
     path.write_text(make_page(), encoding="utf-8")
     return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def bundled(browser: Browser, address: str) -> Iterator[Page]:
+    """That page, loaded once per test file, for tests that do not mind where others have left it."""
+    with watched(browser, Seen()) as page:
+        show(page, address)
+        yield page
+
+
+def choose(page: Page, name: str) -> None:
+    """Open one of the bundled runs in Run, afresh."""
+    page.evaluate("location.hash = '#run'")
+    page.select_option("#runs", str(list(TRACES).index(name)))
 
 
 def show(page: Page, address: str, view: str = "explain") -> None:

@@ -14,21 +14,18 @@ import pytest
 from outrider.control.expectation import break_even, expected_tokens
 from outrider.engine.trace import Line, Trace, read, recorded
 from outrider.types import Stats, Tree
-from outrider.web import examples, page as make_page, read_lines
+from outrider.web import examples, read_lines
 
 from support.browser import DESKTOP, PHONE, accessible, fits, looks
-from support.pages import TRACES, chance, drop, go_to, in_view, number, seen, show
+from support.pages import TRACES, chance, choose, drop, go_to, in_view, number, seen, show
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-def open_trace(page: Page, tmp_path: Path, path: Path) -> Trace:
-    """Show one trace as `outrider trace html` does."""
-    html = tmp_path / "run.html"
-    html.write_text(make_page(read_lines(path), title="The run"), encoding="utf-8")
-    show(page, html.as_uri(), "run")
-    return read(path)
+def open_bundled(page: Page, name: str) -> Trace:
+    choose(page, name)
+    return read(TRACES[name])
 
 
 # ---------------------------------------------------------------- the run
@@ -47,8 +44,8 @@ def opens_at_its_first_step(page: Page, trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_run_opens_at_its_first_step_and_its_numbers_are_the_traces(page: Page, tmp_path: Path, name: str) -> None:
-    trace = open_trace(page, tmp_path, TRACES[name])
+def test_a_run_opens_at_its_first_step_and_its_numbers_are_the_traces(bundled: Page, name: str) -> None:
+    page, trace = bundled, open_bundled(bundled, name)
     opens_at_its_first_step(page, trace)
     stats = Stats()
     for line, verdict in zip(trace.lines, recorded(trace), strict=True):
@@ -95,8 +92,8 @@ RIBBON = """() => [
 
 
 @pytest.mark.parametrize("name", ["code.jsonl", "explain.jsonl"])  # chains and trees
-def test_the_ribbon_is_the_text(page: Page, tmp_path: Path, name: str) -> None:
-    trace = open_trace(page, tmp_path, TRACES[name])
+def test_the_ribbon_is_the_text(bundled: Page, name: str) -> None:
+    page, trace = bundled, open_bundled(bundled, name)
     page.get_by_label("First step").click()
     slider = page.get_by_label("Step", exact=True)
     slider.focus()
@@ -135,16 +132,16 @@ def rejected(nodes: list[Any]) -> list[list[int]]:
     return paths
 
 
-def test_siblings_stand_below_each_other(page: Page, tmp_path: Path) -> None:
-    trace = open_trace(page, tmp_path, TRACES["explain.jsonl"])
+def test_siblings_stand_below_each_other(bundled: Page) -> None:
+    page, trace = bundled, open_bundled(bundled, "explain.jsonl")
     go_to(page, next(i for i, line in enumerate(trace.lines) if len(rejected(line["nodes"])) > 2))
     boxes = [row.bounding_box() for row in page.locator(".ghosts .branch").all()]
     assert len(boxes) > 2
     assert all(one["y"] + one["height"] <= other["y"] + 1 for one, other in pairwise(boxes))  # type: ignore[index]
 
 
-def test_a_node_explains_its_fate(page: Page, tmp_path: Path) -> None:
-    trace = open_trace(page, tmp_path, TRACES["story.jsonl"])
+def test_a_node_explains_its_fate(bundled: Page) -> None:
+    page, trace = bundled, open_bundled(bundled, "story.jsonl")
     at, line = next((i, line) for i, line in enumerate(trace.lines) if line.get("guesses") and "r" in fates(line))
     miss = fates(line).index("r")
     go_to(page, at)
@@ -180,9 +177,9 @@ PANELS = """() => [...document.querySelectorAll("g.node[role=button]")].map((nod
 
 
 @pytest.mark.parametrize("name", ["explain.jsonl", "story.jsonl"])
-def test_the_node_panel_never_contradicts_itself(page: Page, tmp_path: Path, name: str) -> None:
+def test_the_node_panel_never_contradicts_itself(bundled: Page, name: str) -> None:
     """Every node of a run: the verdict, the chances and the marked tokens say the same as the trace."""
-    trace = open_trace(page, tmp_path, TRACES[name])
+    page, trace = bundled, open_bundled(bundled, name)
     pieces = trace.footer["pieces"]
 
     def marks(row: str, token: int, p: float) -> bool:

@@ -184,7 +184,7 @@ def test_the_next_message_need_not_wait_for_the_plain_run(
     step = engine.step
     open_live(page, small[0])
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step())[1])
-    send(page, "one two three", tokens=40, drafter="suffix")
+    send(page, "one two three", tokens=24, drafter="suffix")
     page.locator(".verdict", has_text="Now plain decoding").wait_for()
     send(page, "four")
     page.locator(".verdict", has_text="no comparison").wait_for()
@@ -242,7 +242,7 @@ def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
     assert card(page, "suffix", "tokens") == "12"  # what was measured is still there
     for view in ("Explain", "Run"):
         page.get_by_role("link", name=view, exact=True).press("Enter")
-        assert page.locator(f"#{view.lower()}").is_visible()
+        page.locator(f"#{view.lower()}").wait_for()
 
 
 def test_a_key_is_kept_in_memory_only(page: Page, locked: Served, seen: Seen) -> None:

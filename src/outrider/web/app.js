@@ -3,7 +3,7 @@
    Traces come from #outrider-data (a self-contained file), from examples/ in this folder (served), from files that
    are dropped or picked, or from live.js, which is loaded only from a server that announces it:
 
-     mountLive(section, app)      app.open(run, title) opens a run for the other views; app.report(message) shows a problem */
+     mountLive(section, app)      app.open(run, title) opens a run for the other views; app.report(message) is for problems */
 
 import { el, replace } from "./dom.js";
 import { mountExplain } from "./explain.js";

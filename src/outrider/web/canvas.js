@@ -25,5 +25,8 @@ export function ticksOf(from, span, width) {
     power = 10 ** Math.floor(Math.log10(raw)),
     tick = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= raw),
     first = Math.max(0, Math.ceil(from / tick));
-  return Array.from({ length: Math.max(0, Math.floor((from + span) / tick) - first + 1) }, (_, i) => (first + i) * tick);
+  return Array.from(
+    { length: Math.max(0, Math.floor((from + span) / tick) - first + 1) },
+    (_, i) => (first + i) * tick,
+  );
 }

@@ -57,7 +57,10 @@ export function mountDials(run) {
       [xs, run.steps.map((step) => step.nodes.length), run.steps.map((step) => step.accepted)],
       `${plural(run.counts.drafted, "token")} drafted, ${run.counts.accepted} accepted, in ${plural(run.counts.steps, "step")}.`,
     );
-    learning.set([xs, rolling(run.steps)], "It rises when a drafter learns and falls where the text is hard to predict.");
+    learning.set(
+      [xs, rolling(run.steps)],
+      "It rises when a drafter learns and falls where the text is hard to predict.",
+    );
     reasons.textContent = reasonCounts(run);
     replace(notes, sources(run), drafting(run));
   }

@@ -91,7 +91,10 @@ export function legend(...fates) {
 
 /** What the marks for white space mean: they come before the first token of a view. */
 export const signs = () =>
-  [["·", "a space"], ["↵", "a line break"]].map(([sign, meaning]) => el("li", { class: "sign" }, el("dfn", {}, sign), ` ${meaning}`));
+  [
+    ["·", "a space"],
+    ["↵", "a line break"],
+  ].map(([sign, meaning]) => el("li", { class: "sign" }, el("dfn", {}, sign), ` ${meaning}`));
 
 /** A colour of the page, for canvases. Reading it computes styles, so it is cached until the theme changes. */
 export function colour(name) {

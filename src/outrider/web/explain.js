@@ -4,7 +4,21 @@
    gets each station as a still picture. Whatever stands above the text of a station has a fixed height, so that the
    buttons never move. */
 
-import { UNKNOWN, chance, el, fixed, legend, micros, percent, plural, prefersReducedMotion, replace, signs, times, visible } from "./dom.js";
+import {
+  UNKNOWN,
+  chance,
+  el,
+  fixed,
+  legend,
+  micros,
+  percent,
+  plural,
+  prefersReducedMotion,
+  replace,
+  signs,
+  times,
+  visible,
+} from "./dom.js";
 import { exampleSteps, missOf } from "./highlights.js";
 import { mountStage } from "./stage.js";
 import { SECONDS, STARTS, endOf, makeStory, stationAt } from "./story.js";
@@ -106,7 +120,11 @@ export function mountExplain(element, run, fallback) {
       el("span", { class: "name" }, station.name),
     ),
   );
-  const back = el("button", { type: "button", class: "back", onclick: () => player.visit(player.station - 1) }, "← Back");
+  const back = el(
+    "button",
+    { type: "button", class: "back", onclick: () => player.visit(player.station - 1) },
+    "← Back",
+  );
   const toggle = el("button", { type: "button", class: "toggle", onclick: player.toggle });
   const next = el("button", { type: "button", class: "primary next", onclick: forward });
   const caption = el("p", { class: "caption" });
@@ -124,7 +142,9 @@ export function mountExplain(element, run, fallback) {
 
   function arrive(i) {
     station = i;
-    dots.forEach((dot, j) => (j === i ? dot.setAttribute("aria-current", "step") : dot.removeAttribute("aria-current")));
+    dots.forEach((dot, j) =>
+      j === i ? dot.setAttribute("aria-current", "step") : dot.removeAttribute("aria-current"),
+    );
     back.disabled = i === 0;
     next.textContent = i === LAST ? "The run →" : "Next →";
     caption.textContent = STATIONS[i].caption(shown, steps);
@@ -151,7 +171,13 @@ export function mountExplain(element, run, fallback) {
   replace(
     element,
     el("h1", { class: "hush" }, "Explain: how a model emits several tokens per pass"),
-    shown === run ? null : el("p", { class: "note" }, "The open trace lacks what the stage shows (clocks, an accepted and a rejected draft), so this is a bundled run."),
+    shown === run
+      ? null
+      : el(
+          "p",
+          { class: "note" },
+          "The open trace lacks what the stage shows (clocks, an accepted and a rejected draft), so this is a bundled run.",
+        ),
     el("p", { class: "prompt", tabindex: "0" }, el("b", {}, "Prompt"), " ", shown.prompt || UNKNOWN),
     el("div", { class: "panel show" }, answer.element, whoIsWho(), stage.element, caption),
     el("nav", { class: "pager", "aria-label": "Stations" }, back, toggle, el("span", { class: "dots" }, dots), next),
@@ -167,7 +193,9 @@ function whoIsWho() {
     ["draft", "drafter", "guesses tokens ahead"],
     ["verify", "target", "the model whose text you want"],
     ["plain", "plain decoding", "the target without a drafter"],
-  ].map(([hue, name, meaning]) => el("li", {}, el("i", { class: `swatch ${hue}` }), el("dfn", {}, name), ` ${meaning}`));
+  ].map(([hue, name, meaning]) =>
+    el("li", {}, el("i", { class: `swatch ${hue}` }), el("dfn", {}, name), ` ${meaning}`),
+  );
   return el("ul", { class: "who", "aria-label": "Key" }, actors, signs());
 }
 
@@ -196,7 +224,13 @@ function makePlayer(show) {
       draw();
     };
     playing = requestAnimationFrame(tick);
-    player.station = second < SECONDS ? Math.max(0, STARTS.findLastIndex((start) => start <= second)) : LAST;
+    player.station =
+      second < SECONDS
+        ? Math.max(
+            0,
+            STARTS.findLastIndex((start) => start <= second),
+          )
+        : LAST;
     draw();
   }
 
@@ -233,7 +267,11 @@ function makeAnswer(run) {
     drawn = at;
     const tokens = [];
     for (let i = at; i >= 0 && tokens.length < 60; i--)
-      tokens.unshift(...run.textOf(run.steps[i]).map((text, j) => el("span", { class: j < run.steps[i].accepted ? "accepted" : "bonus" }, text)));
+      tokens.unshift(
+        ...run
+          .textOf(run.steps[i])
+          .map((text, j) => el("span", { class: j < run.steps[i].accepted ? "accepted" : "bonus" }, text)),
+      );
     replace(element, el("span", {}, tokens));
   }
   return { element, show };
@@ -282,7 +320,7 @@ function counts(run) {
   return `Here: ${plural(emitted, "token")}${same}, in ${plural(steps, "pass", "passes")} instead of ${emitted}: ${fixed(run.tau())} per pass, with α = ${percent(run.alpha())}.`;
 }
 
-/** One step as a table: a column for each position, rows for draft, target and emitted. Siblings stand in one column. */
+/** One step as a table: a column for each position, rows for draft, target and emitted; siblings share a column. */
 function stepTable(run, step, stage) {
   const judged = stage !== "draft",
     settled = stage === "settled";
@@ -299,7 +337,12 @@ function stepTable(run, step, stage) {
     el(
       "div",
       { class: "wide", tabindex: "0", role: "group", "aria-label": "The step, position by position" },
-      el("table", { class: "positions" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "position"), head)), el("tbody", {}, rows)),
+      el(
+        "table",
+        { class: "positions" },
+        el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "position"), head)),
+        el("tbody", {}, rows),
+      ),
     ),
     settled ? legend("a", "b", "r", "u") : null,
   );
@@ -308,27 +351,41 @@ function stepTable(run, step, stage) {
 const FEW = 4; // siblings in a column
 
 function draftCell(run, step, i, judged, settled) {
-  const nodes = step.nodes.filter((node) => node.depth === i).sort((a, b) => "arup".indexOf(a.fate) - "arup".indexOf(b.fate));
-  const name = (node) => (!settled ? "drafted" : { a: "accepted", r: "rejected", u: "unreached", p: "pruned" }[node.fate]);
-  const cells = nodes.slice(0, FEW).map((node) =>
-    el(
-      "div",
-      {},
-      el("code", { class: `chip ${name(node)}` }, visible(run.piece(node.token))),
-      el("small", {}, `q ${chance(node.q)}`),
-      judged && node.p !== null ? el("small", {}, `p ${chance(node.p)}`) : null,
-    ),
-  );
+  const nodes = step.nodes
+    .filter((node) => node.depth === i)
+    .sort((a, b) => "arup".indexOf(a.fate) - "arup".indexOf(b.fate));
+  const name = (node) =>
+    !settled ? "drafted" : { a: "accepted", r: "rejected", u: "unreached", p: "pruned" }[node.fate];
+  const cells = nodes
+    .slice(0, FEW)
+    .map((node) =>
+      el(
+        "div",
+        {},
+        el("code", { class: `chip ${name(node)}` }, visible(run.piece(node.token))),
+        el("small", {}, `q ${chance(node.q)}`),
+        judged && node.p !== null ? el("small", {}, `p ${chance(node.p)}`) : null,
+      ),
+    );
   return el("td", {}, cells, nodes.length > FEW ? el("small", {}, `and ${nodes.length - FEW} more`) : null);
 }
 
 /** The target's own choices: known for the text that was emitted, not behind a miss. */
 function targetCell(run, step, i) {
   if (i >= step.emitted.length) return el("td", { class: "empty" }, "–");
-  return el("td", {}, el("code", { class: "chip own" }, visible(run.piece(step.emitted[i]))), el("small", {}, `p ${chance(step.chose?.[i]?.p)}`));
+  return el(
+    "td",
+    {},
+    el("code", { class: "chip own" }, visible(run.piece(step.emitted[i]))),
+    el("small", {}, `p ${chance(step.chose?.[i]?.p)}`),
+  );
 }
 
 function emittedCell(run, step, i) {
   if (i >= step.emitted.length) return el("td", {}, "");
-  return el("td", {}, el("code", { class: `chip ${i < step.accepted ? "accepted" : "bonus"}` }, visible(run.piece(step.emitted[i]))));
+  return el(
+    "td",
+    {},
+    el("code", { class: `chip ${i < step.accepted ? "accepted" : "bonus"}` }, visible(run.piece(step.emitted[i]))),
+  );
 }

@@ -7,9 +7,11 @@ export const missOf = (step) => step.nodes.find((node) => node.fate === "r" && n
 export function exampleSteps(run) {
   if (!run?.race()) return null;
   const drafted = run.steps.slice(1).filter((step) => step.nodes.length && step.us.draft);
-  const long = (step) => 2 * Math.max(0, step.nodes.length - 6) + 4 * step.nodes.some((node, i) => node.parent !== i - 1); // a short chain is the clearest
-  const wordlike = (step) => step.nodes.filter((node) => /\w/.test(run.piece(node.token))).length / 2; // words explain more than punctuation
-  const timed = (step) => 8 * Math.min(0.25, step.us.draft[1] / step.us.verify[1]); // a draft that can be seen at the scale of its pass
+  // A short chain is the clearest; words explain more than punctuation; a draft should be seen at the scale of its pass.
+  const long = (step) =>
+    2 * Math.max(0, step.nodes.length - 6) + 4 * step.nodes.some((node, i) => node.parent !== i - 1);
+  const wordlike = (step) => step.nodes.filter((node) => /\w/.test(run.piece(node.token))).length / 2;
+  const timed = (step) => 8 * Math.min(0.25, step.us.draft[1] / step.us.verify[1]);
   const unreached = (step) => step.nodes.some((node) => node.fate === "u");
   const accept = best(
     drafted.filter((step) => step.accepted >= 2),

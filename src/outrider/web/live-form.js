@@ -14,13 +14,26 @@ export const PRESETS = [
 ];
 
 export function makeForm({ keyed, send, stop, connect, clear }) {
-  const prompt = el("textarea", { id: "live-prompt", rows: 2, required: true, maxlength: 100_000, placeholder: "Ask something" });
+  const prompt = el("textarea", {
+    id: "live-prompt",
+    rows: 2,
+    required: true,
+    maxlength: 100_000,
+    placeholder: "Ask something",
+  });
   const drafter = el("select", { id: "live-drafter" });
-  const number = (id, min, max, step, value) => el("input", { id, type: "number", min, max, step, value, required: true });
+  const number = (id, min, max, step, value) =>
+    el("input", { id, type: "number", min, max, step, value, required: true });
   const temperature = number("live-temperature", 0, 100, "any", 0);
   const seed = number("live-seed", 0, 2 ** 53 - 1, 1, 7);
   const tokens = number("live-tokens", 2, 4096, 1, 160);
-  const key = el("input", { id: "live-key", type: "password", autocomplete: "off", spellcheck: "false", onchange: connect });
+  const key = el("input", {
+    id: "live-key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    onchange: connect,
+  });
   const raw = el("input", { id: "live-raw", type: "checkbox" });
   const full = el("input", { id: "live-full", type: "checkbox", checked: true });
   const about = el("p", { class: "note", id: "live-about" });
@@ -31,13 +44,29 @@ export function makeForm({ keyed, send, stop, connect, clear }) {
   const element = el(
     "form",
     { class: "panel live-form", "aria-label": "Message" },
-    keyed ? [field("API key", key), el("p", { class: "note" }, "The key stays in this page’s memory: it is sent to this server only and is gone when the page is closed.")] : null,
+    keyed
+      ? [
+          field("API key", key),
+          el(
+            "p",
+            { class: "note" },
+            "The key stays in this page’s memory: it is sent to this server only and is gone when the page is closed.",
+          ),
+        ]
+      : null,
     el("div", { class: "compose" }, el("label", { class: "hush", for: prompt.id }, "Message"), prompt, go, cancel),
     el(
       "details",
       {},
       el("summary", {}, "Settings"),
-      el("div", { class: "fields" }, field("Drafter", drafter), field("Temperature", temperature), field("Seed", seed), field("Maximum tokens", tokens)),
+      el(
+        "div",
+        { class: "fields" },
+        field("Drafter", drafter),
+        field("Temperature", temperature),
+        field("Seed", seed),
+        field("Maximum tokens", tokens),
+      ),
       about,
       el(
         "div",
@@ -49,7 +78,10 @@ export function makeForm({ keyed, send, stop, connect, clear }) {
     ),
   );
   element.addEventListener("submit", (event) => (event.preventDefault(), send()));
-  prompt.addEventListener("keydown", (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && (event.preventDefault(), send()));
+  prompt.addEventListener(
+    "keydown",
+    (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && (event.preventDefault(), send()),
+  );
   document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
   drafter.addEventListener("change", describe);
 

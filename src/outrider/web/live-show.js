@@ -26,19 +26,45 @@ export function makeTurn({ prompt }, runners, { open }) {
     el("button", { type: "button", onclick: () => download(own) }, "Download the trace"),
   );
   const rows = runners.map(clockRow);
-  const head = el("tr", {}, el("td"), COLUMNS.map(([, title]) => el("th", { scope: "col" }, title)));
+  const head = el(
+    "tr",
+    {},
+    el("td"),
+    COLUMNS.map(([, title]) => el("th", { scope: "col" }, title)),
+  );
   const element = el(
     "article",
     { class: "turn" },
     el("p", { class: "asked" }, prompt),
-    el("div", { class: "panel replied" }, said, el("p", { class: "note" }, "Underlined: accepted from the draft. The rest is the target’s own.")),
+    el(
+      "div",
+      { class: "panel replied" },
+      said,
+      el("p", { class: "note" }, "Underlined: accepted from the draft. The rest is the target’s own."),
+    ),
     el(
       "aside",
       { class: "panel beside", "aria-label": "The race" },
       result,
       found.element,
-      el("table", { class: "clocks" }, el("thead", {}, head), el("tbody", {}, rows.map((row) => row.element))),
-      el("p", { class: "note" }, el("dfn", {}, "α"), " is the share of reached drafted tokens that were accepted, ", el("dfn", {}, "τ"), " the tokens per pass."),
+      el(
+        "table",
+        { class: "clocks" },
+        el("thead", {}, head),
+        el(
+          "tbody",
+          {},
+          rows.map((row) => row.element),
+        ),
+      ),
+      el(
+        "p",
+        { class: "note" },
+        el("dfn", {}, "α"),
+        " is the share of reached drafted tokens that were accepted, ",
+        el("dfn", {}, "τ"),
+        " the tokens per pass.",
+      ),
       acts,
     ),
   );
@@ -72,7 +98,12 @@ function clockRow(runner) {
   const element = el(
     "tr",
     { "data-runner": runner.name },
-    el("th", { scope: "row" }, el("i", { class: `swatch ${runner.plain ? "plain" : "verify"}` }), runner.plain ? "plain" : runner.name),
+    el(
+      "th",
+      { scope: "row" },
+      el("i", { class: `swatch ${runner.plain ? "plain" : "verify"}` }),
+      runner.plain ? "plain" : runner.name,
+    ),
     cells,
   );
   const update = () => {
@@ -103,7 +134,12 @@ function verdict(own, plain) {
   const { identical, upTo } = same(own, plain),
     rate = speedup(own, plain);
   if (!identical)
-    return el("p", { class: "differs", "data-same": "false" }, el("strong", {}, "✗ The texts differ "), `from token ${upTo + 1} on. ${explanation(own)}`);
+    return el(
+      "p",
+      { class: "differs", "data-same": "false" },
+      el("strong", {}, "✗ The texts differ "),
+      `from token ${upTo + 1} on. ${explanation(own)}`,
+    );
   return el(
     "p",
     { class: "result", "data-same": "true" },

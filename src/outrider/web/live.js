@@ -1,6 +1,6 @@
 /* The Live view: a chat with this server, and beside each answer its race against plain decoding of the same request.
 
-   mountLive(section, app)      app.open(run, title) opens a run for the other views; app.report(message) shows a problem
+   mountLive(section, app)      app.open(run, title) opens a run for the other views; app.report(message) shows a message
 
    It shows what the traces in the responses contain and estimates nothing. During a race it spends at most a twentieth
    of the time on drawing, because on one machine the browser and the model share the cores. */
@@ -95,11 +95,16 @@ export function mountLive(section, app) {
   }
 
   function greeting() {
-    const preset = ({ title, prompt }) => el("button", { type: "button", onclick: () => (form.fill(prompt), send()) }, title);
+    const preset = ({ title, prompt }) =>
+      el("button", { type: "button", onclick: () => (form.fill(prompt), send()) }, title);
     return el(
       "div",
       { class: "greeting" },
-      el("p", {}, "Ask something. The answer comes with a drafter; then the same request runs by plain decoding, and beside the answer you see the race. With the same seed both texts are equal, token by token; only the time differs."),
+      el(
+        "p",
+        {},
+        "Ask something. The answer comes with a drafter; then the same request runs by plain decoding, and beside the answer you see the race. With the same seed both texts are equal, token by token; only the time differs.",
+      ),
       el("p", { class: "presets", role: "group", "aria-label": "Examples" }, PRESETS.map(preset)),
     );
   }
@@ -116,15 +121,18 @@ export function mountLive(section, app) {
   function draw(turn, now = false) {
     if (due && !now) return;
     clearTimeout(due);
-    due = setTimeout(() => {
-      const started = performance.now();
-      due = null;
-      const below = document.documentElement.scrollHeight - innerHeight - scrollY < 120; // the reader follows the answer
-      turn.update();
-      if (below) scrollTo(0, document.documentElement.scrollHeight);
-      const ended = performance.now();
-      next = ended + Math.max(DRAW, IDLE * (ended - started));
-    }, now ? 0 : Math.max(0, next - performance.now()));
+    due = setTimeout(
+      () => {
+        const started = performance.now();
+        due = null;
+        const follows = document.documentElement.scrollHeight - innerHeight - scrollY < 120; // the reader is at the end
+        turn.update();
+        if (follows) scrollTo(0, document.documentElement.scrollHeight);
+        const ended = performance.now();
+        next = ended + Math.max(DRAW, IDLE * (ended - started));
+      },
+      now ? 0 : Math.max(0, next - performance.now()),
+    );
   }
 
   function fail(error) {

@@ -1,4 +1,4 @@
-/* The phases of the steps around the cursor, in microseconds: a lane for each phase, and the plain passes of that time. */
+/* The phases of the steps around the cursor: a lane for each, and one for the plain passes of that time. */
 
 import { prepare, ticksOf } from "./canvas.js";
 import { UNKNOWN, colour, el, micros } from "./dom.js";
@@ -13,7 +13,13 @@ const LEFT = 66,
 export function mountPhases(run) {
   const canvas = el("canvas", { class: "zoom", role: "img", "aria-label": "Phases of the steps around this one" });
   const note = el("p", { class: "note" });
-  const element = el("figure", { class: "figure phases" }, el("p", { class: "title" }, "Phases of the steps around this one"), canvas, note);
+  const element = el(
+    "figure",
+    { class: "figure phases" },
+    el("p", { class: "title" }, "Phases of the steps around this one"),
+    canvas,
+    note,
+  );
   let at = 0,
     width = 0;
 
@@ -33,7 +39,9 @@ export function mountPhases(run) {
 
 function describe(run, at) {
   const { us } = run.steps[at];
-  return `Step ${at + 1}: ${LANES.filter((lane) => us[lane]).map((lane) => `${lane} ${micros(us[lane][1])}`).join(", ")}.`;
+  return `Step ${at + 1}: ${LANES.filter((lane) => us[lane])
+    .map((lane) => `${lane} ${micros(us[lane][1])}`)
+    .join(", ")}.`;
 }
 
 function drawZoom(canvas, width, run, found, at) {
@@ -59,7 +67,8 @@ function drawZoom(canvas, width, run, found, at) {
   });
   for (const bar of bars) zoomBar(pen, bar, rows.indexOf(bar.lane) * (ROW + GAP), x, width);
   pen.fillStyle = colour("ink-2");
-  for (const tick of ticksOf(0, to - from || 1, width - LEFT)) pen.fillText(tick ? micros(tick) : "0", Math.min(x(from + tick), width - 48), height - 8);
+  for (const tick of ticksOf(0, to - from || 1, width - LEFT))
+    pen.fillText(tick ? micros(tick) : "0", Math.min(x(from + tick), width - 48), height - 8);
 }
 
 function plainBars(passes, from, to, zero) {

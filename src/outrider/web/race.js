@@ -1,7 +1,7 @@
 /* The race: both runs on one clock, from the end of each prompt pass to the finish.
 
-   mountRace(find, {onseek}) -> {element, draw(), seek(step), destroy()}      find() returns a race as run.race(), or null;
-   `racing` marks one that is not over
+   mountRace(find, {onseek}) -> {element, draw(), seek(step), destroy()}
+   find() returns a race as run.race() does, or null; `racing` marks one that is not over.
    The step null is the end of the race.
    What never changes is drawn once and kept. */
 
@@ -59,7 +59,9 @@ export function sentence(run) {
   const found = run.race();
   if (!found) return [`The clock of this run is ${UNKNOWN}.`];
   if (!found.plain)
-    return [`${plural(found.tokens, "token")} in ${micros(found.ownEnd)} after the prompt’s pass. The plain run is ${UNKNOWN}; \`--trace FILE --compare\` records it.`];
+    return [
+      `${plural(found.tokens, "token")} in ${micros(found.ownEnd)} after the prompt’s pass. The plain run is ${UNKNOWN}; \`--trace FILE --compare\` records it.`,
+    ];
   const speed = run.speedup();
   return [
     el("strong", {}, times(speed)),
@@ -93,7 +95,8 @@ function drawBackground(canvas, width, found) {
   } else if (!found.racing) pen.fillText(UNKNOWN, LEFT, TOP + PITCH + ROW / 2);
   pen.fillStyle = colour("ink-2");
   pen.textAlign = "center";
-  for (const tick of ticksOf(0, endOf(found), width - LEFT)) pen.fillText(tick ? micros(tick) : "0", Math.min(x(tick), width - 26), HEIGHT - 8);
+  for (const tick of ticksOf(0, endOf(found), width - LEFT))
+    pen.fillText(tick ? micros(tick) : "0", Math.min(x(tick), width - 26), HEIGHT - 8);
   pen.textAlign = "left";
   const kept = document.createElement("canvas");
   [kept.width, kept.height] = [canvas.width, canvas.height];
@@ -120,7 +123,8 @@ function drawMoment(canvas, width, { kept, x }, found, now) {
   pen.fillRect(x(now), TOP, width - x(now), PITCH + ROW);
   pen.globalAlpha = 1;
   [found.own, found.plain?.passes].forEach((passes, row) => {
-    if (passes) count(pen, plural(passes[passAt(passes, now)].tokens, "token"), x(now), TOP + row * PITCH + ROW / 2, width);
+    if (passes)
+      count(pen, plural(passes[passAt(passes, now)].tokens, "token"), x(now), TOP + row * PITCH + ROW / 2, width);
   });
   pen.fillStyle = colour("accent");
   pen.fillRect(x(now) - 1, TOP - 8, 2, PITCH + ROW + 16);

@@ -84,9 +84,13 @@ export function mountRibbon(run, { onseek }) {
   /** The current step's rejected and unreached tokens, struck out before the target's own token. */
   function showRejected(step) {
     const branches = rejectedBranches(step);
-    const rows = branches
-      .slice(0, BRANCHES)
-      .map((nodes) => el("span", { class: "branch" }, nodes.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token))))));
+    const rows = branches.slice(0, BRANCHES).map((nodes) =>
+      el(
+        "span",
+        { class: "branch" },
+        nodes.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
+      ),
+    );
     const more = branches.length > BRANCHES ? el("small", {}, `and ${branches.length - BRANCHES} more`) : null;
     replace(ghosts, rows, more);
     ghosts.hidden = !branches.length;
@@ -107,7 +111,7 @@ export function mountRibbon(run, { onseek }) {
 }
 
 /** Paths of the draft that were not kept, from where they leave the text to their leaf. A chain has one at most. */
-export function rejectedBranches({ nodes }) {
+function rejectedBranches({ nodes }) {
   const lost = (node) => node.fate === "r" || node.fate === "u";
   const parents = new Set(nodes.filter(lost).map((node) => node.parent));
   return nodes.flatMap((leaf, i) => {

@@ -8,7 +8,7 @@
 
 import { prepare, ticksOf } from "./canvas.js";
 import { UNKNOWN, colour, el, label, micros, plural } from "./dom.js";
-import { passAt } from "./trace.js";
+import { median, passAt } from "./trace.js";
 
 const HEIGHT = 296;
 const ROWS = 8, // drafted tokens of a step that are drawn
@@ -16,8 +16,8 @@ const ROWS = 8, // drafted tokens of a step that are drawn
   TOP = 62, // of the first row
   BAR = 14;
 const Y = { axis: 10, own: 33, draft: 44, verify: TOP + ROWS * ROW + 2, plain: 257, passes: 268 };
-const NARROW = 64; // pixels of a step below which its tokens are blocks without text
-const CHARACTER = 7.3; // pixels, of the 12px monospace font; wider text is squeezed
+const NARROW = 72; // pixels of a typical step below which tokens are blocks without text
+const CHARACTER = 7.3; // pixels, of the 12px monospace font; measured once
 
 export function mountStage(run) {
   const line = timeline(run);
@@ -50,8 +50,10 @@ export function mountStage(run) {
 /** Every step after the prompt's pass with its moments, and the plain passes. */
 function timeline(run) {
   const { own, plain } = run.race();
-  const steps = own.slice(1).map((pass, i) => ({ ...pass, step: run.steps[i + 1], from: pass.draft?.[0] ?? pass.start }));
-  return { steps, own, plain: plain?.passes ?? null };
+  const steps = own
+    .slice(1)
+    .map((pass, i) => ({ ...pass, step: run.steps[i + 1], from: pass.draft?.[0] ?? pass.start }));
+  return { steps, own, plain: plain?.passes ?? null, typical: median(steps.map((each) => each.at - each.from)) };
 }
 
 /* ---------------------------------------------------------------- what is to be seen */
@@ -60,10 +62,19 @@ function shapes(run, line, { t, left, width: span }, width) {
   const scale = width / span,
     x = (moment) => (moment - left) * scale,
     right = left + span;
-  const made = ticksOf(left, span, width).map((at) => ({ kind: "tick", at, x: x(at), y: Y.axis, h: HEIGHT - 20, text: at ? micros(at) : "0" }));
+  const made = ticksOf(left, span, width).map((at) => ({
+    kind: "tick",
+    at,
+    x: x(at),
+    y: Y.axis,
+    h: HEIGHT - 20,
+    text: at ? micros(at) : "0",
+  }));
   const count = (passes) => plural(passes[passAt(passes, t)].tokens, "token");
   made.push({ kind: "title", x: 6, y: Y.own, text: `speculative: ${count(line.own)}` });
-  for (const each of line.steps) if (each.at > left && each.from < Math.min(right, t)) addStep(made, run, each, t, x);
+  const wide = line.typical * scale >= NARROW;
+  for (const each of line.steps)
+    if (each.at > left && each.from < Math.min(right, t)) addStep(made, run, each, wide, t, x);
   made.push({ kind: "title", x: 6, y: Y.plain, text: `plain: ${line.plain ? count(line.plain) : UNKNOWN}` });
   for (const pass of line.plain?.slice(1) ?? [])
     if (pass.at > left && pass.start < Math.min(right, t)) addPass(made, run, pass, t, x);
@@ -75,22 +86,28 @@ function bar(kind, from, to, t, x, more) {
   return { kind, from, to, x: x(from), w: x(Math.min(to, t)) - x(from), ...more };
 }
 
-function addStep(made, run, { step, draft, start, at: stop, from }, t, x) {
-  const done = t >= stop,
-    wide = x(stop) - x(from) >= NARROW;
-  const sweep = () => wide && t > start && made.push(bar("sweep", start, stop, t, x, { y: Y.draft, h: Y.verify - Y.draft }));
+function addStep(made, run, { step, draft, start, at: stop, from }, wide, t, x) {
+  const done = t >= stop;
+  const sweep = () =>
+    wide && t > start && made.push(bar("sweep", start, stop, t, x, { y: Y.draft, h: Y.verify - Y.draft }));
   if (draft) made.push(bar("draft", ...draft, t, x, { y: Y.draft, h: BAR }));
   if (done) sweep(); // what is decided lies above it
   if (wide) addChips(made, run, step, draft, { from, stop, done }, t, x);
   else if (done) addBlocks(made, step, x(start), x(stop));
   if (!done) sweep();
   if (t <= start) return;
-  made.push(bar("verify", start, stop, t, x, { y: Y.verify, h: BAR, text: wide && done ? `one pass, ${micros(stop - start)}` : "" }));
+  made.push(
+    bar("verify", start, stop, t, x, {
+      y: Y.verify,
+      h: BAR,
+      text: wide && done ? `one pass, ${micros(stop - start)}` : "",
+    }),
+  );
   if (wide && done && step.emitted.length > step.accepted) addOwn(made, run, step, { from, stop }, x);
 }
 
-/** One row for each drafted token, from when it was drafted to the end of the pass that decides. Siblings of a tree have
-    rows of their own, so that they never read as one line of text. */
+/** A row for each drafted token, from when it was drafted to the end of the pass that decides about it: siblings of a
+    tree never read as one line of text. */
 function addChips(made, run, step, draft, { from, stop, done }, t, x) {
   const each = draft ? (draft[1] - draft[0]) / step.nodes.length : 0;
   step.nodes.slice(0, ROWS).forEach((node, i) => {
@@ -108,7 +125,17 @@ function addOwn(made, run, step, { from, stop }, x) {
     row = missed >= 0 ? missed : Math.min(nodes.length, ROWS - 1),
     text = run.piece(step.emitted.at(-1));
   const w = Math.min(0.42 * (x(stop) - x(from)), textWidth(text));
-  made.push({ kind: "chip", state: "bonus", text, from: stop, to: stop, x: x(stop) - w, y: TOP + row * ROW, h: ROW - 3, w });
+  made.push({
+    kind: "chip",
+    state: "bonus",
+    text,
+    from: stop,
+    to: stop,
+    x: x(stop) - w,
+    y: TOP + row * ROW,
+    h: ROW - 3,
+    w,
+  });
 }
 
 const textWidth = (text) => Math.max(20, [...label(text, 14)].length * CHARACTER + 14);
@@ -120,7 +147,8 @@ const apart = (w) => (w > 4 ? w - 1 : w);
 function addBlocks(made, step, left, right) {
   const w = apart(right - left),
     block = (row, state) => made.push({ kind: "block", state, x: left, y: TOP + row * ROW, w, h: ROW - 3 });
-  for (let row = 0; row < Math.min(ROWS, step.emitted.length); row++) block(row, row < step.accepted ? "accepted" : "bonus");
+  for (let row = 0; row < Math.min(ROWS, step.emitted.length); row++)
+    block(row, row < step.accepted ? "accepted" : "bonus");
   const vain = Math.min(ROWS, step.emitted.length + step.nodes.length - step.accepted);
   for (let row = step.emitted.length; row < vain; row++) block(row, "rejected");
 }
@@ -128,7 +156,10 @@ function addBlocks(made, step, left, right) {
 function addPass(made, run, pass, t, x) {
   const whole = bar("plain", pass.start, pass.at, t, x, { y: Y.passes, h: ROW }),
     token = t >= pass.at ? tokenAt(run, pass.tokens - 1) : null;
-  made.push({ ...whole, text: token !== null && whole.w > 26 ? label(token, Math.max(1, Math.floor((whole.w - 8) / CHARACTER))) : "" });
+  made.push({
+    ...whole,
+    text: token !== null && whole.w > 26 ? label(token, Math.max(1, Math.floor((whole.w - 8) / CHARACTER))) : "",
+  });
 }
 
 /** The text of the n-th token: the same in both runs. */
@@ -158,7 +189,13 @@ const PAINT = {
   sweep: (pen, shape) => box(pen, shape, "verify", 0.2),
   verify: (pen, shape) => (box(pen, shape, "verify", 1), caption(pen, shape)),
   plain: (pen, shape) => (box(pen, { ...shape, w: apart(shape.w) }, "plain", 1), caption(pen, shape)),
-  block: (pen, shape) => box(pen, shape, { accepted: "accepted", bonus: "verify", rejected: "rejected" }[shape.state], shape.state === "rejected" ? 0.45 : 1),
+  block: (pen, shape) =>
+    box(
+      pen,
+      shape,
+      { accepted: "accepted", bonus: "verify", rejected: "rejected" }[shape.state],
+      shape.state === "rejected" ? 0.45 : 1,
+    ),
   now(pen, { x, y, h }) {
     pen.fillStyle = colour("accent");
     pen.fillRect(x - 1, y, 2, h);

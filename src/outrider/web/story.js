@@ -10,7 +10,11 @@ export const STARTS = [0, 1.6, 3.4, 5, 6.2, 8]; // of the stations: Baseline, Dr
 export const endOf = (station) => STARTS[station + 1] ?? SECONDS;
 
 /** The station at this second; a station's last moment belongs to it. */
-export const stationAt = (second) => Math.max(0, STARTS.findLastIndex((start) => start < second));
+export const stationAt = (second) =>
+  Math.max(
+    0,
+    STARTS.findLastIndex((start) => start < second),
+  );
 
 /** frame(second) of a run with these example steps. */
 export function makeStory(run, { accept, reject }) {
@@ -22,7 +26,13 @@ export function makeStory(run, { accept, reject }) {
   const [a, r] = [accept, reject].map((step) => {
     const start = step.us.draft[0] - zero,
       stop = step.us.verify[0] + step.us.verify[1] - zero;
-    return { start, drafted: start + step.us.draft[1], stop, after: stop + 0.06 * (stop - start), ...window(start, stop, 0.07) };
+    return {
+      start,
+      drafted: start + step.us.draft[1],
+      stop,
+      after: stop + 0.06 * (stop - start),
+      ...window(start, stop, 0.07),
+    };
   });
   const whole = window(0, end, 0.02);
   const keys = [
@@ -46,7 +56,10 @@ const window = (from, to, margin) => ({ left: from - margin * (to - from), width
 
 /** The window's width changes by a factor, and the moment keeps its way across it: it never leaves the window. */
 function between(keys, second) {
-  const i = Math.max(1, keys.findIndex((key) => key.at >= second)),
+  const i = Math.max(
+      1,
+      keys.findIndex((key) => key.at >= second),
+    ),
     [from, to] = [keys[i - 1], keys[i]];
   const even = (second - from.at) / (to.at - from.at),
     share = to.smooth ? even * even * (3 - 2 * even) : even;

@@ -14,7 +14,14 @@ export function mountTree(run) {
     "section",
     { class: "panel tree", "aria-label": "The draft" },
     el("h2", {}, "The draft of this step"),
-    el("p", { class: "note" }, el("dfn", {}, "q"), " is the drafter’s probability of a token, ", el("dfn", {}, "p"), " the target’s."),
+    el(
+      "p",
+      { class: "note" },
+      el("dfn", {}, "q"),
+      " is the drafter’s probability of a token, ",
+      el("dfn", {}, "p"),
+      " the target’s.",
+    ),
     picture,
     why,
   );
@@ -198,7 +205,14 @@ function overview(step) {
     ? `${step.accepted} of ${step.nodes.length} drafted tokens were accepted${missOf(step) ? "; at the next position the target chose another token than the draft" : ""}. `
     : "";
   return [
-    el("p", {}, judged, step.source ? `Drafted by ${step.source}. ` : "", "The controller: ", el("q", {}, step.why || UNKNOWN)),
+    el(
+      "p",
+      {},
+      judged,
+      step.source ? `Drafted by ${step.source}. ` : "",
+      "The controller: ",
+      el("q", {}, step.why || UNKNOWN),
+    ),
     step.failure
       ? el("p", { class: "warning" }, `The drafter failed (${step.failure}); the text continued without it.`)
       : null,
@@ -258,7 +272,9 @@ function verdict(run, step, node, reached) {
 function chances(node, reached) {
   const q = node.q === null ? `q is ${UNKNOWN}` : `q ${chance(node.q)}`,
     p = node.p === null ? `p is ${UNKNOWN}` : `p ${chance(node.p)}`;
-  return reached || node.p === null ? `${q}, ${p}.` : `${q}, ${p} after the tokens of its branch, which were not emitted.`;
+  return reached || node.p === null
+    ? `${q}, ${p}.`
+    : `${q}, ${p} after the tokens of its branch, which were not emitted.`;
 }
 
 /** The likeliest tokens, and the token in question even if it is not among them. */
@@ -283,7 +299,8 @@ function side(run, actor, top, marked) {
       el("span", { class: "number" }, percent(p, 1)),
     ),
   );
-  const title = actor === "drafter" ? "q: the drafter’s likeliest, and its draft" : "p: the target’s likeliest, and its choice";
+  const title =
+    actor === "drafter" ? "q: the drafter’s likeliest, and its draft" : "p: the target’s likeliest, and its choice";
   return el("div", { class: actor }, el("p", { class: "title" }, title), el("ol", { class: "top" }, bars));
 }
 

@@ -52,7 +52,14 @@ export function mountRun(element, run) {
       bar.element,
       el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
       tree.element,
-      el("details", { class: "panel details" }, el("summary", {}, "Details: settings, statistics, phases"), settings, dials.element, phases.element),
+      el(
+        "details",
+        { class: "panel details" },
+        el("summary", {}, "Details: settings, statistics, phases"),
+        settings,
+        dials.element,
+        phases.element,
+      ),
     ),
   );
   begin();
@@ -188,13 +195,20 @@ function icon(name) {
   return svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
 }
 
-const named = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
+const named = (value) =>
+  typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN;
 
 /** The prompt is the title of a run; who took part in it; the choice of the sequence, where there are several. */
 function title(run, select) {
   const option = (seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq));
   const many = el("select", { onchange: (event) => select(Number(event.target.value)) }, run.sequences.map(option));
-  const actors = ["The ", el("dfn", {}, "target"), ` (${named(run.header?.model)}) chooses every token; the `, el("dfn", {}, "drafter"), ` (${named(run.header?.drafter)}) proposes some.`];
+  const actors = [
+    "The ",
+    el("dfn", {}, "target"),
+    ` (${named(run.header?.model)}) chooses every token; the `,
+    el("dfn", {}, "drafter"),
+    ` (${named(run.header?.drafter)}) proposes some.`,
+  ];
   return [
     el("h1", {}, (run.prompt || run.title || "A run without its prompt").slice(0, 400)),
     el("p", { class: "note" }, run.prompt && run.title ? `${run.title.slice(0, 120)}. ` : "", actors),
@@ -216,6 +230,8 @@ function describe(run) {
   ];
   return [
     el("p", { class: "note" }, `${facts.filter(Boolean).join("; ")}.`),
-    prompt ? el("details", {}, el("summary", {}, `The whole prompt, ${tokens}`), el("pre", { tabindex: "0" }, prompt)) : null,
+    prompt
+      ? el("details", {}, el("summary", {}, `The whole prompt, ${tokens}`), el("pre", { tabindex: "0" }, prompt))
+      : null,
   ];
 }
