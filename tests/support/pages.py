@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -87,3 +88,35 @@ def seen(text: str) -> str:
 def chance(value: float) -> str:
     """As the page shows a probability."""
     return (f"{value:.3f}" if value < 0.01 else f"{value:.2f}").removeprefix("0")
+
+
+def long_trace(steps: int) -> str:
+    """A trace of this many steps, with a plain run."""
+    told: list[dict[str, Any]] = [{"outrider_trace": 1, "rule": "match", "drafter": "suffix"}]
+    clock = 0
+    for i in range(steps):
+        kept = i % 4
+        nodes = [[100 + j, j - 1, 0.9, 0.8, "a" if j < kept else "r" if j == kept else "u"] for j in range(4)]
+        us = {"draft": [clock, 900], "verify": [clock + 900, 9000], "judge": [clock + 9900, 90]}
+        told.append(
+            {
+                "step": i,
+                "seq": 1,
+                "source": "suffix",
+                "budget": 4,
+                "why": f"{i} of 4",
+                "us": us,
+                "nodes": nodes,
+                "emitted": [*range(100, 100 + kept), 200 + i % 50],
+            }
+        )
+        clock += 10_000
+    passes = [[i * 9100, 9000] for i in range(steps * 5 // 2)]
+    told.append({"end": True, "pieces": {t: f" word{t}" for t in range(100, 260)}, "plain": {"us": passes}})
+    return "\n".join(map(json.dumps, told))
+
+
+def busy(browser: Any) -> float:
+    """Seconds that the page's main thread has worked."""
+    metrics = browser.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +20,13 @@ from support.pages import TRACES, chance, choose, drop, go_to, in_view, number, 
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+
+def at(page: Page, view: str) -> Page:
+    """A view of the first bundled run."""
+    choose(page, "code.jsonl")
+    page.locator(f"#tab-{view}").click()
+    return page
 
 
 def open_bundled(page: Page, name: str) -> Trace:
@@ -213,14 +219,14 @@ def fates(line: Line) -> str:
     return "".join(node[4] for node in line["nodes"])
 
 
-def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
+def test_several_sequences_and_no_texts(bundled: Page) -> None:
     """A server's summary of a batch: no p, no pieces, no clock; each sequence by itself."""
     lines: list[Line] = [{"outrider_trace": 1, "level": "summary", "rule": "match", "model": "m", "prompt_tokens": 3}]
     for i in range(6):
         nodes = [[40, -1, 0.5, None, "a"], [41, 0, None, None, "r"]]
         lines.append({"step": i, "seq": 7, "nodes": nodes, "emitted": [40, 42], "why": "because"})
         lines.append({"step": i, "seq": 9, "nodes": [], "emitted": [43], "why": ""})
-    show(page, address, "run")
+    page = at(bundled, "run")
     drop(page, "batch.jsonl", "\n".join(map(json.dumps, lines)))
     page.wait_for_selector("#run h1:text('batch.jsonl')")
     assert (number(page, "tau"), number(page, "alpha"), number(page, "speedup")) == ("2.00", "50.0%", "not recorded")
@@ -231,11 +237,11 @@ def test_several_sequences_and_no_texts(page: Page, address: str) -> None:
     assert "not recorded" in page.locator("#run .result").inner_text()
 
 
-def test_a_drafters_own_statistics_are_shown(page: Page, address: str) -> None:
+def test_a_drafters_own_statistics_are_shown(bundled: Page) -> None:
     lines = read_lines(TRACES["code.jsonl"])
     lines[-1]["drafting"] = {"ahead": {"hit_rate": 0.75, "hidden_seconds": 0.5, "exposed_seconds": 0.0021}}
     lines[-1]["learning"] = {"state": "on", "updates": 12, "records": 3456}
-    show(page, address, "run")
+    page = at(bundled, "run")
     drop(page, "told.jsonl", "\n".join(map(json.dumps, lines)))
     page.locator("#run .note", has_text="told.jsonl").wait_for()
     page.locator(".details > summary").click()
@@ -276,8 +282,8 @@ def test_it_plays_and_pauses(page: Page, address: str) -> None:
 # ---------------------------------------------------------------- what if
 
 
-def test_the_curves_are_the_librarys(page: Page, address: str) -> None:
-    show(page, address, "whatif")
+def test_the_curves_are_the_librarys(bundled: Page) -> None:
+    page = at(bundled, "whatif")
     for slider, value in (("α:", "0.8"), ("K:", "4"), ("c:", "0.1")):
         page.get_by_label(slider).evaluate("(e, v) => { e.value = v; e.dispatchEvent(new Event('input')); }", value)
     words = page.locator("#whatif figcaption").all_inner_texts()
@@ -294,8 +300,8 @@ def test_the_curves_are_the_librarys(page: Page, address: str) -> None:
 # ---------------------------------------------------------------- opened traces
 
 
-def test_a_dropped_trace_and_a_picked_one_are_shown(page: Page, address: str, tmp_path: Path) -> None:
-    show(page, address)
+def test_a_dropped_trace_and_a_picked_one_are_shown(bundled: Page) -> None:
+    page = at(bundled, "run")
     drop(page, "mine.jsonl", TRACES["story.jsonl"].read_text(encoding="utf-8"))
     opened = page.locator("#run .facts .note")
     opened.filter(has_text="mine.jsonl").wait_for()

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.engine.trace import Line
 
-from support.pages import drop, show
+from support.pages import busy, drop, long_trace, show
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -100,31 +100,6 @@ def test_whatever_a_trace_says_is_only_shown(page: Page, address: str) -> None:
 # ---------------------------------------------------------------- five thousand steps
 
 
-def long_trace(steps: int) -> str:
-    told: list[Any] = [HEADER | {"drafter": "suffix"}]
-    clock = 0
-    for i in range(steps):
-        kept = i % 4
-        nodes = [[100 + j, j - 1, 0.9, 0.8, "a" if j < kept else "r" if j == kept else "u"] for j in range(4)]
-        us = {"draft": [clock, 900], "verify": [clock + 900, 9000], "judge": [clock + 9900, 90]}
-        told.append(
-            {
-                "step": i,
-                "seq": 1,
-                "source": "suffix",
-                "budget": 4,
-                "why": f"{i} of 4",
-                "us": us,
-                "nodes": nodes,
-                "emitted": [*range(100, 100 + kept), 200 + i % 50],
-            }
-        )
-        clock += 10_000
-    passes = [[i * 9100, 9000] for i in range(steps * 5 // 2)]
-    told.append({"end": True, "pieces": {t: f" word{t}" for t in range(100, 260)}, "plain": {"us": passes}})
-    return lines(*told)
-
-
 SCRUB = """async () => {
     const slider = document.querySelector(".controls input[type=range]"), last = Number(slider.max);
     const work = [], frames = [];
@@ -160,9 +135,3 @@ def test_five_thousand_steps_scrub_smoothly(page: Page, address: str, record_pro
     record_property("scrub", told)
     assert told["processor"] < 16, told
     assert told["elements"] < 5_000, told  # the document does not grow with the run
-
-
-def busy(browser: Any) -> float:
-    """Seconds that the page's main thread has worked."""
-    metrics = browser.send("Performance.getMetrics")["metrics"]
-    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
