@@ -39,6 +39,14 @@ export function mountRun(element, run) {
   const facts = el("div", { class: "facts" });
   const result = el("p", { class: "result", "data-number": "speedup" });
   const settings = el("div", { class: "settings" });
+  const details = el(
+    "details",
+    { class: "panel details", ontoggle: () => go(at) }, // what is closed is not kept up to date
+    el("summary", {}, "Details: settings, statistics, phases"),
+    settings,
+    dials.element,
+    phases.element,
+  );
   const theme = () => requestAnimationFrame(() => (race.draw(), phases.draw()));
   document.addEventListener("outrider:theme", theme);
   element.addEventListener("keydown", keys);
@@ -52,14 +60,7 @@ export function mountRun(element, run) {
       bar.element,
       el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
       tree.element,
-      el(
-        "details",
-        { class: "panel details" },
-        el("summary", {}, "Details: settings, statistics, phases"),
-        settings,
-        dials.element,
-        phases.element,
-      ),
+      details,
     ),
   );
   begin();
@@ -81,8 +82,7 @@ export function mountRun(element, run) {
     ribbon.seek(at);
     tree.seek(run.steps[at]);
     race.seek(at);
-    phases.seek(at);
-    dials.seek(at);
+    if (details.open) (phases.seek(at), dials.seek(at));
     ribbon.follow();
   }
 
