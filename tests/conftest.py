@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # where a test wants several, they share busy cores
@@ -28,6 +29,18 @@ from support import examples, tiny  # noqa: F401 - profiles exist before the com
 
 pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the command line's -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Large matrices are thinned every day; n has no factor in common with their sides, so each value occurs."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        for mark in item.iter_markers("one_in"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0] not in (mark.args[1:] or (0,)):
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 def pytest_collection_finish() -> None:

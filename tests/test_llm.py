@@ -620,10 +620,10 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, method: str) -> None:
     first = next(other)
     with pytest.raises(KeyboardInterrupt):
         interrupted.generate(PROMPTS, WARM) if method == "generate" else list(interrupted.stream(PROMPTS[0], WARM))
-    assert not interrupted.engine.busy
     assert interrupted.generate(PROMPTS[0], WARM)[0].token_ids == plain_ids(llm, PROMPTS[0], WARM)
-    rest = first.token_ids + [t for p in other for t in p.token_ids]  # what was running ends, it does not hang
-    assert rest == plain_ids(llm, PROMPTS[1], WARM)[: len(rest)]
+    whole = first.token_ids + [t for p in other for t in p.token_ids]  # what was not interrupted goes on
+    assert whole == plain_ids(llm, PROMPTS[1], WARM)
+    assert not interrupted.engine.busy
 
 
 # ---------------------------------------------------------------- the default model
@@ -677,7 +677,7 @@ def test_real_prefixes_are_reused(real: LLM) -> None:
     assert first.token_ids == second.token_ids
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def exact(request: pytest.FixtureRequest, real: LLM) -> LLM:
     llm = real if real.dtype == request.param else LLM(dtype=request.param, k=4, max_length=512)
     if not llm.target.exact:

@@ -51,6 +51,13 @@ class Sometimes(Drafter):
         return Draft.pack(chain([3]) for _ in request.seqs)
 
 
+class OutOfVocabulary(Drafter):
+    name = "out-of-vocabulary"
+
+    def draft(self, request: DraftRequest) -> Draft:
+        return Draft.pack(chain([999_999]) for _ in request.seqs)
+
+
 class Silent(Drafter):
     name = "silent"
 
@@ -62,7 +69,8 @@ class Silent(Drafter):
     ("drafter", "failure"),
     [
         (Raises, "raises: KeyError: 'no such table'"),
-        (WrongType, "wrong-type: AttributeError"),
+        (WrongType, "wrong-type: TypeError: draft() returned a value of type list, but it must return a Draft"),
+        (OutOfVocabulary, "out-of-vocabulary: ValueError: node 0 of a drafted tree has token 999999 and parent -1"),
         (TokensAsText, "tokens-as-text: TypeError"),
     ],
 )

@@ -11,8 +11,7 @@ builds an engine from its parts; the engine does the rest.
 from __future__ import annotations
 
 import itertools
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Listing
+from collections.abc import Iterator, Mapping, Sequence as Listing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, prepare
+from .backends.machine import choose_device, device_name, prepare, thread_settings
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -32,6 +31,7 @@ from .drafters._drift import Monitor
 from .engine.cache import Cache, Plane
 from .engine.request_drafts import Prediction
 from .engine.scheduler import Scheduler
+from .engine.shared import SharedEngine, StepLock
 from .engine.step import Engine
 from .engine.trace import Recorder
 from .errors import ConfigError
@@ -74,7 +74,10 @@ class Result:
 
 
 class LLM(Listener):
-    """A target with a drafter. Argument names of Hugging Face and vLLM work too."""
+    """A target with a drafter. Argument names of Hugging Face and vLLM work too.
+
+    Several threads may call it at once: their prompts run in one batch. `with LLM() as llm:` closes it at the end.
+    """
 
     reads_logits = False  # as a listener of its own engine
 
@@ -107,6 +110,7 @@ class LLM(Listener):
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, str(target.dtype), *variant)
         self.drift = Monitor(checkpoint.name)
+        self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
@@ -115,22 +119,43 @@ class LLM(Listener):
         self.recorder = recorder or Recorder()
         self._ids = itertools.count(1)
         self._rejected: dict[int, list[int]] = {}
-        self._engine()
+        self._build_engine()
+        self._shared = SharedEngine(self, self._lock)
 
-    def _engine(self) -> None:
+    def _build_engine(self) -> None:
         listeners = (self, self.recorder, self.drift)
-        self.engine = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        self._engine: Engine | None = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("This LLM is closed; make another one.")
+        return self._engine
 
     def using(self, recorder: Recorder | None = None, **changes: Any) -> LLM:
         """The same target in memory with another drafter, K or rule."""
         sibling = LLM.__new__(LLM)
         sibling.costs, sibling.drift = self.costs, Monitor()  # trials do not count as drift of what is served
+        sibling._lock = self._lock
         old, new = {**vars(self.config)}, from_hugging_face(changes)
         options = old.pop("options")
         if "drafter" not in new:  # another drafter starts without this one's options
             old |= options
         sibling._assemble(self.name, self.target, self.tokenizer, config_from(old | new), recorder)
         return sibling
+
+    def close(self) -> None:
+        """Cancel what is running, and give back memory and the drafter's processes. Closing twice does nothing."""
+        if self._engine is not None:
+            self._shared.cancel((*self.engine.scheduler.running, *self.engine.scheduler.waiting))
+            del self.target
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def forget(self) -> None:
         """Drop cached prefixes and the controller's statistics, for fair comparisons. The drafter's memory stays."""
@@ -189,17 +214,21 @@ class LLM(Listener):
         speculate: bool = True,
     ) -> list[Result]:
         """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text."""
-        single: Any = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # one text, or its ids
-        several: list[Any] = [prompts] if single else list(prompts)
+        several = _several(prompts)
         each = params if isinstance(params, list) else [params or SamplingParams()] * len(several)
+        if not all(isinstance(one, SamplingParams) for one in each):
+            wrong = next(type(one).__name__ for one in each if not isinstance(one, SamplingParams))
+            raise ConfigError(f"The second argument is SamplingParams, or a list of them, but this is of type {wrong}.")
         if len(each) != len(several):
             raise ConfigError(f"There are {len(several)} prompts but {len(each)} sampling parameters.")
         ids = [self._encode(prompt) for prompt in several]
         raw = [isinstance(prompt, str) for prompt in several]
         batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
-        self._run([seq for seqs in batch for seq in seqs])
+        self._shared.run([seq for seqs in batch for seq in seqs])
         return [
-            Result(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self.close, seqs)])
+            Result(
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt), i, [*map(self.completion, seqs)]
+            )
             for prompt, i, seqs in zip(several, ids, batch, strict=True)
         ]
 
@@ -208,7 +237,7 @@ class LLM(Listener):
     ) -> list[Result]:
         """Answer a conversation, or several, under the model's chat template."""
         several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.tokenizer.encode_chat(m) for m in several], params, speculate)
+        return self.generate([self.tokenizer.encode_chat(check_messages(m)) for m in several], params, speculate)
 
     def stream(
         self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
@@ -219,25 +248,26 @@ class LLM(Listener):
 
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
         self.last = seq  # its statistics outlive an interrupted loop
-        detokenizer, sent = _detokenizer(seq), 0
-        self.engine.add(seq)
+        detokenizer, sent, ended = _detokenizer(seq), 0, False
+
+        def unsent() -> tuple[Piece, bool] | None:
+            """What was not sent yet, and whether it is the last; between steps."""
+            if seq.done:
+                detokenizer.finish()
+            texts, ids, origins = detokenizer.texts[sent:], seq.generated[sent:], seq.origins[sent:]
+            if not (seq.done or origins):
+                return None
+            return Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, [])), seq.done
+
+        self._shared.add([seq])
         try:
-            while not seq.done or len(seq.origins) > sent:
-                if len(seq.origins) == sent:  # else a step of another stream has advanced this sequence
-                    self.engine.step()
-                if seq.done:
-                    detokenizer.finish()
-                if len(seq.origins) > sent:
-                    texts, ids, origins = detokenizer.texts[sent:], seq.generated[sent:], seq.origins[sent:]
-                    sent += len(origins)  # before the caller's code runs: it may step the engine
-                    yield Piece("".join(texts), ids, origins, texts, self._rejected.pop(seq.id, []))
-        except GeneratorExit:
-            self.engine.cancel(seq)
-            raise
-        except BaseException:
-            self.restart()
-            raise
+            while not ended:
+                piece, ended = self._shared.wait([seq], unsent)
+                sent += len(piece.origins)
+                if piece.origins:
+                    yield piece
         finally:
+            self._shared.cancel([seq])  # where the loop was left
             self._rejected.pop(seq.id, None)
 
     def guide_for(self, spec: Mapping[str, Any] | None) -> Guide | None:
@@ -258,13 +288,13 @@ class LLM(Listener):
         most_drafted: int | None = None,
         only: str = "",
     ) -> list[Sequence]:
-        """The sequences of a prompt: `engine.add` them, and `close` each at its end.
+        """The sequences of a prompt: `engine.add` them, and take the `completion` of each at its end.
 
         `most_drafted` limits the budget of a step; `only` names the one of `drafters` that drafts.
         """
         text: Any = prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            text = self.tokenizer.encode_chat(prompt)
+            text = self.tokenizer.encode_chat(check_messages(prompt))
         seqs = self._sequences(self._encode(text), params, speculate, isinstance(text, str))
         for seq in seqs:
             seq.most_drafted, seq.only = most_drafted, only
@@ -275,7 +305,7 @@ class LLM(Listener):
         return frozenset(self.tokenizer.eos_ids | self.target.config.eos_ids)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
-        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(_checked(prompt))
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one token.")
@@ -289,17 +319,16 @@ class LLM(Listener):
         return ids
 
     def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
-        """One sequence for each of the n answers; the j-th has seed + j."""
-        seed = params.seed if params.seed is not None else secrets.randbits(31)
+        """One sequence for each of the n answers."""
         tokens, source = self.target.opening(ids)
-        params = replace(params, max_tokens=min(params.max_tokens, self.engine.cache.length - len(tokens)))
+        params = replace(params, max_tokens=min(params.limit, self.engine.cache.length - len(tokens)))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         bad_words, guide, expected = self._bad_words(params), self.guide_for(params.guide), params.prediction
         if isinstance(expected, str):
             expected = tuple(self.tokenizer.encode(expected))
         seqs = []
-        for j in range(params.n):
-            seq = Sequence(next(self._ids), tokens, params, seed + j, ends, bad_words, self.config.rule, speculate)
+        for seed in params.seeds():
+            seq = Sequence(next(self._ids), tokens, params, seed, ends, bad_words, self.config.rule, speculate)
             seq.source = source
             # Raw text is continued in mid-sentence: a first space belongs to it. A text with a source starts anew.
             seq.on_token = Detokenizer(self.tokenizer.stream(continuing=raw and not source), params, ends)
@@ -313,33 +342,29 @@ class LLM(Listener):
         spelled = {tuple(self.tokenizer.encode(s)) for word in params.bad_words for s in (word, " " + word.lstrip())}
         return tuple(sorted(ids for ids in spelled if ids))
 
-    def _run(self, seqs: Iterable[Sequence]) -> None:
-        try:
-            for seq in seqs:
-                self.engine.add(seq)
-            while self.engine.busy:
-                self.engine.step()
-        except BaseException:
-            self.restart()
-            raise
+    def restart(self, keep: Listing[Sequence] = ()) -> None:
+        """After a step that did not end the engine's state is unknown: build a new one.
 
-    def restart(self) -> None:
-        """After an interrupted step the engine's state is unknown: cancel what is running, and build a new engine."""
-        for seq in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
-            seq.finish = seq.finish or "cancelled"
-        self._rejected.clear()
-        old = self.engine.drafter
-        self._engine()
-        self.engine.drafter.inherit(old)
+        What was running is cancelled, except `keep`: tokens are the truth, so the text of those goes on as it was.
+        """
+        old, kept = self.engine, {seq.id for seq in keep}
+        for seq in (*old.scheduler.running, *old.scheduler.waiting):
+            if seq.id not in kept:
+                seq.finish = seq.finish or "cancelled"
+                self._rejected.pop(seq.id, None)
+        self._build_engine()
+        self.engine.drafter.inherit(old.drafter)
+        for seq in keep:
+            self.engine.add(seq)
 
     def give_up_drafter(self, why: str) -> None:
         """Replace a drafter that hangs by an engine without one. Running sequences may be added to it again: tokens are
         the truth, so their text stays the same."""
         self.config = replace(self.config, drafter="off", options={})
-        self._engine()
+        self._build_engine()
         self.engine.controller.why = why
 
-    def close(self, seq: Sequence) -> Completion:
+    def completion(self, seq: Sequence) -> Completion:
         """The answer of a sequence that has ended or was cancelled; nothing about it is kept here afterwards."""
         detokenizer = _detokenizer(seq)
         detokenizer.finish()
@@ -357,6 +382,40 @@ class LLM(Listener):
             if verdict is not None and turn.seq.on_token is not None:  # else its text is somebody else's
                 fates = zip(tree.tokens, verdict.fates, strict=True)
                 self._rejected[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
+
+
+def _several(prompts: Any) -> list[Any]:
+    """A list of prompts from one or several: a text, or token ids."""
+    if isinstance(prompts, str) or (isinstance(prompts, Listing) and prompts and isinstance(prompts[0], int)):
+        return [_checked(prompts)]
+    if not isinstance(prompts, Listing):
+        _checked(prompts)
+    return [_checked(prompt) for prompt in prompts]
+
+
+def _checked(prompt: Any) -> Any:
+    """Refuse what is no prompt."""
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ConfigError("A prompt is a text or a list of token ids, but this one is bytes: decode it first.")
+    if isinstance(prompt, str) or (isinstance(prompt, Listing) and all(type(i) is int for i in prompt)):
+        return prompt
+    if isinstance(prompt, Listing) and prompt and isinstance(prompt[0], dict):
+        raise ConfigError("These are messages: pass them to `chat`, which applies the model's template.")
+    raise ConfigError(f"A prompt is a text or a list of token ids, but this one is {prompt!r:.60}.")
+
+
+def check_messages(messages: Any) -> Messages:
+    """Refuse what is no conversation."""
+    if isinstance(messages, str):
+        raise ConfigError(
+            "`chat` takes messages, such as [{'role': 'user', 'content': 'Hello'}]; `generate` takes text."
+        )
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"`chat` takes a list of messages with at least one, but this is {messages!r:.60}.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+            raise ConfigError(f"A message is a dict with 'role' and 'content', but this one is {message!r:.60}.")
+    return messages
 
 
 def _detokenizer(seq: Sequence) -> Detokenizer:

@@ -6,6 +6,7 @@ This module knows numbers and names; `engine.sampling` applies them to logits, `
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    seed: int | None = None  # None draws one; the seed used is always reported
-    max_tokens: int = 256
+    seed: int | None = None  # None (or vLLM's -1) draws one; the seed used is always reported
+    max_tokens: int | None = 256  # None: to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -46,12 +47,12 @@ class SamplingParams:
             raise ConfigError(f"A sampling parameter has the wrong type: {error}.") from error
         for name, kind, low, high in _RANGES:
             value: Any = getattr(self, name)
-            if value is None and name in ("seed", "logprobs"):
+            if value is None and name in ("seed", "logprobs", "max_tokens"):
                 continue
             fits = isinstance(value, kind) and not isinstance(value, bool)
             if not fits or not low <= value <= high:  # False for NaN
                 number = "a whole number" if kind is int else "a number"
-                raise ConfigError(f"{name} is {value!r}, but it must be {number} between {low:g} and {high:g}.")
+                raise ConfigError(f"{name} is {value!r}, but it must be {number} between {low} and {high}.")
         if "" in self.stop:
             raise ConfigError("A stop string is empty; give at least one character or leave it out.")
         if isinstance(self.prediction, tuple) and min(self.prediction, default=0) < 0:
@@ -69,6 +70,17 @@ class SamplingParams:
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", tuple(int(i) for i in self.prediction))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)  # -1 is "off" in vLLM
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that may be emitted."""
+        return NO_LIMIT if self.max_tokens is None else self.max_tokens
+
+    def seeds(self) -> list[int]:
+        """One seed for each of the n answers: the j-th is seed + j, in 64 bits."""
+        first = secrets.randbits(31) if self.seed is None else self.seed
+        return [(first + j + 2**63) % 2**64 - 2**63 for j in range(self.n)]
 
     @property
     def greedy(self) -> bool:
@@ -86,6 +98,7 @@ class SamplingParams:
         return self.greedy and not (self.adjusts_logits or self.guide or self.bad_words)
 
 
+NO_LIMIT = 10**9
 _NUMBER = (int, float)
 _RANGES: tuple[tuple[str, type | tuple[type, ...], float, float], ...] = (
     ("temperature", _NUMBER, 0.0, 100.0),
@@ -95,8 +108,8 @@ _RANGES: tuple[tuple[str, type | tuple[type, ...], float, float], ...] = (
     ("repetition_penalty", _NUMBER, 1e-3, 100.0),
     ("presence_penalty", _NUMBER, -100.0, 100.0),
     ("frequency_penalty", _NUMBER, -100.0, 100.0),
-    ("seed", int, 0, 2**63 - 1),
-    ("max_tokens", int, 1, 10**9),
+    ("seed", int, -(2**63), 2**63 - 1),
+    ("max_tokens", int, 1, NO_LIMIT),
     ("min_tokens", int, 0, 10**9),
     ("n", int, 1, 1024),
     ("logprobs", int, 0, 1000),

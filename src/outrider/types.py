@@ -293,7 +293,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """How many tokens may still be emitted."""
-        return self.params.max_tokens - (len(self.tokens) - self.prompt_len)
+        return self.params.limit - (len(self.tokens) - self.prompt_len)
 
     def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
         """Append what is emitted, cut after the first end token and at max_tokens; returns what was kept."""

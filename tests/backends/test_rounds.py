@@ -6,6 +6,7 @@ Without a GPU the same code runs uncaptured, with its kernels in triton's interp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,12 +21,14 @@ from outrider.backends.cuda.state import DeviceState
 from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
+from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
 from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache, Row
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, chain
 
@@ -43,7 +46,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model(blur: float = 0.0) -> Transformer:
-    config = toy_config(1, context=128)
+    """Two heads instead of four: the interpreter runs a program for each head of each row."""
+    config = replace(toy_config(1, context=128), heads=2, kv_heads=1)
     return Transformer(config, RandomWeights(config, 1, blur), torch.float32, DEVICE)
 
 
@@ -93,10 +97,13 @@ def run(engine: Engine, drafts: Drafts | None = None, **params: object) -> list[
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[list[int]]]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            patch.setattr(ops, "on_gpu", lambda tensor: True)
+    """The target alone, without rounds. The interpreter is slow: instead of it the CPU's own runner."""
+    if GPU:
         return {"greedy": run(engine(rounds=False)), "warm": run(engine(rounds=False), **WARM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "on_gpu", lambda tensor: False)
+        alone, config = model(), Config(drafter="off", max_length=96)
+        return {"greedy": run(build_engine(alone, config)), "warm": run(build_engine(alone, config), **WARM)}
 
 
 def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:

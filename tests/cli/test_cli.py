@@ -15,18 +15,23 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from hypothesis import assume, given, strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import Draft, Drafter, drafters, register
 from outrider.cli.app import app, main
-from outrider.cli.show import piece, summary
+from outrider.cli.show import AnswerText, summary
 from outrider.drafters import DraftRequest
 from outrider.engine.trace import read, recorded, replay
 from outrider.errors import ModelError
+from outrider.measure.statistics import BenchRow, Pair, Setup, TimedRun, bench_row
+from outrider.models.detokenizer import Piece
 from outrider.types import Stats
 
 from support import tiny
+from support.examples import examples
 
 PROGRAM = [sys.executable, "-c", "from outrider.cli.app import main; main()"]
 FIELDS = {
@@ -42,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("cli") / "tiny", context=4096)
 
 
-def invoke(*arguments: object, stdin: str | None = None, **env: str | None) -> Result:
+def invoke(*arguments: object, stdin: str | bytes | None = None, **env: str | None) -> Result:
     """Runs in this process, because loading torch takes longer than the tests."""
     plain = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm-256color", "COLUMNS": "120"}
     return CliRunner(env=plain | env).invoke(app, [str(a) for a in arguments], input=stdin)
@@ -100,13 +105,49 @@ def test_text_goes_to_standard_output_and_numbers_to_standard_error(folder: Path
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_a_pipe_gets_the_text_as_it_is() -> None:
-    from outrider.models.detokenizer import Piece
+def a_piece(*texts: str) -> Piece:
+    return Piece("".join(texts), [0] * len(texts), ("ab" * len(texts))[: len(texts)], list(texts), [])
 
-    texts = ["\tif x:\n", "\n\n", "[bold]no markup[/bold]", "  ", "z" * 300, "😀\r\n"]
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_pipe_and_plain_get_the_text_as_it_is(terminal: bool) -> None:
+    piece = a_piece("\tif x:\n", "\n\n", "[bold]no markup[/bold]", "  ", "z" * 300, "😀\r\n")
     file = io.StringIO(newline="")
-    piece(Console(file=file, width=40), Piece("".join(texts), [0] * 6, "ababab", texts, []))
-    assert file.getvalue() == "".join(texts)
+    AnswerText(Console(file=file, width=40, force_terminal=terminal), plain=terminal).add(piece)
+    assert file.getvalue() == piece.text
+
+
+def in_terminal(width: int, pieces: list[Piece], rejected: str = "") -> str:
+    """What is left on a terminal's lines, without colours."""
+    file = io.StringIO(newline="")
+    text = AnswerText(Console(file=file, width=width, force_terminal=True, highlight=False))
+    for piece in pieces:
+        text.add(piece, rejected)
+    text.finish()
+    return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+
+
+SYLLABLES = st.text(st.sampled_from("ab\u00e9\u2019-.,"), min_size=1, max_size=4)
+TOKENS = st.lists(st.tuples(st.sampled_from(["", " ", " ", "\n", "  "]), SYLLABLES).map("".join), max_size=40)
+
+
+@examples(200)
+@given(st.integers(8, 40), st.lists(TOKENS, max_size=4))
+def test_no_word_is_split_at_the_margin(width: int, steps: list[list[str]]) -> None:
+    """Words arrive in pieces; the lines have the same words, and none is longer than the terminal."""
+    text = "".join(token for step in steps for token in step)
+    assume(max(map(len, text.split()), default=0) <= width)  # a terminal splits longer ones
+    shown = in_terminal(width, [a_piece(*step) for step in steps])
+    assert shown.split() == text.split()
+    assert all(len(line) <= width for line in shown.split("\n"))
+
+
+def test_a_script_without_spaces_is_wrapped_and_rejected_drafts_are_outside_the_text() -> None:
+    shown = in_terminal(10, [a_piece("中文没有空格所以可以在任何地方换行")])
+    assert shown.replace("\n", "") == "中文没有空格所以可以在任何地方换行"
+    assert max(map(cell_len, shown.split("\n"))) <= 10
+    assert in_terminal(40, [a_piece("one", " two")]) == "one two\n"
+    assert in_terminal(40, [a_piece("one", " two")], rejected=" three") == "one twothree\n"
 
 
 def test_standard_input_raw_and_stop(folder: Path) -> None:
@@ -152,26 +193,111 @@ def test_compare_measures_plain_decoding_beside_it(folder: Path) -> None:
     out = one_object(generate(folder, "one two", "--json", "-n", 16, "--compare").stdout)
     assert out["plain_tokens_per_second"] > 0
     done = generate(folder, "one two", "-n", 16, "--compare")
-    assert "the plain speed, the same text" in done.stderr
+    assert re.search(r"\d × plain, the same text", done.stderr)
+    assert re.search(r"whole request +median of 3 runs", done.stderr)
     assert "differs" not in done.stderr
     assert out["plain_same_text"] is True
+    assert out["speedup"] == out["decoding_tokens_per_second"] / out["plain_tokens_per_second"]
+
+
+def printed(race: BenchRow) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(summary(Stats(steps=2, emitted=4, accepted=2, reached=2, drafted=2), 1.0, "suffix", race))
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def race_of(ids: list[int], plain_ids: list[int], speed: float) -> BenchRow:
+    """One answer in two steps, that is τ = 2 and a half for five tokens."""
+    plain = TimedRun(plain_ids, 1.0, 4.0, Stats())
+    fast = TimedRun(ids, 1.0, 4.0 / speed, Stats(steps=2, emitted=5, accepted=3, reached=3, drafted=3))
+    return bench_row(Setup("suffix"), "all", [Pair(0, "all", 0, plain, fast)])
 
 
 def test_a_text_that_differs_is_not_called_the_same() -> None:
-    table = summary(Stats(steps=2, emitted=4, accepted=2, reached=2, drafted=2), 1.0, "suffix", (2.0, False))
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table)
-    assert "2.00 x the plain speed, different text" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2.00 × plain, the same text" in printed(race_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 2.0))
+    assert "2.00 × plain, different text" in printed(race_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], 2.0))
+    assert "1.67 × plain" in printed(race_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 2.0))  # (1 + 4) / (1 + 2)
+
+
+def test_a_speedup_that_drafts_cannot_have_brought_is_called_noise() -> None:
+    assert "more than τ allows" not in printed(race_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 2.5))
+    assert "more than τ allows" in printed(race_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 2.6))
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_answer(folder: Path, tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    whole = generate(folder, "one two", "-n", 16, "--plain").stdout
+    done = generate(folder, "one two", "-n", 16, "--plain", "--trace", "/dev/full")
+    assert (done.exit_code, done.stdout) == (0, whole)
+
+
+def test_standard_input_must_be_text(folder: Path) -> None:
+    done = invoke("generate", "-", "-m", folder, *FAST, stdin=b"abc\xff")
+    assert done.exit_code == 1
+    assert "Standard input is no UTF-8 text: byte 3 cannot be read." in done.stderr
+
+
+OWN_DRAFTER = """
+from outrider import Draft, Drafter, chain
+
+class Echo(Drafter):
+    def draft(self, request):
+        return Draft.pack(chain(seq.tokens[-2:][:budget]) for seq, budget in zip(request.seqs, request.budgets))
+
+class Broken(Drafter):
+    def draft(self, request):
+        raise LookupError("no table")
+"""
+
+
+def test_a_drafter_in_one_file(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN_DRAFTER)
+    out = one_object(generate(folder, "one two", "--json", "-n", 16, "-d", f"{file}:Echo").stdout)
+    plain = one_object(generate(folder, "one two", "--json", "-n", 16, "-d", "off").stdout)
+    assert out["drafter"] == "Echo"
+    assert out["drafted"] > 0
+    assert out["token_ids"] == plain["token_ids"]
+    broken = generate(folder, "one two", "-n", 16, "-d", f"{file}:Broken")
+    assert "drafter failed" in broken.stderr
+    told = " ".join(broken.stderr.split())
+    assert "the drafter failed (Broken: LookupError: no table): plain decoding" in told
+    for place, sentence in {
+        f"{file}:Nobody": "There is no class Nobody in",
+        f"{tmp_path}/none.py:X": "There is no file",
+        "json:JSONDecoder": "JSONDecoder is no drafter",
+        "no_such_module:X": "cannot be loaded: ModuleNotFoundError",
+    }.items():
+        done = generate(folder, "one two", "-d", place)
+        assert done.exit_code == 1
+        assert sentence in done.stderr.replace("\n", " ")
 
 
 # ---------------------------------------------------------------- chat
 
 
-def test_chat_until_an_empty_line(folder: Path) -> None:
-    done = invoke("chat", "-m", folder, *FAST, "-n", 6, "--system", "be brief", stdin="one\ntwo\n\n")
+def test_chat_until_the_input_ends(folder: Path) -> None:
+    done = invoke("chat", "-m", folder, *FAST, "-n", 6, "--system", "be brief", stdin="one\n\ntwo\n")
     assert done.exit_code == 0
-    assert done.stderr.count("tokens/s") == 2
+    assert "drafter suffix. /help lists commands, Ctrl-D leaves." in done.stderr
+    assert done.stderr.count("tokens/s") == 2  # the empty line did nothing
+    assert done.stdout.endswith("\n")
     assert invoke("chat", "-m", folder, *FAST, stdin="").exit_code == 0
+
+
+def test_commands_of_a_chat(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "said.json"
+    typed = f"one\n/stats\n/save {file}\n/reset\n/nonsense\ntwo\n/save {file}.2\n/save /no/such/folder\n/exit\nthree\n"
+    done = invoke("chat", "-m", folder, *FAST, "-n", 6, "--system", "be brief", stdin=typed)
+    assert done.exit_code == 0
+    first, second = (json.loads(Path(name).read_text()) for name in (file, f"{file}.2"))
+    assert [m["role"] for m in first] == [m["role"] for m in second] == ["system", "user", "assistant"]
+    assert (first[1]["content"], second[1]["content"]) == ("one", "two")  # the second conversation knows nothing
+    assert re.search(r"6 tokens in \d+\.\d s, .* passes of the target", done.stderr)
+    assert "There is no command /nonsense." in done.stderr
+    assert "/no/such/folder cannot be written: No such file or directory." in done.stderr
+    assert done.stderr.count("drafter suffix  ") == 2  # /exit left before the third message
 
 
 # ---------------------------------------------------------------- verify
@@ -309,7 +435,7 @@ def fails(done: Result, *words: str) -> None:
         (["-t", "-1"], "temperature"),
         (["-t", "nan"], "temperature"),
         (["-n", "0"], "max_tokens"),
-        (["--seed", "-1"], "seed"),
+        (["--seed", str(2**63)], "seed"),
         (["--stop", ""], "stop string"),
         (["--set", "top_p"], "NAME=VALUE"),
         (["--set", "top_p=2"], "top_p"),
@@ -449,8 +575,10 @@ def in_a_terminal(command: list[str], **env: str) -> str:
 def test_colours_in_a_terminal(folder: Path) -> None:
     command = [*PROGRAM, "generate", "one two", "-m", str(folder), *FAST, "-n", "24", "--set", "ignore_eos=true"]
     bright = in_a_terminal(command)
-    for word in ("accepted from the draft", "the target's own", "rejected draft", "tokens/s"):
+    for word in ("accepted from the draft", "the target's own", "tokens/s"):
         assert word in bright
+    assert "rejected draft" not in bright
+    assert "rejected draft" in in_a_terminal([*command, "--show-rejected"])
     assert "\x1b[32m" in bright  # accepted
     assert "\x1b[1;36m" in bright  # the target's own
 
@@ -459,7 +587,9 @@ def test_colours_when_they_are_forced_and_none_with_no_color(folder: Path) -> No
     bright = generate(folder, "one two", "-n", 16, FORCE_COLOR="1")
     assert COLOUR.search(bright.stdout)
     plain = generate(folder, "one two", "-n", 16, FORCE_COLOR="1", NO_COLOR="1")
-    assert "accepted from the draft" in plain.stdout
+    assert "accepted from the draft" not in plain.stdout  # a legend of colours that are not there
+    assert not COLOUR.search(plain.stdout + plain.stderr)
+    plain = generate(folder, "one two", "-n", 16, "--no-color", FORCE_COLOR="1")
     assert not COLOUR.search(plain.stdout + plain.stderr)
     forced = generate(folder, "one two", "-n", 16, "--json", FORCE_COLOR="1")
     assert "\x1b" not in forced.stdout

@@ -140,6 +140,7 @@ def compare(world: World) -> None:
     assert speed >= 0.95 * best, f"α {world.alpha}: {speed / best:.3f} × the best fixed K"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("price", [0.0, 0.05, 0.15])
 @pytest.mark.parametrize("batch", COUNTS)
 def test_it_is_never_slower_than_plain_and_near_the_best_fixed_k(batch: int, price: float) -> None:
@@ -147,6 +148,7 @@ def test_it_is_never_slower_than_plain_and_near_the_best_fixed_k(batch: int, pri
         compare(World(slope, alpha, price, batch, claims=price == 0.05))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize("price", [0.0, 0.15])
 @pytest.mark.parametrize("batch", [2, 8, 24])  # 24 lies between two that are measured
@@ -155,6 +157,7 @@ def test_also_where_rows_stay_cheap_for_longer(batch: int, price: float, claims:
         compare(World(gentle, alpha, price, batch, claims))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize("price", [0.0, 0.15])
 @pytest.mark.parametrize("batch", [1, 4, 16, 32])
@@ -163,6 +166,7 @@ def test_also_where_costs_are_stairs(batch: int, price: float, claims: bool) -> 
         compare(World(stairs, alpha, price, batch, claims))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("time", [slope, stairs])
 @pytest.mark.parametrize("batch", [3, 12, 24, 48, 63])
 def test_a_batch_between_those_that_were_measured_is_no_slower_either(batch: int, time: Time) -> None:

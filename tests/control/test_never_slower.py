@@ -67,6 +67,7 @@ def adversary(machine: str, slow: float) -> Nature:
     return Nature(0.0, call=slow * pass_of(machine), claim=0.99)
 
 
+@pytest.mark.one_in(5, 1, 3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_drafters_on_the_host_are_never_slower(batch: int, machine: str) -> None:
@@ -75,6 +76,7 @@ def test_drafters_on_the_host_are_never_slower(batch: int, machine: str) -> None
             assert plain(machine, batch, kind) > 0.98 * run(machine, drafter, batch, kind), (drafter, kind)
 
 
+@pytest.mark.one_in(5, 1, 3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_drafters_that_take_time_are_never_slower(batch: int, machine: str) -> None:
@@ -84,6 +86,7 @@ def test_drafters_that_take_time_are_never_slower(batch: int, machine: str) -> N
         assert plain(machine, batch) > 0.98 * run(machine, nature, batch), nature
 
 
+@pytest.mark.one_in(4, 1, 3)
 @pytest.mark.parametrize("machine", ["flat", "stairs"])
 @pytest.mark.parametrize("batch", [1, 16, 64])
 def test_auto_with_a_draft_model_is_never_slower(batch: int, machine: str) -> None:
@@ -105,6 +108,7 @@ NEAR = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("machine", "batch", "right"), NEAR)
 def test_k_auto_is_near_the_best_fixed_k(machine: str, batch: int, right: float) -> None:
     """Over a dozen answers; the first of them are what it learns from."""

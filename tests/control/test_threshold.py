@@ -95,6 +95,7 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
 CLAIMS = {"calibrated": lambda c: c, "overconfident": lambda c: c**0.3, "underconfident": lambda c: 0.8 * c}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_a_drafter_that_knows_its_survival_gains_by_stopping(kind: str) -> None:
     claim, seeds = CLAIMS[kind], range(4)
@@ -106,6 +107,7 @@ def test_a_drafter_that_knows_its_survival_gains_by_stopping(kind: str) -> None:
 # ---------------------------------------------------------------- drafters
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", [n for n in ("model", "layerskip", "exit", "head") if n in names()])
 def test_chains_end_below_the_threshold_and_the_text_is_the_same(drafter: str) -> None:
     options = lookup(drafter).traits.trial(TARGET) or {"skip_layers": [1]}

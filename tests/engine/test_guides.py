@@ -67,6 +67,7 @@ def with_drafter(llm: LLM, name: str, **changes: Any) -> LLM:
 # ---------------------------------------------------------------- the same text
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", drafters.names())
 def test_guided_text_is_the_targets(llm: LLM, name: str, form: str) -> None:
@@ -81,6 +82,7 @@ def test_guided_text_is_the_targets(llm: LLM, name: str, form: str) -> None:
     speculative.engine.cache.check()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("changes", [{"cache_tokens": 150, "max_length": 80}, {"max_rows": 7}, {"k": "auto"}], ids=str)
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("form", FORMS)

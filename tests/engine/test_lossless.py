@@ -66,6 +66,7 @@ def test_text_is_the_targets(name: str, temperature: float, shape: str, scenario
     assert not engine.failures
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_means_the_same(name: str) -> None:
     """Requests with all kinds of parameters, more of them than run at once."""
@@ -84,6 +85,7 @@ def test_every_parameter_means_the_same(name: str) -> None:
     assert not engine.failures
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_adaptive_k_changes_nothing(name: str) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=40)
@@ -97,6 +99,7 @@ def test_conformance_kit(name: str) -> None:
     assert check_drafter(name, target=TARGET, tokens=20) > 0
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rule", ["reject", "block"])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_rules_are_greedy_identical_and_repeatable(name: str, rule: str) -> None:

@@ -49,6 +49,7 @@ def test_what_comes_true_is_accepted_whoever_drafts(llm: LLM, name: str, heat: s
     assert result.stats.steps == math.ceil(48 / 8)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("name", [*drafters.names()])
 def test_an_edit_costs_little_and_garbage_nothing_but_a_row(llm: LLM, name: str, heat: str) -> None:

@@ -343,7 +343,7 @@ def exported(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_head_goes_to_vllm_and_sglang(small: Checkpoint, head: Path, tmp_path: Path) -> None:
-    there = ["--target", str(small.path), "--drafter", str(head)]
+    there = ["--model", str(small.path), "--drafter", str(head)]
     facts = exported("--to", "vllm", "--out", str(tmp_path / "v"), "--copy-target", "--dtype", "float32", *there)
     assert facts == json.loads((tmp_path / "v" / "export.json").read_text())
     assert torch.equal(logits(open_checkpoint(tmp_path / "v" / "target")), logits(small))
@@ -364,7 +364,7 @@ def test_a_head_goes_to_vllm_and_sglang(small: Checkpoint, head: Path, tmp_path:
 
 def test_the_script_runs_the_command_in_its_own_folder(small: Checkpoint, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    facts = exported("--to", "vllm", "--out", str(out), "--target", str(small.path), "--skip-layers", "2,3", "--k", "3")
+    facts = exported("--to", "vllm", "--out", str(out), "--model", str(small.path), "--skip-layers", "2,3", "--k", "3")
     assert facts["drafter"] == {"kind": "layerskip", "path": "drafter"}
     assert open_checkpoint(out / "drafter").config.layers == 4
     fake = tmp_path / "bin"
@@ -387,7 +387,7 @@ def test_a_draft_model_goes_to_llamacpp(tmp_path: Path) -> None:
     target = open_checkpoint(tmp_path / "target.gguf")
     config, weights = kept_layers(target.config, target.weights, [1], [1])
     write_folder(tmp_path / "small", config, weights, target.tokenizer, torch.float32)
-    there = ["--target", str(tmp_path / "target.gguf"), "--to", "llamacpp"]
+    there = ["--model", str(tmp_path / "target.gguf"), "--to", "llamacpp"]
     facts = exported(*there, "--drafter", str(tmp_path / "small"), "--out", str(tmp_path / "m"))
     assert facts["drafter"]["path"] == "drafter.gguf"
     assert open_checkpoint(tmp_path / "m" / "drafter.gguf").config.layers == 2
@@ -397,7 +397,7 @@ def test_a_draft_model_goes_to_llamacpp(tmp_path: Path) -> None:
 
 def test_the_command_refuses_in_sentences(small: Checkpoint, tmp_path: Path) -> None:
     def error(*arguments: str) -> str:
-        done = run(app, ["export", "--target", str(small.path), *arguments])
+        done = run(app, ["export", "--model", str(small.path), *arguments])
         assert done.exit_code == 1
         assert not (tmp_path / "x" / "export.json").exists()
         return done.output
@@ -414,7 +414,7 @@ def test_the_command_refuses_in_sentences(small: Checkpoint, tmp_path: Path) -> 
 
 def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
     save_profile(tmp_path / "p.json", profile())
-    there = ["--target", str(small.path), "--profile", str(tmp_path / "p.json")]
+    there = ["--model", str(small.path), "--profile", str(tmp_path / "p.json")]
     facts = exported("--to", "vllm", "--out", str(tmp_path / "x"), *there)
     assert (facts["k"], facts["k_from"]) == (4, "tuned")
     assert facts["speculative_config"]["num_speculative_tokens_per_batch_size"] == facts["k_by_batch_size"]
@@ -428,7 +428,7 @@ def test_a_profile_is_exported_whole(small: Checkpoint, tmp_path: Path) -> None:
 def test_the_ray_file_names_what_was_exported(small: Checkpoint, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     where = str(tmp_path / "x")
-    exported("--to", "vllm", "--out", where, "--target", str(small.path), "--skip-layers", "2", "--copy-target")
+    exported("--to", "vllm", "--out", where, "--model", str(small.path), "--skip-layers", "2", "--copy-target")
     file = tmp_path / "app.yaml"
     arguments = ["deploy", "ray", "--out", str(file), "--export", where, "--max-replicas", "8", "--accelerator", "L4"]
     done = run(app, [*arguments, "--engine", "enforce_eager=true"])
@@ -449,11 +449,11 @@ def test_the_ray_file_names_what_was_exported(small: Checkpoint, tmp_path: Path)
 
 def test_the_ray_file_without_an_export_names_only_what_nodes_can_find(small: Checkpoint, tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
-    arguments = ["deploy", "ray", "--out", str(file), "--target", str(small.path)]
+    arguments = ["deploy", "ray", "--out", str(file), "--model", str(small.path)]
     assert run(app, [*arguments, "--drafter", "ngram"]).exit_code == 0
     assert '"ngram"' in file.read_text()
     write_gguf(tmp_path / "t.gguf", "llama")
-    done = run(app, ["deploy", "ray", "--out", str(file), "--target", str(tmp_path / "t.gguf"), "--drafter", "ngram"])
+    done = run(app, ["deploy", "ray", "--out", str(file), "--model", str(tmp_path / "t.gguf"), "--drafter", "ngram"])
     assert done.exit_code == 1
     assert "outrider export --to vllm" in re.sub(r"\s+", " ", done.output)
     with pytest.raises(ConfigError, match="contradict"):

@@ -45,7 +45,7 @@ from outrider.models.tuning_profile import load_profile, read_profile, save_prof
 from support import tiny
 
 ROW = {"drafter", "category", "tokens", "seconds", "tok_s", "plain_tok_s", "speedup", "tau", "alpha"}
-QUICK = ("--limit", 2, "--tokens", 8)
+QUICK = ("--limit", 2, "--max-tokens", 8)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_bench_prints_a_table_and_ends_with_one_json_line(folder: Path, tmp_path
 
 @pytest.mark.slow
 def test_bench_sweeps_k(folder: Path) -> None:
-    done = measure(folder, "bench", "--limit", 1, "--tokens", 4, "--rounds", 1, "-d", "ngram", "--sweep-k")
+    done = measure(folder, "bench", "--limit", 1, "--max-tokens", 4, "--rounds", 1, "-d", "ngram", "--sweep-k")
     out = last(done)
     assert [row["k"] for row in out["sweep"]] == ["auto", *range(1, 17)]
     assert "speedup against K" in done.stdout
@@ -115,9 +115,9 @@ def test_bench_reads_prompts_and_kinds_alternate(folder: Path, tmp_path: Path) -
     kinds = ("a", "a", "a", "b", "b")
     lines = [json.dumps({"turns": [f"text {i}"], "category": kind}) for i, kind in enumerate(kinds)]
     file.write_text("\n".join(lines))
-    out = last(measure(folder, "bench", "--prompts", file, "--limit", 3, "--tokens", 3, "--rounds", 1, "--json"))
+    out = last(measure(folder, "bench", "--prompts", file, "--limit", 3, "--max-tokens", 3, "--rounds", 1, "--json"))
     assert [(r["category"], r["prompts"]) for r in out["rows"]] == [("a", 2), ("b", 1), ("all", 3)]
-    out = last(measure(folder, "bench", "--prompts", file, "-c", "b", "--tokens", 3, "--rounds", 1, "--json"))
+    out = last(measure(folder, "bench", "--prompts", file, "-c", "b", "--max-tokens", 3, "--rounds", 1, "--json"))
     assert [(r["category"], r["prompts"]) for r in out["rows"]] == [("b", 2), ("all", 2)]
 
 
@@ -386,7 +386,7 @@ def test_nothing_clearly_faster_means_off() -> None:
 def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.models.tuning_profile.cache_folder", lambda: tmp_path)
     out = tmp_path / "p.json"
-    arguments = ("--limit", 1, "--tokens", 6, "--rounds", 1, "--budget-minutes", 0.05, "--out", out, "-d", "layerskip")
+    arguments = ("--limit", 1, "-n", 6, "--rounds", 1, "--budget-minutes", 0.05, "--out", out, "-d", "layerskip")
     done = measure(folder, "tune", *arguments)
     assert done.exit_code == 0, done.stderr
     for words in ("layerskip", "Layer skipping:", "speedup"):
@@ -408,7 +408,7 @@ def test_tune_writes_a_profile_that_runs(folder: Path, tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.real
 def test_real_weights(tmp_path: Path) -> None:
-    quick = ("--limit", 1, "--tokens", 8, "--json")
+    quick = ("--limit", 1, "--max-tokens", 8, "--json")
     out = last(invoke("bench", "--rounds", 1, *quick))
     assert out["divergences"] == []
     assert last(invoke("doctor", *quick))["findings"]

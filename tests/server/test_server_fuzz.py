@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 from starlette.testclient import TestClient
 
 from outrider import LLM
@@ -15,6 +15,7 @@ from outrider.server.requests import ChatRequest, CompletionRequest
 from outrider.server.settings import Limits, Settings
 
 from support import tiny
+from support.examples import examples
 from support.serving import client, is_openai_error
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -59,7 +60,7 @@ def check(answer: Any) -> None:
         assert is_openai_error(answer.json())
 
 
-FUZZ = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = examples(1500, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ

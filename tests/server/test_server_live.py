@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings as fuzzing
+from hypothesis import HealthCheck, Phase, given
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
@@ -26,6 +26,7 @@ from outrider.cli.app import app as cli
 from outrider.measure.client import RemoteError, Server
 from outrider.server.settings import Limits, Settings
 
+from support.examples import examples
 from support.serving import HELLO, listening, wait_for
 
 KEY = "a-key-for-tests"
@@ -106,7 +107,7 @@ def test_schemathesis_finds_no_5xx(address: str) -> None:
     begin, requests = time.monotonic(), 0
     for operation in schema.get_all_operations():
 
-        @fuzzing(max_examples=150, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+        @examples(150, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
         @given(operation.ok().as_strategy())
         def ask(case: Any) -> None:
             nonlocal requests

@@ -181,7 +181,7 @@ def test_pending_rows_are_counted(llm: LLM) -> None:
     taken = []
     while not seq.done:
         taken.append(recorder.note(llm.engine.step(), 0))
-    llm.close(seq)
+    llm.completion(seq)
     kept = sum(note.rows for note in taken if note is not None)
     assert recorder._pending_rows == kept
     assert all(note is not None and recorder.line(note) for note in taken)

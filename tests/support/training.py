@@ -63,7 +63,7 @@ def weights(out: Path) -> dict[str, Tensor]:
 def invoke(home: Path, out: Path, *more: object) -> Result:
     options = {name.replace("_", "-"): value for name, value in QUICK.items()}
     arguments = [str(w) for name, value in options.items() for w in (f"--{name}", value)]
-    arguments += ["--target", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
+    arguments += ["--model", str(home / "tiny"), "--prompts", str(home / "prompts.jsonl"), "--out", str(out)]
     arguments += ["--answers-file", str(home / "answers.jsonl"), *map(str, more)]
     return CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(app, ["train", *arguments])
 

@@ -413,7 +413,7 @@ def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempP
     assert invent(stopped) == count
     assert stopped.out.read_text() == options.out.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "whole.jsonl"]
-    done = CliRunner().invoke(app, ["invent", "--target", model, "--count", "12", "--device", "cpu",
+    done = CliRunner().invoke(app, ["invent", "--model", model, "--count", "12", "--device", "cpu",
                                     "--out", str(tmp_path / "typed.jsonl"), "--max-tokens", "60"])  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "prompts in" in done.stdout

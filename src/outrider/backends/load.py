@@ -26,6 +26,7 @@ from ..models.foreign import ForeignWeights
 from ..models.gguf_file import GGUFWeights
 from ..models.paths import cache_folder, write_quietly
 from ..models.speculators import target_hash
+from ..models.stages import stage
 from ..types import Sequence
 from . import Model
 from .cpu import quantise as quant
@@ -46,7 +47,6 @@ def load_model(
     checkpoint: Checkpoint,
     dtype: str,
     length: int,
-    progress: quant.Progress | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
     """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
@@ -64,7 +64,7 @@ def load_model(
     else:
         dtype = fastest(checkpoint) if dtype == AUTO else dtype
         if dtype == INT8:
-            model = Int8Transformer.open(checkpoint, length, progress=progress)
+            model = Int8Transformer.open(checkpoint, length)
         else:
             model = Transformer(config, weights, DTYPES[dtype], length=length)
     model.identity = partial(target_hash, config, weights)
@@ -81,8 +81,13 @@ def fastest(checkpoint: Checkpoint) -> str:
     shape = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
     key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
     file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
-    seconds: dict[str, float] = read_seconds(file) or {name: _layer_seconds(config, name) for name in names}
-    write_quietly(file, json.dumps(seconds))
+    seconds: dict[str, float] = read_seconds(file) or {}
+    if not seconds:
+        with stage("Comparing precisions") as done:
+            for i, name in enumerate(names):
+                seconds[name] = _layer_seconds(config, name)
+                done((i + 1) / len(names))
+        write_quietly(file, json.dumps(seconds))
     return min(seconds, key=lambda name: seconds[name])
 
 

@@ -23,11 +23,13 @@ def weight_bytes(model: Any, excluding: Any = None) -> int:
 
 
 def _unseen_bytes(value: Any, seen: set[int]) -> int:
-    if isinstance(value, Tensor):  # views share a storage; packed weights have none, and are never views
-        key = value.untyped_storage().data_ptr() if value.layout is torch.strided else id(value)
-        size = 0 if key in seen else value.numel() * value.element_size()
+    if isinstance(value, Tensor):  # views share a storage, which counts once; packed weights have none
+        strided = value.layout is torch.strided
+        key = value.untyped_storage().data_ptr() if strided else id(value)
+        size = value.untyped_storage().nbytes() if strided else value.numel() * value.element_size()
+        new = key not in seen
         seen.add(key)
-        return size
+        return size if new else 0
     if isinstance(value, torch.nn.Module):
         parts: list[Any] = [*value.parameters(), *value.buffers()]
     elif isinstance(value, dict):

@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,6 +53,32 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def is_overloaded() -> bool:
+    """Whether other programs want more cores than this machine has: then timings are theirs as much as ours."""
+    load = load_average()
+    return load is not None and load > (os.cpu_count() or 1) + 0.5
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        return None
+
+
+def thread_settings(device: torch.device) -> Callable[[], None]:
+    """What gives another thread this one's settings: OpenMP keeps its thread count for each, CUDA its device."""
+    threads = torch.get_num_threads()
+
+    def apply() -> None:
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return apply
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.stages import stage
 from .cpu import native
 from .rows import Rows
 
@@ -164,6 +165,7 @@ def _gpu(name: str) -> Any:
 
 @functools.cache
 def _loaded() -> native.Native:
+    native.announce = stage
     return native.load()
 
 

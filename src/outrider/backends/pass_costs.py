@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache
 from ..engine.step import Runner
 from ..models.paths import cache_folder, write_quietly
+from ..models.stages import stage
 from ..types import Sequence
-from .machine import fingerprint
+from .machine import fingerprint, is_overloaded
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # of a single sequence
 EDGE = 17  # of a single sequence, on a GPU: a draft of 16 and its root, one more than the 16 that cost like one
@@ -31,9 +33,16 @@ SWEEP_SECONDS = 2.0  # for all sweeps; there are two at least
 SCRATCH = -1_000_000  # id of the first scratch sequence; the others count down
 Shapes = list[tuple[int, int]]  # (sequences, rows of each)
 Timings = dict[tuple[int, int], float]  # seconds
+STEADY = 1.15  # the second-fastest time of a shape ÷ its fastest, in the middle of all shapes, on a machine left alone
 
 
-def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), sweeps: int = 5) -> Timings:
+class MeasuredCosts(Timings):
+    """`steady` is False where other work disturbed the measurement: good enough for now, not worth storing."""
+
+    steady = True
+
+
+def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), sweeps: int = 5) -> MeasuredCosts:
     """Seconds of a pass by (sequences, rows in all), measured in scratch sequences, which are freed.
 
     The minimum of several sweeps over all shapes, more on a busy machine: other work only adds time. Costs never fall
@@ -58,13 +67,21 @@ def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), 
         start = time.perf_counter()
         while len(timings) < sweeps and (len(timings) < 2 or time.perf_counter() - start < SWEEP_SECONDS):
             timings.append(sweep())
-        while _busy(_fastest(timings)) and time.perf_counter() - start < 3 * SWEEP_SECONDS:
+        while not _is_steady(timings) and time.perf_counter() - start < 3 * SWEEP_SECONDS:
             timings.append(sweep())
     finally:
         for seq in seqs:
             if seq.id in cache.rows:
                 cache.free(seq)
-    return _fastest(timings)
+    costs = MeasuredCosts(_fastest(timings))
+    costs.steady = _is_steady(timings) and not is_overloaded()
+    return costs
+
+
+def _is_steady(timings: list[Timings]) -> bool:
+    """Whether the two fastest times of most shapes agree, and rows cost something."""
+    pairs = (sorted(timing[shape] for timing in timings)[:2] for shape in timings[0])
+    return median(slower / faster for faster, slower in pairs) < STEADY and not _busy(_fastest(timings))
 
 
 def _fastest(timings: list[Timings]) -> Timings:
@@ -145,8 +162,10 @@ class CostFile:
             stored = read_seconds(self.path, _key)
             self.seconds = None if stored is None or _busy(stored) else stored
         if self.seconds is None or not {_pair(key)[0] for key in self.seconds}.issuperset(sequences):
-            self.seconds = measure()
-            if self.path is not None and not _busy(self.seconds):
+            with stage("Timing passes"):
+                self.seconds = measure()
+            disturbed = isinstance(self.seconds, MeasuredCosts) and not self.seconds.steady
+            if self.path is not None and not disturbed and not _busy(self.seconds):
                 write_quietly(self.path, json.dumps({_name(key): value for key, value in self.seconds.items()}))
         return self.seconds
 

@@ -11,14 +11,16 @@ from typing import Annotated
 
 import typer
 
+from .cache import cache_clear, cache_list
+from .chat import chat
 from .drafter import drafter_forget, drafter_save, drafter_show
 from .export import deploy_ray, export
-from .generate import chat, generate
+from .generate import generate
 from .measure import bench, bench_serve, cost, doctor, tune
 from .options import Command, Group, command
 from .serve import serve
 from .trace import explain, trace_html, trace_show
-from .train import invent, train
+from .train import SHOWN, invent, train
 from .verify import verify
 
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -48,14 +50,16 @@ def _group(name: str, help: str, **commands: Callable[..., None]) -> None:
     app.add_typer(group, name=name)
 
 
-for function in (generate, chat, verify, serve, doctor, cost, tune, train, invent, export, explain):
+for function in (generate, chat, verify, serve, doctor, cost, tune, invent, export, explain):
     app.command(cls=Command)(command(function))
+app.command(cls=Command)(command(train, SHOWN))
 bench_app = typer.Typer(cls=Group, invoke_without_command=True)
 bench_app.callback()(command(bench))
 bench_app.command("serve", cls=Command)(command(bench_serve))
 app.add_typer(bench_app, name="bench")
 _group("trace", "Show recorded runs.", show=trace_show, html=trace_html)
 _group("drafter", "Show, save or delete what was learnt.", show=drafter_show, save=drafter_save, forget=drafter_forget)
+_group("cache", "Show or delete what is kept on disk.", list=cache_list, clear=cache_clear)
 _group("deploy", "Write the files that a cluster deploys from.", ray=deploy_ray)
 
 

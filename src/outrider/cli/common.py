@@ -7,6 +7,7 @@ a model is loaded.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,8 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import ConfigError, OutriderError
+from ..models.paths import cache_folder
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ..engine.trace import Recorder
     from ..llm import LLM
     from ..models.prompts import Prompt
@@ -38,9 +42,9 @@ def load_model(model: str | None, given: dict[str, Any], recorder: Recorder | No
     from ..llm import LLM
     from ..models.checkpoint import open_checkpoint
 
-    with stderr.status("Loading the model …", spinner="dots") if stderr.is_terminal else nullcontext():
-        if model is None:
-            open_checkpoint(None)  # downloads with its own progress bar
+    if model is None:
+        open_checkpoint(None)  # downloads with its own progress bar
+    with _shown_stages() if stderr.is_terminal else nullcontext():
         try:
             llm = LLM(model, recorder=recorder, **given)
         except OutriderError:
@@ -50,6 +54,27 @@ def load_model(model: str | None, given: dict[str, Any], recorder: Recorder | No
     if llm.backend:
         note(llm.backend, style="dim")
     return llm
+
+
+@contextmanager
+def _shown_stages() -> Iterator[None]:
+    """A bar that names what is being done to load a model, and where the results are kept, if there are any."""
+    from ..models.stages import listening
+
+    stages: dict[str, Any] = {}
+    with _bars() as bars:
+        bars.add_task("Loading the model", total=None)
+
+        def report(name: str, share: float) -> None:
+            if name not in stages:
+                stages[name] = bars.add_task(name, total=1.0)
+            bars.update(stages[name], completed=share)
+
+        with listening(report):
+            yield
+    if stages:
+        done = ", ".join(name[0].lower() + name[1:] for name in stages)
+        note(f"Done once, kept in {cache_folder()}: {done}. `outrider cache list` shows it.", style="dim")
 
 
 def encode_prompt(llm: LLM, prompt: str, raw: bool = False) -> list[int]:
@@ -94,15 +119,19 @@ def write_page(path: Path, text: str) -> None:
         raise OutriderError(f"The page cannot be written to {path}: {error}.") from error
 
 
+def _bars() -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+
+
 @contextmanager
 def progress_bar(log_seconds: float = 0.0) -> Iterator[Callable[[str, float], None]]:
     """A bar on standard error. Yields a function that takes a description and the share done.
 
     Where standard error is no terminal, a line is printed every `log_seconds`, or nothing if that is 0.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeRemainingColumn())
     last = time.monotonic()
 
     def update(what: str, done: float) -> None:
@@ -112,9 +141,23 @@ def progress_bar(log_seconds: float = 0.0) -> Iterator[Callable[[str, float], No
             last = time.monotonic()
             note(what)
 
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with _bars() as bar:
         task = bar.add_task("", total=1.0)
         yield update
+
+
+@contextmanager
+def without_colours() -> Iterator[None]:
+    """As with NO_COLOR in the environment, which consoles read when they are made."""
+    before, os.environ["NO_COLOR"] = os.environ.get("NO_COLOR"), "1"
+    stderr.no_color = True
+    try:
+        yield
+    finally:
+        stderr.no_color = bool(before)
+        os.environ.pop("NO_COLOR")
+        if before is not None:
+            os.environ["NO_COLOR"] = before
 
 
 @contextmanager

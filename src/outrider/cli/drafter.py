@@ -25,6 +25,9 @@ def drafter_show(
     from ..drafters.online import store
 
     path = folder or store.kept_folder(model_name(model), {})
+    if folder is None and not (path / store.FACTS).exists():
+        note("Nothing has been learnt for this model yet: `outrider generate --learn` lets a drafter learn.")
+        return
     facts = store.facts_of(path)
     name = facts.get("model", "")
     monitor = drift.Monitor(name) if name else drift.Monitor()

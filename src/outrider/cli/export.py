@@ -13,7 +13,7 @@ from typer import Option
 
 from ..errors import OutriderError
 from .common import print_json, progress_bar
-from .options import Json, Profile, ServedName, Target, arguments
+from .options import Json, Model, Profile, ServedName, arguments
 
 _DRAFTER_HELP = "A drafter's folder, or auto, head, model, layerskip, ngram, suffix or off."
 Drafter = Annotated[str | None, Option("--drafter", "-d", help=_DRAFTER_HELP)]
@@ -25,7 +25,7 @@ def export(
     out: Annotated[Path, Option(help="The folder to write.")],
     drafter: Drafter = None,
     profile: Profile = None,
-    target: Target = None,
+    model: Model = None,
     k: FixedK = None,
     skip_layers: Annotated[str | None, Option(help="Draft with the target less these layers: 10,11,14.")] = None,
     dtype: Annotated[str, Option(help="Write weights in bfloat16, float16 or float32.")] = "bfloat16",
@@ -39,7 +39,7 @@ def export(
     """Write a drafter and its tuning for another engine: files, configuration and the exact command line."""
     from ..export.write import ExportOptions, export as write
 
-    checkpoint, handover = _handover(target, drafter, profile, k, skip_layers)
+    checkpoint, handover = _handover(model, drafter, profile, k, skip_layers)
     with progress_bar() as progress:
         facts = write(checkpoint, handover, ExportOptions(to, out, dtype, name, copy_target, force), progress)
     if as_json:
@@ -82,7 +82,7 @@ def deploy_ray(
     out: Annotated[Path, Option(help="The YAML file to write, for `serve run` or `serve deploy`.")],
     drafter: Drafter = None,
     profile: Profile = None,
-    target: Target = None,
+    model: Model = None,
     k: FixedK = None,
     exported: Annotated[Path | None, Option("--export", help="A folder of `outrider export` on all nodes.")] = None,
     name: ServedName = None,
@@ -106,7 +106,7 @@ def deploy_ray(
     if exported is not None:
         facts = from_export(exported)
     else:
-        facts = _ray_facts(*_handover(target, drafter, profile, k))
+        facts = _ray_facts(*_handover(model, drafter, profile, k))
     out.write_text(to_yaml(application(facts, scale, name)), encoding="utf-8")
     typer.echo(f"Written to {out}; start it on the cluster with: serve run {shlex.quote(str(out))}")
 

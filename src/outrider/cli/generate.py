@@ -1,11 +1,11 @@
-"""`outrider generate` and `outrider chat`: stream an answer, print what it cost, and record it on request."""
+"""`outrider generate`: stream an answer, print what it cost, compare it with plain decoding, record it on request."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,13 +16,16 @@ from typer import Argument, Option
 
 from ..errors import ConfigError, OutriderError
 from .common import encode_prompt, load_model, note, print_json, stderr
-from .options import ApiKey, EngineOptions, Json, MaxTokens, Temperature, arguments, sampling_params
+from .options import EngineOptions, Json, MaxTokens, Temperature, arguments, sampling_params
 
 if TYPE_CHECKING:
     from ..engine.trace import Recorder
     from ..llm import LLM
+    from ..measure.statistics import BenchRow
     from ..types import SamplingParams, Sequence
 
+ShowRejected = Annotated[bool, Option("--show-rejected", help="Strike out rejected drafts within the text.")]
+Plain = Annotated[bool, Option("--plain", help="Print the text alone, as it is: no colours, no wrapping, no summary.")]
 Seed = Annotated[int | None, Option(help="The random seed. The same seed gives the same text with every drafter.")]
 
 
@@ -40,10 +43,12 @@ def generate(
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
     compare: Annotated[bool, Option("--compare", help="Decode again without drafts, and compare.")] = False,
     trace: Annotated[Path | None, Option(help="Record every step in this JSONL file.")] = None,
+    show_rejected: ShowRejected = False,
+    plain: Plain = False,
     as_json: Json = False,
 ) -> None:
     """Generate an answer with speculation. Text streams to standard output, the summary goes to standard error."""
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = _read_stdin() if prompt == "-" else prompt
     given = options.arguments()
     guide = arguments(json=_read(json_schema), regex=regex, grammar=_read(grammar))
     own = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())}
@@ -54,78 +59,29 @@ def generate(
         _write_header(llm, recorder, ids, params)
         # A string keeps its leading space when it is continued; a chat is passed as ids.
         as_text = raw or llm.tokenizer.chat_template is None
-        answer = StreamedAnswer(llm, prompt if as_text else ids, params, quiet=as_json)
+        answer = StreamedAnswer(llm, prompt if as_text else ids, params, Look(plain, show_rejected, quiet=as_json))
         answer.run()
         options.save_learnt(llm)
-        plain = None
+        race = plain_run = None
         try:
-            plain = _run_plain(llm, ids, params, answer) if compare else None
+            if compare and answer.ended:
+                race = _race(llm, ids, replace(params, seed=answer.seq.seed, n=1))
+                plain_run = _run_plain(llm, ids, params, answer) if recorder else None
         finally:
-            _write_footer(llm, recorder, answer.seq, plain)
+            _write_footer(llm, recorder, answer.seq, plain_run)
     if as_json:
-        print_json(answer.as_json(plain))
-    else:
-        answer.print_summary(plain)
+        print_json(answer.as_json(race))
+    elif not plain:
+        answer.print_summary(race)
     if answer.interrupted:
         raise typer.Exit(130)
 
 
-def chat(
-    options: EngineOptions,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 512,
-    system: Annotated[str | None, Option(help="The system message at the start of the conversation.")] = None,
-    server: Annotated[str | None, Option(help="Chat with the model of an OpenAI-compatible server.")] = None,
-    api_key: ApiKey = None,
-) -> None:
-    """Chat with the model. An empty line or Ctrl-D ends the conversation."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    if server is not None:
-        own = arguments(temperature=temperature, max_tokens=max_tokens, seed=seed)
-        _chat_with_server(server, api_key, messages, own)
-        return
-    given = options.arguments()
-    params = sampling_params(given, temperature=temperature, seed=seed, max_tokens=max_tokens)
-    llm = load_model(options.model, options.with_learning(given))
-    for message in _user_messages():
-        messages.append({"role": "user", "content": message})
-        answer = StreamedAnswer(llm, llm.tokenizer.encode_chat(messages), params)
-        answer.run()
-        answer.print_summary()
-        messages.append({"role": "assistant", "content": answer.text})
-        options.save_learnt(llm)
-
-
-def _chat_with_server(url: str, key: str | None, messages: list[dict[str, Any]], params: dict[str, Any]) -> None:
-    from ..measure.client import Server, text_of
-
-    server, console = Server(url, key), Console(highlight=False)
-    model = next(iter(server.models()), None)
-    for message in _user_messages():
-        messages.append({"role": "user", "content": message})
-        text, timings = "", dict[str, Any]()
-        for _, chunk in server.chat({"model": model, "messages": messages, **params}):
-            text, timings = text + text_of(chunk), chunk.get("timings") or timings
-            console.print(text_of(chunk), end="", markup=False)
-        console.print()
-        if timings:
-            speed = f"{timings.get('predicted_n')} tokens, {timings.get('predicted_per_second') or 0.0:.1f} tokens/s"
-            accepted, drafted = timings.get("draft_n_accepted") or 0, timings.get("draft_n") or 0
-            note(f"{speed}, {accepted} of {drafted} drafted tokens accepted", style="dim")
-        messages.append({"role": "assistant", "content": text})
-
-
-def _user_messages() -> Iterator[str]:
-    console = Console()
-    while True:
-        try:
-            message = console.input("\n[bold]you:[/bold] ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not message:
-            return
-        yield message
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Standard input is no UTF-8 text: byte {error.start} cannot be read.") from error
 
 
 def _read(path: Path | None) -> str | None:
@@ -138,43 +94,56 @@ def _read(path: Path | None) -> str | None:
 # ---------------------------------------------------------------- one answer
 
 
+@dataclass(frozen=True)
+class Look:
+    """How an answer is printed."""
+
+    plain: bool = False  # the text alone, as it is
+    show_rejected: bool = False
+    quiet: bool = False  # not at all
+
+
 class StreamedAnswer:
     """One answer, printed as it is generated and timed. Ctrl-C ends it and keeps its statistics."""
 
-    def __init__(self, llm: LLM, prompt: str | list[int], params: SamplingParams, quiet: bool = False) -> None:
-        self.llm, self.prompt, self.params, self.quiet = llm, prompt, params, quiet
+    def __init__(self, llm: LLM, prompt: str | list[int], params: SamplingParams, look: Look) -> None:
+        self.llm, self.prompt, self.params, self.look = llm, prompt, params, look
         self.text, self.seconds, self.interrupted = "", 0.0, False
 
     def run(self) -> None:
+        from ..types import ACCEPTED, BONUS, REJECTED
         from . import show
 
         console = Console(highlight=False)
-        if console.is_terminal and not self.quiet:
-            console.print(show.legend(), end="\n\n")
+        shown = show.AnswerText(console, self.look.plain)
+        if not (shown.plain or self.look.quiet or console.no_color):
+            fates = (ACCEPTED, BONUS, REJECTED) if self.look.show_rejected else (ACCEPTED, BONUS)
+            console.print(show.legend(*fates), end="\n\n")
         begin = time.perf_counter()
         try:
             for piece in self.llm.stream(self.prompt, self.params):
                 self.text += piece.text
-                if self.quiet:
-                    continue
-                show.piece(console, piece)
-                if piece.rejected and console.is_terminal and not console.no_color:
-                    show.rejected(console, self.llm.tokenizer.decode(piece.rejected[:1]))
+                if not self.look.quiet:
+                    struck = piece.rejected[:1] if self.look.show_rejected and not console.no_color else []
+                    shown.add(piece, self.llm.tokenizer.decode(struck) if struck else "")
         except KeyboardInterrupt:
             self.interrupted = True
         self.seconds = time.perf_counter() - begin
         self.seq: Sequence = self.llm.last
-        if not self.quiet:
-            console.print()
+        if not self.look.quiet:
+            shown.finish()
 
-    def print_summary(self, plain: PlainRun | None = None) -> None:
+    @property
+    def ended(self) -> bool:
+        return not self.interrupted and bool(self.seq.generated)
+
+    def print_summary(self, race: BenchRow | None = None) -> None:
         from . import show
 
         if self.interrupted:
             note("Interrupted; this is what was measured until then.", style="yellow")
         stderr.print()
-        reference = None if plain is None else (plain.speed, plain.same)
-        stderr.print(show.summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, reference))
+        stderr.print(show.summary(self.seq.stats, self.seconds, self.llm.config.drafter_name, race))
         if (learning := self.llm.learning) is not None:
             stderr.print(show.learning_line(learning))
         if (ahead := self.llm.drafting.get("ahead")) is not None:
@@ -184,7 +153,7 @@ class StreamedAnswer:
         for sentence in self.llm.drift.sentences():
             stderr.print(f"[yellow]{sentence}[/yellow]")
 
-    def as_json(self, plain: PlainRun | None) -> dict[str, Any]:
+    def as_json(self, race: BenchRow | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm
         result: dict[str, Any] = {
             "text": self.text,
@@ -218,8 +187,10 @@ class StreamedAnswer:
             result["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
         if seq.params.logprobs is not None:
             result["logprobs"] = [lp._asdict() for lp in seq.logprobs]
-        if plain is not None:
-            result |= {"plain_tokens_per_second": plain.speed, "plain_same_text": plain.same}
+        if race is not None:
+            result |= {"plain_tokens_per_second": race.plain_tok_s, "plain_same_text": not race.divergences}
+            result |= {"decoding_tokens_per_second": race.tok_s, "runs": race.rounds}
+            result |= {"speedup": race.speedup, "speedup_request": race.speedup_total}
         return result
 
 
@@ -232,25 +203,28 @@ class PlainRun:
     us: list[list[int]]  # [start, duration] of each pass, in microseconds
     same: bool  # whether its token ids equal the speculative ones
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
+
+def _race(llm: LLM, ids: list[int], params: SamplingParams) -> BenchRow:
+    """The same request with and without drafts, several times in turn."""
+    from ..measure.bench import race
+
+    with stderr.status("Comparing with plain decoding …") if stderr.is_terminal else nullcontext():
+        row = race(llm, ids, params)
+    if row.divergences and llm.config.rule == "match":
+        note("The plain text differs: please run `outrider verify` and report its result.", style="red")
+    return row
 
 
-def _run_plain(llm: LLM, ids: list[int], params: SamplingParams, answer: StreamedAnswer) -> PlainRun | None:
-    """Decode the same prompt without drafts in this process. None if the answer is empty or was interrupted."""
+def _run_plain(llm: LLM, ids: list[int], params: SamplingParams, answer: StreamedAnswer) -> PlainRun:
+    """Decode the same prompt without drafts once more, with the time of each pass, for the trace's readers."""
     from ..engine.trace import Passes
 
-    if answer.interrupted or not answer.seq.generated:
-        return None
     passes = Passes()
     sibling = llm.using(drafter="off", recorder=passes)
     begin = time.perf_counter()
     (plain,) = sibling.generate([ids], replace(params, seed=answer.seq.seed, n=1))
     seconds = time.perf_counter() - begin
     same = plain.token_ids == answer.seq.generated
-    if not same and llm.config.rule == "match":
-        note("The plain text differs: please run `outrider verify` and report its result.", style="red")
     return PlainRun(len(plain.token_ids), seconds, passes.us, same)
 
 
@@ -268,8 +242,11 @@ def _recorder(path: Path | None) -> Iterator[Recorder | None]:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
         raise OutriderError(f"The trace cannot be written to {path}: {error}.") from error
-    with file:
+    try:
         yield Recorder("full", file)
+    finally:
+        with suppress(OSError):  # what could not be written is still in its buffer
+            file.close()
 
 
 def _write_header(llm: LLM, recorder: Recorder | None, ids: list[int], params: SamplingParams) -> None:
@@ -281,7 +258,7 @@ def _write_header(llm: LLM, recorder: Recorder | None, ids: list[int], params: S
 
 
 def _write_footer(llm: LLM, recorder: Recorder | None, seq: Sequence, plain: PlainRun | None) -> None:
-    if recorder is None:
+    if recorder is None or recorder.level == "off":
         return
     from ..engine.trace import read, tokens_of
 

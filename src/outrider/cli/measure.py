@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Ks = Annotated[list[str] | None, Option("--k", help="Drafted tokens per step. Repeatable. Default: auto.")]
 Limit = Annotated[int, Option(min=1, help="Use N prompts, in turn from each kind of text.")]
-Tokens = Annotated[int, Option("--tokens", "-n", min=2, help="The most tokens to generate for each prompt.")]
+Tokens = Annotated[int, Option("--max-tokens", "-n", min=2, help="The most tokens to generate for each prompt.")]
 Rounds = Annotated[int, Option(min=1, help="Measure everything N times.")]
 SWEEP = range(1, 17)
 
@@ -44,7 +45,7 @@ def bench(
         list[str] | None, Option("--category", "-c", help="Use only this kind of text. Repeatable.")
     ] = None,
     limit: Limit = 14,
-    tokens: Tokens = 96,
+    max_tokens: Tokens = 96,
     rounds: Rounds = 3,
     temperature: Temperature = 0.0,
     seed: Annotated[int, Option(help="The seed of sampling and of the confidence intervals.")] = 0,
@@ -52,7 +53,7 @@ def bench(
     html: Annotated[Path | None, Option(help="Write a self-contained HTML report to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the speedup over plain decoding by drafter and kind of text. The last line of output is JSON."""
+    """Measure the speedup over plain decoding by drafter and kind of text. Into a pipe, the last line is JSON."""
     if context.invoked_subcommand is not None:
         return
     from ..measure.bench import BenchPlan, encode_prompts
@@ -63,12 +64,12 @@ def bench(
     workload = encode_prompts(llm, _pick(prompts, category, limit))
     setups = _setups(llm, drafter, k)
     require_folder(html)
-    result = _measure(llm, workload, setups, BenchPlan(tokens, rounds, temperature, seed), sweep_k)
+    result = _measure(llm, workload, setups, BenchPlan(max_tokens, rounds, temperature, seed), sweep_k)
     if html is not None:
         write_page(html, report(result))
-    if not as_json:
-        show.bench(Console(), result)
-    print_json(result)
+    _print(result, as_json, show.bench)
+    if html is not None:
+        note(f"Wrote {html}; open it in any browser.")
     if result["divergences"] and llm.config.rule == "match":
         raise typer.Exit(1)
 
@@ -80,14 +81,14 @@ def bench_serve(
     requests: Annotated[int, Option(min=1, help="Send N requests in total.")] = 32,
     concurrency: Annotated[int, Option(min=1, help="Requests at once. Ignored with --rate.")] = 8,
     rate: Annotated[float | None, Option(min=0.001, help="Requests per second on average, at random times.")] = None,
-    tokens: Tokens = 64,
+    max_tokens: Tokens = 64,
     temperature: Temperature = 0.0,
     seed: Annotated[int, Option(help="The seed of arrival times. Request i samples with seed + i.")] = 0,
     prompts: Prompts = None,
     body: Annotated[str | None, Option(help="Fields to add to every request: '{\"top_p\": 0.9}'.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Load-test a server: latency percentiles, throughput, acceptance. The last line of output is JSON."""
+    """Load-test a server: latency percentiles, throughput, acceptance. Into a pipe, the last line is JSON."""
     from ..measure.client import Server
     from ..measure.load_generator import LoadPlan, run, summary
     from . import show
@@ -95,13 +96,20 @@ def bench_serve(
     client = Server(server, api_key)
     name = model or next(iter(client.models()), None)
     texts = [prompt.text for prompt in read_prompts(prompts)]
-    plan = LoadPlan(texts, requests, concurrency, rate, tokens, temperature, seed, name, _json_object(body))
+    plan = LoadPlan(texts, requests, concurrency, rate, max_tokens, temperature, seed, name, _json_object(body))
     result = {"server": server, "model": name, "concurrency": concurrency, "rate": rate} | summary(run(client, plan))
-    if not as_json:
-        show.load_test(Console(), result)
-    print_json(result)
+    _print(result, as_json, show.load_test)
     if result["failed"]:
         raise typer.Exit(1)
+
+
+def _print(result: dict[str, Any], as_json: bool, show: Callable[[Console, dict[str, Any]], None]) -> None:
+    """A table; with --json or into a pipe also, as the last line, the numbers behind it."""
+    console = Console()
+    if not as_json:
+        show(console, result)
+    if as_json or not console.is_terminal:
+        print_json(result)
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
@@ -115,7 +123,11 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def doctor(
-    options: TargetOptions, drafter: DrafterName = None, limit: Limit = 7, tokens: Tokens = 64, as_json: Json = False
+    options: TargetOptions,
+    drafter: DrafterName = None,
+    limit: Limit = 7,
+    max_tokens: Tokens = 64,
+    as_json: Json = False,
 ) -> None:
     """Report whether speculation pays on this machine and why, what to change, and what is broken."""
     from ..measure.bench import BenchPlan, encode_prompts
@@ -124,7 +136,7 @@ def doctor(
 
     llm = options.load(drafter=drafter)
     with progress_bar() as progress:
-        facts = examine(llm, encode_prompts(llm, _pick(None, None, limit)), BenchPlan(tokens, rounds=1), progress)
+        facts = examine(llm, encode_prompts(llm, _pick(None, None, limit)), BenchPlan(max_tokens, rounds=1), progress)
     findings = advise(facts)
     if not as_json:
         show.doctor(Console(), facts, findings)
@@ -142,7 +154,7 @@ def cost(
     drafter: Drafters = None,
     k: Ks = None,
     limit: Limit = 7,
-    tokens: Tokens = 64,
+    max_tokens: Tokens = 64,
     as_json: Json = False,
 ) -> None:
     """Print the price of a million tokens with and without speculation, by kind of text."""
@@ -157,7 +169,7 @@ def cost(
     else:
         llm = options.load()
         setups, workload = _setups(llm, drafter, k), encode_prompts(llm, _pick(None, None, limit))
-        rows = _measure(llm, workload, setups, BenchPlan(tokens, rounds=1))["rows"]
+        rows = _measure(llm, workload, setups, BenchPlan(max_tokens, rounds=1))["rows"]
     priced = bills(rows, price_per_hour)
     if as_json:
         listed = [asdict(bill) | {"saving_percent": bill.saving_percent} for bill in priced]
@@ -173,7 +185,7 @@ def tune(
     out: Annotated[Path, Option("--out", "-o", help="The profile to write.")] = Path("profile.json"),
     budget_minutes: Annotated[float, Option(help="Stop after about this long.")] = 5.0,
     limit: Limit = 7,
-    tokens: Tokens = 64,
+    max_tokens: Tokens = 64,
     rounds: Rounds = 2,
     resume: Annotated[bool, Option("--resume", help="Continue from the layer-skip set in --out.")] = False,
     as_json: Json = False,
@@ -188,7 +200,9 @@ def tune(
     start = skip_from(read_profile(out)) if resume else None
     llm = options.load()
     setups = candidates(llm, _drafter_names(llm, drafter, tuning=True))
-    tuner = Tuner(llm, encode_prompts(llm, _pick(prompts, None, limit)), BenchPlan(tokens, rounds), 60 * budget_minutes)
+    tuner = Tuner(
+        llm, encode_prompts(llm, _pick(prompts, None, limit)), BenchPlan(max_tokens, rounds), 60 * budget_minutes
+    )
     with progress_bar() as progress:
         outcome = tuner.run(setups, progress, start)
     if not outcome.rows and outcome.search is None:

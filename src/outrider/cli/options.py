@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
+import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
-from ..errors import ConfigError
-from .common import load_model, model_name, readable_errors
+from ..errors import ConfigError, OutriderError
+from .common import load_model, model_name, note, readable_errors, without_colours
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
-Target = Annotated[str | None, Option(help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")]
 Dtype = Annotated[str | None, Option(help="int8, bfloat16 or float32. Default: auto, the fastest on this machine.")]
 Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1 and so on. Default: auto, a GPU if there is one.")]
 DraftDevice = Annotated[str | None, Option(help="Where the draft model runs. Default: on the target's device.")]
 Set = Annotated[list[str] | None, Option("--set", "-s", help="Any other parameter, such as top_p=0.9. Repeatable.")]
-DrafterName = Annotated[str | None, Option("--drafter", "-d", help="suffix, ngram, model, head, off, … Default: auto.")]
+_DRAFTER_HELP = "auto (the default), suffix, ngram, model, head, off, …; or FILE.py:CLASS, one of your own."
+DrafterName = Annotated[str | None, Option("--drafter", "-d", help=_DRAFTER_HELP)]
 Drafters = Annotated[list[str] | None, Option("--drafter", "-d", help="A drafter to measure, or all. Repeatable.")]
 K = Annotated[str | None, Option("--k", help="Drafted tokens per step. Default: auto, chosen in every step.")]
 Profile = Annotated[Path | None, Option(help="A profile of `outrider tune`. Options on the command line override it.")]
@@ -152,7 +155,10 @@ class EngineOptions(TargetOptions):
         if self.learns and llm.learning is not None:
             from ..drafters.online import store
 
-            llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))
+            try:
+                llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))
+            except OutriderError as error:  # the answer has been given; a full disk costs what was learnt
+                note(f"What was learnt is not kept: {error}", style="yellow")
 
 
 # ---------------------------------------------------------------- how typer sees a command
@@ -169,10 +175,26 @@ _METAVARS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer registers it: --debug is added, errors are sentences, options have readable metavars.
+_PANELS = {
+    "Model": ("model", "dtype", "device", "draft_device", "set_"),
+    "Drafting": (
+        "drafter", "draft_model", "k", "learn", "learn_from", "learn_to", "speculative_config", "profile", "sweep_k",
+    ),
+    "Text": (
+        "temperature", "seed", "max_tokens", "stop", "json_schema", "regex", "grammar", "prediction", "raw", "system",
+    ),
+    "Output": (
+        "compare", "trace", "show_rejected", "plain", "html", "as_json", "no_color", "debug", "help_all", "log_text",
+    ),
+}  # fmt: skip  # groups of options in --help; others are under Options
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 
-    A parameter whose type is a dataclass becomes one option for each of its fields.
+
+def command(function: Callable[..., None], shown: Container[str] | None = None) -> Callable[..., None]:
+    """The function as typer registers it: errors are sentences, options are grouped and have readable metavars.
+
+    A parameter whose type is a dataclass becomes one option for each of its fields. With `shown`, --help lists only
+    these and --help-all every option.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -183,14 +205,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             parameters += [_parameter(field.name, field.default, types[field.name]) for field in fields(groups[name])]
         else:
             parameters.append(_parameter(name, parameter.default, hints[name]))
+    if shown is not None:
+        for parameter in parameters:
+            get_args(parameter.annotation)[1].hidden = parameter.name not in shown
+        every = Option("--help-all", is_eager=True, callback=_help_all, help="Show every option and exit.")
+        parameters.append(_parameter("help_all", False, Annotated[bool, every]))
+    no_color = Option("--no-color", help="Print without colours, as with NO_COLOR=1 in the environment.")
+    parameters.append(_parameter("no_color", False, Annotated[bool, no_color]))
     debug_option = Option("--debug", help="Show the traceback of an error.")
     parameters.append(_parameter("debug", False, Annotated[bool, debug_option]))
 
     @wraps(function)
-    def run(debug: bool, **values: Any) -> None:
+    def run(debug: bool, no_color: bool, help_all: bool = False, **values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        with readable_errors(debug):
+        with without_colours() if no_color else nullcontext(), readable_errors(debug):
             function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -200,16 +229,27 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, default: Any, hint: Any) -> inspect.Parameter:
     if get_origin(hint) is Annotated:
-        kind, info = get_args(hint)
+        whole, shared = get_args(hint)
+        kind, info = whole, copy(shared)  # commands share options, and may hide them
         while get_args(kind):  # list[str] | None -> str
             kind = get_args(kind)[0]
         named = name.upper() if isinstance(info, ArgumentInfo) else _METAVARS.get(name)
         info.metavar = info.metavar or named or _METAVARS[kind]
+        info.rich_help_panel = _PANEL_OF.get(name)
+        hint = Annotated[whole, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
+def _help_all(context: typer.Context, requested: bool) -> None:
+    if requested:
+        for param in context.command.params:
+            param.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 class _PlainHelp:
-    """Help without Python types beside arguments and --help, which typer shows whatever their metavar is."""
+    """Help without Python types and ranges, which typer shows whatever the metavar is."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -218,6 +258,9 @@ class _PlainHelp:
                 param.display_type_rich = lambda ctx: ""
             elif param.metavar is None:
                 param.metavar = ""
+            param._get_number_range_help_str = lambda: None
+            if param.name == "help":
+                param.rich_help_panel = "Output"
         return params
 
 

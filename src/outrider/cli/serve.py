@@ -27,6 +27,7 @@ class ServerOptions:
     ] = None
     open_: Annotated[bool, Option("--open", help="Accept requests from everybody who reaches the port.")] = False
     name: ServedName = None
+    any_model_name: Annotated[bool, Option("--any-model-name", help="Answer requests for any model's name.")] = False
     max_batch: Annotated[int, Option(min=1, help="Decode at most N requests at once.")] = 16
     max_queue: Annotated[int, Option(min=0, help="Let N more requests wait. Others get status 429.")] = 128
     max_tokens: Annotated[int, Option(min=1, help="The most tokens that a request may generate.")] = 4096
@@ -56,12 +57,12 @@ def serve(
     if engine != "outrider":
         raise ConfigError(f"There is no engine '{engine}' to serve with; choose outrider or vllm.")
     try:
-        from ..server.app import host_options, make_app, serve as listen
+        from ..server.app import bind, host_options, make_app, serve as listen
         from ..server.links import EngineProcess
         from ..server.settings import Limits, Settings
         from ..server.telemetry import log_to
     except ImportError as error:
-        text = f"`outrider serve` needs packages that are not installed ({error.name}): pip install 'outrider[serve]'."
+        text = f"`outrider serve` needs {error.name}, which is not installed: pip install -e '.[serve]' in a clone."
         raise OutriderError(text) from error
     limits = Limits(
         prompt_tokens=server.max_prompt, max_tokens=server.max_tokens, queue=server.max_queue, seconds=server.timeout,
@@ -69,18 +70,21 @@ def serve(
     )  # fmt: skip
     settings = Settings(
         host=server.host, port=server.port, keys=tuple(server.api_key or ()), open=server.open_, name=server.name,
-        origins=tuple(server.origin or ()), traces=server.traces, traces_bytes=server.traces_mb << 20,
-        log_text=server.log_text, drain_seconds=server.drain, limits=limits, drafter_seconds=server.drafter_timeout,
+        any_name=server.any_model_name, origins=tuple(server.origin or ()), traces=server.traces,
+        traces_bytes=server.traces_mb << 20, log_text=server.log_text, drain_seconds=server.drain, limits=limits,
+        drafter_seconds=server.drafter_timeout,
     )  # fmt: skip
     given = {"max_batch": server.max_batch} | options.arguments()
+    reserved = bind(server.host, server.port)
     log_to(sys.stderr)
     build = partial(load_model, options.model, options.with_learning(given))
     with EngineProcess(build, host_options(settings), options.save_learnt) as process:
         application, facts = make_app(process, settings), process.facts
-        address = f"http://{server.host}:{server.port}"
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        address = f"http://{host}:{reserved.getsockname()[1]}"
         model = f"{application.service.name} ({facts.dtype}, {facts.device}, drafter {facts.drafter})"
         note(f"Serving {model} at {address}/v1; the page is {address}/")
-        listen(application)
+        listen(application, reserved, note)
 
 
 # Options of `outrider serve` that vLLM's server does not have.

@@ -5,16 +5,18 @@ It prints what it is given and measures nothing.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..measure.report import WORDS
-from ..measure.statistics import ALL
+from ..measure.statistics import ALL, BenchRow, is_noise
 from ..types import ACCEPTED, BONUS, PRUNED, REJECTED, UNREACHED, Stats
 
 if TYPE_CHECKING:
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from ..measure.verify import VerifyReport
     from ..models.detokenizer import Piece
 
-# The colour of every fate. rich honours NO_COLOR and dumb terminals.
+_WORDS = re.compile(r"\s|[^\s\u1100-\uffff]+|\S")  # a space, a word, or one character of a script without spaces
+# The colour of every fate. rich honours NO_COLOR and dumb terminals; where there are none, marks stand around a token.
 STYLES = {ACCEPTED: "green", BONUS: "bold cyan", REJECTED: "red strike", UNREACHED: "dim strike", PRUNED: "dim"}
+MARKS = {ACCEPTED: ("", ""), BONUS: ("", ""), REJECTED: ("~", "~"), UNREACHED: ("?", "?"), PRUNED: ("(", ")")}
 BAR = 32  # characters of the longest text bar
 
 
@@ -37,31 +41,79 @@ def _line(console: Console, text: str) -> None:
 # ---------------------------------------------------------------- a run
 
 
-def legend(*fates: str) -> Text:
+def legend(*fates: str, marked: bool = False) -> Text:
+    """The colours of these fates; `marked`: the characters around a token instead, where there are no colours."""
     line = Text()
-    for fate in fates or (ACCEPTED, BONUS, REJECTED):
-        line.append(WORDS[fate], STYLES[fate]).append("   ")
+    for fate in fates:
+        before, after = MARKS[fate] if marked else ("", "")
+        line.append(f"{before}{WORDS[fate]}{after}", STYLES[fate]).append("   ")
     return line
 
 
-def piece(console: Console, piece: Piece) -> None:
-    """One step's text, coloured by origin. A file gets the text itself, because rich would expand its tabs."""
-    if not console.is_terminal:
-        console.file.write(piece.text)
-        console.file.flush()
-        return
-    for text, origin in zip(piece.texts, piece.origins, strict=True):
-        console.print(Text(text, STYLES[origin]), end="", soft_wrap=True)
+class AnswerText:
+    """An answer as it arrives, coloured by origin, with no word split at the margin.
+
+    A word is printed when it is whole, so that the text lags behind by one. A file gets the text itself, as does a
+    terminal that asks for it (`plain`): rich would expand tabs, and wrapped lines are copied with their breaks.
+    """
+
+    def __init__(self, console: Console, plain: bool = False) -> None:
+        self.console, self.plain = console, plain or not console.is_terminal
+        self._word: list[tuple[str, str]] = []  # what has arrived of it, with styles
+        self._column = 0
+
+    def add(self, piece: Piece, rejected: str = "") -> None:
+        """One step's text, and a rejected token to strike out in the place where it would have stood."""
+        if self.plain:
+            self.console.file.write(piece.text)
+            self.console.file.flush()
+            return
+        for text, origin in zip(piece.texts, piece.origins, strict=True):
+            self._add(text, STYLES[origin])
+        if rejected.strip():
+            self._add(rejected.strip(), STYLES[REJECTED])
+
+    def finish(self) -> None:
+        """Print the last word, and end the line."""
+        self._end_word()
+        self.console.file.write("\n")
+        self.console.file.flush()
+
+    def _add(self, text: str, style: str) -> None:
+        for part in _WORDS.findall(text):
+            if part.isspace():
+                self._end_word()
+                self._space(part)
+            else:
+                self._word.append((part, style))
+                if cell_len(part) > len(part):  # a script without spaces: a line may end after every character
+                    self._end_word()
+
+    def _space(self, character: str) -> None:
+        """A space that meets the margin becomes the end of the line."""
+        width = 8 - self._column % 8 if character == "\t" else 1
+        if character == "\n" or self._column + width >= self.console.width:
+            self.console.print()
+            self._column = 0
+        else:
+            self.console.print(" " * width, end="")
+            self._column += width
+
+    def _end_word(self) -> None:
+        length = sum(cell_len(text) for text, _ in self._word)
+        if self._column and self._column + length > self.console.width:
+            self.console.print()
+            self._column = 0
+        for text, style in self._word:
+            self.console.print(Text(text, style), end="", soft_wrap=True)
+        self._column += length
+        if self._column > self.console.width:  # a word that is longer than a line
+            self._column %= self.console.width
+        self._word.clear()
 
 
-def rejected(console: Console, text: str) -> None:
-    """A rejected token, struck out in the place where it would have stood."""
-    if text.strip():
-        console.print(Text(text.strip("\n"), STYLES[REJECTED]), end="", soft_wrap=True)
-
-
-def summary(stats: Stats, seconds: float, drafter: str, plain: tuple[float, bool] | None = None) -> Table:
-    """Tokens/s, passes, τ and α. `plain` is the speed of plain decoding and whether its text was the same."""
+def summary(stats: Stats, seconds: float, drafter: str, race: BenchRow | None = None) -> Table:
+    """Tokens/s, passes, τ and α. `race` compares the same request with plain decoding."""
     speed = stats.emitted / seconds if seconds else 0.0
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", f"{stats.emitted} in {seconds:.2f} s", f"[bold]{speed:.1f} tokens/s[/bold]")
@@ -73,11 +125,13 @@ def summary(stats: Stats, seconds: float, drafter: str, plain: tuple[float, bool
         table.add_row(f"drafter {drafter}", "nothing drafted", stats.why)
     if predicted := stats.accepted_prediction_tokens + stats.rejected_prediction_tokens:
         table.add_row("prediction", f"{stats.accepted_prediction_tokens} accepted", f"of {predicted} predicted tokens")
-    if plain is not None:
-        plain_speed, same = plain
-        text = "the same text" if same else "[red]different text[/red]"
-        factor = f"[bold]{speed / plain_speed:.2f} x[/bold] the plain speed, {text}"
-        table.add_row("plain", f"{plain_speed:.1f} tokens/s", factor)
+    if race is not None:
+        text = "[red]different text[/red]" if race.divergences else "the same text"
+        speeds = f"{_number(race.tok_s, 1)} tokens/s, plain {_number(race.plain_tok_s, 1)}"
+        table.add_row("decoding", speeds, f"[bold]{_factor(race.speedup)}[/bold] plain, {text}")
+        table.add_row("whole request", f"median of {race.rounds} runs", f"{_factor(race.speedup_total)} plain")
+        if is_noise(race.speedup, race.tau):
+            table.add_row("", "[yellow]more than τ allows:[/yellow]", "[yellow]this machine was disturbed[/yellow]")
     if stats.failures:
         table.add_row("[red]drafter failed[/red]", f"{stats.failures} times", "the text continued without it")
     return table
@@ -113,24 +167,26 @@ def trace(console: Console, trace: Trace, limit: int | None = None) -> None:
     """A recorded run, one line per step: its drafts with their fates, its times, and the target's own token."""
     stored: dict[str, str] = trace.footer.get("pieces") or {}
     pieces = {int(token): text for token, text in stored.items()}
-    console.print(legend(ACCEPTED, BONUS, REJECTED, UNREACHED))
+    marked = console.no_color or not console.is_terminal
+    console.print(legend(ACCEPTED, BONUS, REJECTED, UNREACHED, marked=marked))
     for line in trace.lines[:limit]:
-        console.print(_step(line, pieces), soft_wrap=True, highlight=False)
+        console.print(_step(line, pieces, marked), soft_wrap=True, highlight=False)
     if trace.footer:
         n, drafted, accepted = (trace.footer[name] for name in ("steps", "drafted", "accepted"))
         tau = trace.footer["emitted"] / n if n else 0
         console.print(f"{n} steps, {drafted} drafted, {accepted} accepted, τ = {tau:.2f}", style="bold")
 
 
-def _step(line: Line, pieces: dict[int, str]) -> Text:
-    def shown(token: int) -> str:
-        return repr(pieces[token])[1:-1] if token in pieces else f"#{token}"
+def _step(line: Line, pieces: dict[int, str], marked: bool) -> Text:
+    def shown(token: int, fate: str = BONUS) -> str:
+        before, after = MARKS[fate] if marked else ("", "")
+        return before + (repr(pieces[token])[1:-1] if token in pieces else f"#{token}") + after
 
     us = line["us"]
     text = Text(f"{line['step']:>5} · {line['seq']} @{line['at']:<5} ", "dim")
     text.append(f"draft {us['draft'][1] / 1000:6.2f} ms  verify {us['verify'][1] / 1000:7.2f} ms  ", "dim")
     for token, _, _, _, fate in line["nodes"]:
-        text.append(shown(token), STYLES[fate]).append("·", "dim")
+        text.append(shown(token, fate), STYLES[fate]).append("·", "dim")
     accepted = sum(node[4] == ACCEPTED for node in line["nodes"])
     if len(line["emitted"]) > accepted:
         text.append(" → ", "dim").append(shown(line["emitted"][-1]), STYLES[BONUS])
@@ -165,14 +221,12 @@ def verification(console: Console, report: VerifyReport) -> None:
 
 def bench(console: Console, result: dict[str, Any]) -> None:
     """Each drafter by kind of text, the sweep over K if there is one, and whether the texts agree."""
-    several = len({(r["drafter"], r["k"], str(r["options"])) for r in result["rows"]}) > 1
-    table = Table("drafter", "K", "text", "tokens/s", "plain", "speedup (95%)", "τ", "α", box=box.SIMPLE)
-    for r in result["rows"]:
-        overall = r["category"] == ALL
-        speed = (_number(r["tok_s"], 1), _number(r["plain_tok_s"], 1), _speedup(r), _number(r["tau"]))
-        cells = (r["drafter"], str(r["k"]), r["category"], *speed, _share(r["alpha"]))
-        table.add_row(*cells, style="bold" if overall else "", end_section=several and overall)
-    console.print(table)
+    setups = list(dict.fromkeys((r["drafter"], r["k"], str(r["options"])) for r in result["rows"]))
+    for setup in setups:
+        rows = [r for r in result["rows"] if (r["drafter"], r["k"], str(r["options"])) == setup]
+        console.print(_bench_table(rows))
+    if any(is_noise(r["speedup"], r["tau"]) for r in result["rows"]):
+        _line(console, "[yellow]*[/yellow] more than τ allows: this machine was disturbed, measure again.")
     for r in result["rows"]:
         if r["category"] == ALL and r["alpha_by_position"]:
             listed = "  ".join(f"{i}: {alpha:.0%}" for i, alpha in enumerate(r["alpha_by_position"], start=1))
@@ -184,6 +238,24 @@ def bench(console: Console, result: dict[str, Any]) -> None:
         console.print(f"[red]{d['drafter']}, K {d['k']}: the text differs from plain decoding at {position}.[/red]")
     if not result["divergences"]:
         console.print(f"{result['compared_tokens']} tokens compared: identical text.")
+
+
+def _bench_table(rows: list[dict[str, Any]]) -> Table:
+    """One drafter by kind of text. Speedups are of decoding, of the whole request, and without looping answers."""
+    title = f"{rows[0]['drafter']}, K {rows[0]['k']}: times the speed of plain decoding"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    table.add_column("text")
+    loops = any(r.get("loops") for r in rows)
+    for name in ("tokens/s", "plain", "decoding (95%)", "request", *(["without loops"] if loops else []), "τ", "α"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        cells = [_number(r["tok_s"], 1), _number(r["plain_tok_s"], 1), _speedup(r), _factor(r.get("speedup_total"))]
+        if loops:
+            left_out = f" (of {r['prompts'] - r['loops']})" if r["loops"] else ""
+            cells.append(_factor(r["speedup_without_loops"]) + left_out)
+        cells += [_number(r["tau"]), _share(r["alpha"])]
+        table.add_row(r["category"], *cells, style="bold" if r["category"] == ALL else "")
+    return table
 
 
 def _sweep(console: Console, rows: list[dict[str, Any]], knee: dict[str, int] | None) -> None:
@@ -216,7 +288,7 @@ def load_test(console: Console, result: dict[str, Any]) -> None:
 
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even acceptance, acceptance by kind of text, memory, and the findings."""
-    from ..measure.doctor import GOOD, HINT, KS, WRONG
+    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG
 
     console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(_hardware(facts))}", soft_wrap=True)
     if facts.backend:
@@ -231,9 +303,10 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     for k in KS:
         alpha = facts.break_even(k)
         _line(console, f"K = {k}: " + ("never pays here" if alpha is None else f"pays from α = {alpha:.0%} on"))
-    table = Table("text", "α", "speedup", title=f"{facts.drafter}, K auto")
+    table = Table("text", "α", "decoding", "request", title=f"{facts.drafter}, K auto: times the plain speed")
     for kind in [*facts.kinds, facts.overall]:
-        table.add_row(kind.category, _share(kind.alpha), _factor(kind.speedup))
+        lost = "red" if (kind.speedup or 1.0) < LOSS else ""
+        table.add_row(kind.category, _share(kind.alpha), _factor(kind.speedup), _factor(kind.request), style=lost)
     console.print(table)
     if facts.memory:
         _memory(console, facts.memory)
@@ -279,7 +352,7 @@ def _default_device(facts: Facts) -> str:
 
 
 def cost(console: Console, bills: list[Bill], currency: str) -> None:
-    title = f"A million tokens, in {escape(currency)}"
+    title = f"A million decoded tokens, in {escape(currency)}"
     table = Table("drafter", "K", "text", "plain", "speculative", "saving", title=title)
     for bill in bills:
         prices = (f"{bill.plain:.3f}", f"{bill.speculative:.3f}", f"{bill.saving_percent:+.0f}%")
@@ -336,6 +409,6 @@ def _share(value: float | None) -> str:
 
 
 def _speedup(row: dict[str, Any]) -> str:
-    """The speedup, and its confidence interval if there is one."""
+    """The speedup, and its confidence interval if there is one. A star: more than τ allows."""
     interval = "" if row["ci_low"] is None else f" ({row['ci_low']:.2f}–{row['ci_high']:.2f})"
-    return _factor(row["speedup"]) + interval
+    return ("*" if is_noise(row["speedup"], row["tau"]) else "") + _factor(row["speedup"]) + interval

@@ -22,7 +22,7 @@ from rich.table import Table
 from typer import Option
 
 from .common import note, print_json, progress_bar, require_folder
-from .options import Device, Dtype, Json, Target
+from .options import Device, Dtype, Json, Model
 
 if TYPE_CHECKING:
     from ..train.recipe import Recipe
@@ -31,10 +31,14 @@ _LOG_SECONDS = 20.0  # between two progress lines where standard error is no ter
 StopAfter = Annotated[float, Option(min=0.0, help="Stop after this time, as Ctrl-C does. 0: never.")]
 
 
+# Those of `train` that --help lists; --help-all has the rest.
+SHOWN = ("prompts", "out", "model", "kind", "answers", "train_tokens", "device", "resume", "stop_after", "html")
+
+
 def train(
     prompts: Annotated[list[Path], Option(help="A file of prompts: JSONL or a JSON list. Repeatable.")],
     out: Annotated[Path, Option(help="The drafter's folder, to write.")],
-    target: Target = None,
+    model: Model = None,
     kind: Annotated[str, Option(help="eagle3, block, exit (an early exit) or model (a small model).")] = "eagle3",
     exclude: Annotated[list[Path] | None, Option(help="A file of prompts to leave out. Repeatable.")] = None,
     device: Device = None,
@@ -44,8 +48,8 @@ def train(
     max_tokens: Annotated[int, Option(min=2, help="The most tokens of an answer.")] = 512,
     batch: Annotated[int, Option(min=0, help="Answers at a time. 0: 8 on a CPU, 256 on a GPU.")] = 0,
     workers: Annotated[int, Option(min=1, help="Processes that generate answers. Small models need more.")] = 1,
-    steps: Annotated[int, Option(min=0, help="Training steps. 0: as --tokens says.")] = 0,
-    tokens: Annotated[int, Option(min=0, help="Training tokens. 0: three times the answers.")] = 0,
+    steps: Annotated[int, Option(min=0, help="Training steps. 0: as --train-tokens says.")] = 0,
+    train_tokens: Annotated[int, Option(min=0, help="Training tokens. 0: three times the answers.")] = 0,
     batch_tokens: Annotated[int, Option(min=32, help="Tokens of one training step.")] = 8192,
     lr: Annotated[float, Option(min=0.0, help="The highest learning rate.")] = 5e-4,
     seed: Annotated[int, Option(min=0, help="The random seed. The same seed gives the same drafter.")] = 0,
@@ -72,6 +76,7 @@ def train(
 ) -> None:
     """Train a drafter for a model on the model's own answers: generate, train, evaluate, write a folder."""
     choices = dict(locals())
+    choices |= {"target": choices.pop("model"), "tokens": choices.pop("train_tokens")}
     for name in ("as_json", "stop_after"):
         choices.pop(name)
     choices |= {"prompts": tuple(prompts), "exclude": tuple(exclude or ()), "taps": tuple(choices.pop("tap") or ())}
@@ -85,13 +90,14 @@ def train(
         result = make(recipe, progress, stop)
     if not as_json:
         _show(Console(), result, recipe)
-    print_json(_without_curves(result))
+    if as_json or not sys.stdout.isatty():
+        print_json(_without_curves(result))
 
 
 def invent(
     out: Annotated[Path, Option(help="The JSONL file to write, for --prompts of `outrider train`.")],
     count: Annotated[int, Option(min=1, help="Try N prompts; those that do not end are dropped.")] = 1000,
-    target: Target = None,
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     max_tokens: Annotated[int, Option(min=4, help="The most tokens of a prompt.")] = 160,
@@ -105,7 +111,7 @@ def invent(
     from ..train.prompts import Invention, invent as make
 
     chosen = str(choose_device(device or "auto"))
-    plan = Invention(out, count, target, chosen, dtype or "auto", max_tokens, batch, workers, seed)
+    plan = Invention(out, count, model, chosen, dtype or "auto", max_tokens, batch, workers, seed)
     with _resumable(), _stop_request(stop_after) as stop, progress_bar(_LOG_SECONDS) as progress:
         written = make(plan, progress, stop)
     typer.echo(f"{written} prompts in {out}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import pkgutil
 import sys
 import warnings
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from ..backends import Model, Passes, ResumableLayers
@@ -71,13 +74,55 @@ def names() -> list[str]:
 
 
 def lookup(drafter: str | type[Drafter]) -> type[Drafter]:
-    """The drafter class of this name; a class is returned unchanged."""
+    """The drafter class of this name, or of `file.py:Class` or `module:Class`; a class is returned unchanged."""
     if not isinstance(drafter, str):
-        return drafter
+        return _checked(drafter)
     _discover()
+    if ":" in drafter:
+        return _load(drafter)
     if drafter not in _REGISTRY:
         raise ConfigError(f"There is no drafter called '{drafter}'. Choose one of: {', '.join(names())}.")
     return _REGISTRY[drafter]
+
+
+def _checked(drafter: Any) -> type[Drafter]:
+    """Refuse what is no drafter before a model is loaded."""
+    shown = getattr(drafter, "__name__", repr(drafter))
+    if not (isinstance(drafter, type) and issubclass(drafter, Drafter)):
+        raise ConfigError(f"{shown} is no drafter: pass a name, or a class that inherits from outrider.Drafter.")
+    if drafter.draft is Drafter.draft:
+        raise ConfigError(f"The drafter {shown} has no method draft(self, request): docs/write-a-drafter.md shows one.")
+    if not drafter.name:
+        drafter.name = drafter.__name__
+    return drafter
+
+
+@cache
+def _load(place: str) -> type[Drafter]:
+    """The class of `file.py:Class` or `module:Class`."""
+    source, _, name = place.rpartition(":")
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:  # it is the user's code: it may raise anything
+        raise ConfigError(f"The drafter {place} cannot be loaded: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, name):
+        found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Drafter)]
+        listed = ", ".join(key for key in found if key != "Drafter") or "none"
+        raise ConfigError(f"There is no class {name} in {source}; drafters in it: {listed}.")
+    return _checked(getattr(module, name))
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser()
+    if not path.is_file():
+        raise ConfigError(f"There is no file {path}.")
+    name = f"outrider_drafter_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def about(drafter: str | type[Drafter]) -> str:

@@ -32,15 +32,24 @@ def propose(drafter: Drafter, turns: list[Turn], request: DraftRequest) -> Draft
     """At most request.budgets[i] nodes for each turn, from the request itself where it has some."""
     seqs, budgets = request.seqs, request.budgets
     if not any(seq.has_request_drafts for seq in seqs):
-        return drafter.draft(request)
+        return _draft(drafter, request)
     trees = [_guided(seq, predicted_draft(seq, room), room) for seq, room in zip(seqs, budgets, strict=True)]
     open_ = [i for i, (turn, tree) in enumerate(zip(turns, trees, strict=True)) if _may_be_better(turn, tree)]
-    drafted = request.answer(open_, drafter.draft)
+    drafted = request.answer(open_, lambda some: _draft(drafter, some))
     for i in open_:
         guided = _guided(seqs[i], drafted.trees[i], budgets[i])
         if guided.tokens[: len(trees[i].tokens)] == trees[i].tokens:
             trees[i] = guided
     return replace(drafted, trees=tuple(trees))
+
+
+def _draft(drafter: Drafter, request: DraftRequest) -> Draft:
+    drafted = drafter.draft(request)
+    if not isinstance(drafted, Draft):
+        raise TypeError(f"draft() returned a value of type {type(drafted).__name__}, but it must return a Draft")
+    if len(drafted.trees) != len(request.seqs):
+        raise ValueError(f"draft() returned {len(drafted.trees)} trees for {len(request.seqs)} sequences")
+    return drafted
 
 
 def _may_be_better(turn: Turn, own: Tree) -> bool:

@@ -150,6 +150,7 @@ class Engine:
             drafter.record(target.rounds)
         self.failures: Counter[str] = Counter()  # "drafter: error" or "verb: error" -> how often it was raised
         self._first_failures: dict[str, str] = {}  # by kind
+        self._latest_failure = ""  # of the latest call of `draft`
         self.clock = Clock(now)
         self.watchdog = Watchdog()  # over the drafter's calls: another thread may give up one that hangs
 
@@ -205,7 +206,9 @@ class Engine:
                 turns = turns if self.controller.prices is None else self._shorten(turns, draft)
             else:
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
-        flight = Flight(turns, draft, None, clock.seconds, clock.starts, self.controller.why, failure)
+        silent = self._latest_failure and not any(tree.tokens for tree in draft.trees)
+        why = f"the drafter failed ({self._latest_failure}): plain decoding" if silent else self.controller.why
+        flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure)
         if self._in_rounds:
             assert self.target.rounds is not None
             flight.pending = self.target.rounds.start(turns, draft.trees)
@@ -302,10 +305,13 @@ class Engine:
                 unread, failures = drafted.unread, list(drafted.failures)
                 for i, tree in zip(open_, drafted.trees, strict=True):
                     trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
+                    if len(trees[i].tokens) < min(len(tree.tokens), budgets[i]):
+                        failures.append(f"{self._drafter_name}: {_fault(tree, len(trees[i].tokens))}")
                 self.pace.drafted(len(open_), self.clock.since("draft"))
             except Exception as error:  # a drafter costs speed, never an answer
-                failures.append(f"{self.drafter.name or type(self.drafter).__name__}: {_describe(error)}")
+                failures.append(f"{self._drafter_name}: {_describe(error)}")
                 trees, unread = [Tree([], [])] * len(turns), None
+            self._latest_failure = "; ".join(failures)
         for failure in failures:
             self._count_failure(failure)
         return Draft.pack(trees, unread), "; ".join(failures)
@@ -315,6 +321,10 @@ class Engine:
         request = DraftRequest(seqs, budgets, controller.prices, controller.stop_below, self._in_rounds)
         with self.watchdog("draft"):
             return propose(self.drafter, turns, request)
+
+    @property
+    def _drafter_name(self) -> str:
+        return self.drafter.name or type(self.drafter).__name__
 
     def _shorten(self, turns: list[Turn], draft: Draft) -> list[Turn]:
         """Budgets of a round by what is drafted after the tokens that the steps in flight emit at least."""
@@ -503,6 +513,11 @@ def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
         if not (-unread <= token < vocabulary and -1 <= parent < node):
             return tree.cut(min(node, budget))
     return tree.cut(budget)
+
+
+def _fault(tree: Tree, node: int) -> str:
+    """What is wrong with a node that `_sound` has cut off."""
+    return f"ValueError: node {node} of a drafted tree has token {tree.tokens[node]} and parent {tree.parents[node]}"
 
 
 def _read(draft: Draft, batch: Batch, first: list[int], output: Output) -> Draft:

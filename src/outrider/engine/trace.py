@@ -15,6 +15,7 @@ are those of a run without a recorder.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ..types import ACCEPTED, Listener, Step, Tree, Verdict
 from .judge import RULES
 from .sampling import CHOICE, gumbel, key
 
+log = logging.getLogger("outrider.engine")
 VERSION = 1
 LEVELS = ("off", "summary", "full")
 Line = dict[str, Any]
@@ -71,9 +73,13 @@ class Recorder(Listener):
             return
         if self.file is None:
             self.lines.append(line)
-        else:
+            return
+        try:
             self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self.file.flush()  # an interrupted run leaves a readable trace
+        except OSError as error:  # a full disk costs the trace, not the answer
+            self.level = "off"
+            log.warning("The trace ends here, generation goes on: %s: %s.", self.file.name, error.strerror or error)
 
 
 class Passes(Recorder):

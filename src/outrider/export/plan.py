@@ -108,7 +108,7 @@ def _check_head(folder: Path, checkpoint: Checkpoint) -> None:
             "`outrider train --kind eagle3` or `--kind model` make drafters that others run."
         )
     if config.target_hash and config.target_hash != target_hash(checkpoint.config, checkpoint.weights):
-        raise ConfigError(f"The head {folder} was trained for another target than {checkpoint.name}; give --target.")
+        raise ConfigError(f"The head {folder} was trained for another target than {checkpoint.name}; give --model.")
 
 
 def _skip_sets(profile: Json, options: Json) -> Json:

@@ -86,7 +86,7 @@ def _write_target(checkpoint: Checkpoint, options: ExportOptions) -> Path:
         if is_folder:
             raise ConfigError(
                 f"llama.cpp reads GGUF files and {checkpoint.path} is a Hugging Face folder: give the target's GGUF "
-                "file with --target, or convert it with llama.cpp's convert_hf_to_gguf.py."
+                "file with --model, or convert it with llama.cpp's convert_hf_to_gguf.py."
             )
         if not options.copy_target:
             return checkpoint.path

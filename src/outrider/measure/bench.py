@@ -34,6 +34,7 @@ Clock = Callable[[], float]  # seconds
 class EncodedPrompt:
     ids: list[int]
     category: str = ALL
+    params: SamplingParams | None = None  # instead of the plan's
 
 
 def encode_prompts(llm: LLM, prompts: list[Prompt]) -> list[EncodedPrompt]:
@@ -97,7 +98,7 @@ class Bench:
         llm = fresh(self.llm, setup) if self.llm.device == "cpu" else self._cleared_engine(index, setup)
         gc.collect()  # engines are cyclic and large: collect before the clock runs
         begin, first = self.clock(), None
-        for _ in llm.stream(self.prompts[index].ids, self.plan.params(index)):
+        for _ in llm.stream(self.prompts[index].ids, self._params(index)):
             if first is None:
                 first = self.clock()
         end = self.clock()
@@ -111,9 +112,12 @@ class Bench:
             unshared = {"suffix_shared_tokens": 0} if setup.drafter in ("suffix", "auto", "cascade") else {}
             self.engines[key] = fresh(self.llm, replace(setup, options=unshared | setup.options))
             for _ in range(2):  # the second run captures the passes that the controller settled on
-                self.engines[key].generate([self.prompts[index].ids], self.plan.params(index))
+                self.engines[key].generate([self.prompts[index].ids], self._params(index))
         self.engines[key].forget()
         return self.engines[key]
+
+    def _params(self, index: int) -> SamplingParams:
+        return self.prompts[index].params or self.plan.params(index)
 
     def rows(self, categories: bool = True) -> list[BenchRow]:
         """Each setup on each category, and on all prompts."""
@@ -153,6 +157,15 @@ def measure(
     for number in range(plan.rounds):
         bench.round(setups, number, lambda what, done, n=number: progress(what, (n + done) / plan.rounds))  # type: ignore[misc]
     return bench
+
+
+def race(llm: LLM, ids: list[int], params: SamplingParams, rounds: int = 3) -> BenchRow:
+    """One request with the model's own drafter and without it, in turn, with nothing printed meanwhile."""
+    setup = Setup(llm.config.drafter_name, llm.config.k, llm.config.options)
+    bench = Bench(llm, [EncodedPrompt(ids, params=params)], BenchPlan(rounds=rounds))
+    for number in range(rounds):
+        bench.round([setup], number, lambda what, done: None)
+    return bench.rows(categories=False)[0]
 
 
 def result(bench: Bench, sweep: Bench | None = None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ KS = (1, 4, 8)
 GOOD, HINT, WRONG = "good", "hint", "wrong"
 _STALE = 0.3  # relative difference from which stored pass costs count as measured under other conditions
 _RUNNERS = {"Graphs": "captured graphs", "Eager": "eager"}  # by class
+LOSS = 0.97  # of the plain speed: below it a kind of text counts as lost, above it as noise
 _MIN_DISK_GB = 2.0  # less than a small model and its packed copy
 _TRIAL_SLOTS = 64  # of the cache in which a drafter's memory is measured
 
@@ -46,7 +47,8 @@ class CategoryResult:
 
     category: str
     alpha: float | None
-    speedup: float | None
+    speedup: float | None  # of decoding
+    request: float | None = None  # of the whole request
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Facts:
     memory: list[MemoryUse] = field(default_factory=list)  # the target, then each drafter
     backend: str = ""  # what runs the target, where that is not the built-in decoder
     drift: tuple[str, ...] = ()  # a sentence for each drafter that has gone stale
+    failures: int = 0  # steps in which the drafter failed
+    failure: str = ""  # how, if its last call did
     ahead: dict[str, Any] | None = None  # the report of the `ahead` drafter, where that is the one examined
 
     @property
@@ -106,7 +110,8 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
     """Measure everything that `advise` needs, with the drafter and K that the model is configured with."""
     before = environment()  # the load average without this benchmark
     bench = measure(llm, prompts, [make_setup(llm, llm.config.drafter_name, llm.config.k)], plan, progress)
-    *kinds, overall = [CategoryResult(row.category, row.alpha, row.speedup) for row in bench.rows()]
+    rows = bench.rows()
+    *kinds, overall = [CategoryResult(row.category, row.alpha, row.speedup, row.speedup_total) for row in rows]
     folder_trouble, disk_gb = folder_state(cache_folder())
     runner = type(llm.engine.target).__name__
     return Facts(
@@ -114,7 +119,7 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
         pass_costs(llm), kinds, overall, before, cache_folder(), folder_trouble, disk_gb, versions_trouble(),
         kept=bench.pass_costs, kept_in=llm.costs.path,
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
-        backend=llm.backend, drift=tuple(llm.drift.sentences()),
+        backend=llm.backend, drift=tuple(llm.drift.sentences()), failures=rows[-1].failures, failure=rows[-1].why,
         ahead=_ahead_facts(llm, prompts, plan) if llm.config.drafter_name == "ahead" else None,
     )  # fmt: skip
 
@@ -195,8 +200,10 @@ def verdict(facts: Facts) -> Finding:
     best, worst = _extremes(facts.kinds)
     span = f" ({best.category} {best.speedup:.2f} ×, {worst.category} {worst.speedup:.2f} ×)" if best and worst else ""
     if speed >= 1.03:
-        return Finding(GOOD, f"Speculation pays here: {speed:.2f} × plain decoding with {facts.drafter}{span}.")
-    if speed >= 0.97:
+        lost = [f"{kind.category} {kind.speedup:.2f} ×" for kind in facts.kinds if (kind.speedup or 1.0) < LOSS]
+        text = f"Speculation pays here: {speed:.2f} × plain decoding with {facts.drafter}{span}."
+        return Finding(HINT, f"{text} But it lost on {', '.join(lost)}.") if lost else Finding(GOOD, text)
+    if speed >= LOSS:
         tail = f" It pays on {best.category}: {best.speedup:.2f} ×." if best and (best.speedup or 0) >= 1.05 else ""
         return Finding(HINT, f"Speculation makes no difference overall: {speed:.2f} × with {facts.drafter}.{tail}")
     return Finding(WRONG, f"Speculation loses here: {speed:.2f} × plain decoding with {facts.drafter}{span}.")
@@ -289,6 +296,9 @@ def _model_hints(facts: Facts) -> Iterator[str]:
 
 def _installation(facts: Facts) -> list[Finding]:
     problems = list(facts.versions_trouble)
+    if facts.failures:
+        how = f": {facts.failure}" if "failed" in facts.failure else "; its first error is in the log above"
+        problems.append(f"The drafter {facts.drafter} failed in {facts.failures} steps{how}.")
     if facts.folder_trouble:
         problems.append(
             f"{facts.folder} cannot be written ({facts.folder_trouble}): set OUTRIDER_HOME to a writable folder."

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..backends.machine import choose_device, cpu_flags, cpu_name, device_name, fingerprint, why_no_gpu
+from ..backends.machine import choose_device, cpu_flags, cpu_name, device_name, fingerprint, load_average, why_no_gpu
 from ..backends.ops import backend
 
 _PACKAGES = ("outrider", "torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
-        "load": load(),
+        "load": None if (load := load_average()) is None else round(load, 2),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: installed(name) for name in _PACKAGES},
@@ -69,14 +69,6 @@ def driver() -> str | None:
         return None
     match = re.search(r"Kernel Module.*?\s(\d[\d.]+)", text)
     return match[1] if match else None
-
-
-def load() -> float | None:
-    """The load average of the last minute, this process included; None where the system does not count it."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (OSError, AttributeError):
-        return None
 
 
 def installed(name: str) -> str | None:

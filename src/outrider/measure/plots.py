@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 12, 44
 WIDTH, HEIGHT = 760, 300
+CHARACTER = 6.6  # width of one in a label
 Scale = Callable[[float], float]  # a value to pixels from the top
 
 
@@ -47,7 +49,10 @@ def whiskers(axes: Axes, groups: Sequence[str], series: Sequence[Series]) -> str
     y = _scale(axes, series)
     step = (WIDTH - LEFT - RIGHT) / max(len(groups), 1)
     marks = [_frame(axes, y)]
-    marks += [_label(LEFT + step * (i + 0.5), HEIGHT - BOTTOM + 18, name) for i, name in enumerate(groups)]
+    line = max(int(step / CHARACTER), 4)  # characters that fit under a group
+    for i, name in enumerate(groups):
+        for n, part in enumerate(wrap(name, line)[:2]):  # there is room for two lines
+            marks.append(_label(LEFT + step * (i + 0.5), HEIGHT - BOTTOM + 18 + 14 * n, part))
     for n, each in enumerate(series):
         shift = (n - (len(series) - 1) / 2) * min(16.0, step / (len(series) + 1))
         for point in each.points:
@@ -77,7 +82,7 @@ def lines(axes: Axes, series: Sequence[Series]) -> str:
 
 def stacks(axes: Axes, bars: Sequence[tuple[str, dict[str, float]]], words: dict[str, str]) -> str:
     """A horizontal bar per entry, split by class; `words` describes each class. Shares add up to 1."""
-    bar, left = 26, 150
+    bar, left = 26, 16 + math.ceil(CHARACTER * max(len(name) for name, _ in bars))  # wide enough for every name
     height = TOP + bar * len(bars) + BOTTOM
     marks = []
     for i, (name, shares) in enumerate(bars):

@@ -7,7 +7,6 @@ setting, and has every plot as a table too. It is made from the JSON of `outride
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -95,7 +94,8 @@ def _speedups(result: Json) -> str:
         for name in _names(result)
     ]
     axes = Axes("Speedup over plain decoding by kind of text", "", "times plain speed", level=1.0)
-    columns = "drafter k category tokens tok_s plain_tok_s speedup ci_low ci_high tau alpha"
+    columns = "drafter k category tokens tok_s plain_tok_s speedup ci_low ci_high speedup_total speedup_without_loops"
+    columns += " loops tau alpha"
     note = "Dots: medians over rounds, summed over prompts. Bars: 95% bootstrap intervals. Dashed: plain decoding."
     return figure(axes.title, whiskers(axes, groups, series), note, table(columns.split(), rows))
 
@@ -161,6 +161,15 @@ def _point(x: float, row: Json) -> Point:
     return Point(x, row["speedup"], row["ci_low"], row["ci_high"])
 
 
+_TITLES = {
+    "category": "text", "k": "K", "tok_s": "tokens/s", "plain_tok_s": "plain", "speedup": "decoding ×",
+    "ci_low": "95% from", "ci_high": "to", "speedup_total": "request ×", "speedup_without_loops": "without loops ×",
+    "loops": "looping answers", "tau": "τ", "alpha": "α", "isa_cap": "oneDNN capped at", "omp": "OpenMP settings",
+    "cuda": "CUDA", "gpus": "GPUs", "no_gpu": "why no GPU", "auto_device": "default device", "amx": "AMX",
+    "tokens": "tokens of an answer, at most", "ms": "milliseconds",
+}  # fmt: skip  # names of JSON fields for readers
+
+
 def _name(row: Json) -> str:
     return f"{row['drafter']}, K {row['k']}"
 
@@ -188,7 +197,7 @@ def figure(title: str, svg: str, note: str, numbers: str) -> str:
 
 def table(columns: Sequence[str], rows: list[Json]) -> str:
     """Rows by column names."""
-    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
+    head = "".join(f'<th scope="col">{escape(_TITLES.get(c, c))}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(_cell(row[c]))}</td>" for c in columns) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -196,7 +205,7 @@ def table(columns: Sequence[str], rows: list[Json]) -> str:
 def facts_table(facts: Json) -> str:
     """Names and values, one under the other."""
     cells = "".join(
-        f'<tr><th scope="row" class="word">{escape(str(name))}</th>'
+        f'<tr><th scope="row" class="word">{escape(_TITLES.get(name, str(name)))}</th>'
         f'<td class="word"><code>{escape(_text(value))}</code></td></tr>'
         for name, value in facts.items()
     )
@@ -208,4 +217,11 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A fact in words: what there is none of is a dash."""
+    if value is None or value in ({}, [], ""):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    return "; ".join(map(_text, value)) if isinstance(value, list | tuple) else _cell(value)

@@ -2,6 +2,10 @@
 
 Pure arithmetic on records; `bench` makes the runs. A prompt counts with the median of its rounds, prompts are summed,
 and intervals come from resampling prompts and rounds.
+
+The one definition of speedup: tokens per second of decoding, from the first emitted token to the last, divided by that
+of plain decoding. Beside it stands that of the whole request, with the time to the first token. A small model that
+loops is easy to draft for, so every speedup is also given without the answers that repeat themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ T = TypeVar("T")
 Groups = Sequence[Sequence[T]]  # one group per prompt, one entry per round
 RESAMPLES = 1000
 ALL = "all"  # the category of all prompts together
+LOOPING = 0.5  # share of repeated 4-grams from which an answer counts as one that repeats itself
+NOISE = 1.02  # a speedup of more than so many times τ was not earned by drafts
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,10 @@ class Pair:
     speculative: TimedRun
 
     @property
+    def loops(self) -> bool:
+        return repeated_share(self.plain.ids) > LOOPING
+
+    @property
     def differs_at(self) -> int | None:
         """The first position where the ids differ; None where they are equal, as promised."""
         a, b = self.plain.ids, self.speculative.ids
@@ -80,7 +90,9 @@ class BenchRow:
     speedup: float | None
     ci_low: float | None
     ci_high: float | None
-    speedup_total: float | None  # prefill included
+    speedup_total: float | None  # of the whole request
+    loops: int  # answers that repeat themselves
+    speedup_without_loops: float | None  # of decoding, without those
     tau: float | None
     alpha: float | None
     alpha_by_position: list[float]
@@ -99,6 +111,7 @@ def bench_row(setup: Setup, category: str, pairs: list[Pair], seed: int = 0) -> 
     for pair in pairs:
         by_prompt.setdefault(pair.prompt, []).append(pair)
     groups = list(by_prompt.values())
+    distinct = [group for group in groups if not group[0].loops]
     plain, fast = ([[getattr(p, side) for p in group] for group in groups] for side in ("plain", "speculative"))
     stats = _pooled([p.speculative.stats for p in pairs])
     low, high = interval(groups, speedup, seed) or (None, None)
@@ -108,6 +121,7 @@ def bench_row(setup: Setup, category: str, pairs: list[Pair], seed: int = 0) -> 
         tokens=_tokens(fast), seconds=_seconds(fast), tok_s=rate(fast),
         plain_seconds=_seconds(plain), plain_tok_s=rate(plain),
         speedup=speedup(groups), ci_low=low, ci_high=high, speedup_total=speedup(groups, with_prefill=True),
+        loops=len(groups) - len(distinct), speedup_without_loops=speedup(distinct),
         tau=stats.tau, alpha=stats.alpha, alpha_by_position=stats.alpha_by_position,
         drafted=stats.drafted, reached=stats.reached, accepted=stats.accepted, emitted=stats.emitted,
         failures=stats.failures, divergences=sum(p.differs_at is not None for p in pairs), why=stats.why,
@@ -119,6 +133,17 @@ def speedup(groups: Groups[Pair], with_prefill: bool = False) -> float | None:
     fast = rate([[p.speculative for p in group] for group in groups], with_prefill)
     plain = rate([[p.plain for p in group] for group in groups], with_prefill)
     return fast / plain if fast and plain else None
+
+
+def is_noise(speedup: float | None, tau: float | None) -> bool:
+    """Whether a speedup is more than its tokens per pass allow: then the machine was disturbed."""
+    return speedup is not None and tau is not None and speedup > NOISE * tau
+
+
+def repeated_share(ids: Sequence[int], n: int = 4) -> float:
+    """The share of an answer's n-grams that occurred in it before."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def rate(runs: Groups[TimedRun], with_prefill: bool = False) -> float | None:

@@ -46,7 +46,7 @@ def open_foreign(folder: Path, refusal: str) -> tuple[ModelConfig, ForeignWeight
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"{refusal} transformers may support it: pip install 'outrider[hf]', and it is used for such models."
+            f"{refusal} transformers may support it: pip install -e '.[hf]' in a clone, and it is used for such models."
         ) from error
     try:
         settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)

@@ -38,6 +38,9 @@ class _Damaged(Exception):
     """The header contradicts itself or the file's length."""
 
 
+_LENGTH = struct.Struct("<Q")  # of a string
+
+
 class _Cursor:
     """Reads a header sequentially, never past the end of the file."""
 
@@ -58,6 +61,20 @@ class _Cursor:
         start = self.take(self.number("Q"))
         return self.data[start : self.offset].decode("utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has a hundred thousand of them, read at every start."""
+        data, offset, size, length_at, found = self.data, self.offset, self.size, _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = offset + _LENGTH.size
+            if start > size:
+                raise _Damaged("it ends within its header")
+            offset = start + length_at(data, offset)[0]
+            if offset > size:
+                raise _Damaged("it ends within its header")
+            found.append(data[start:offset].decode("utf-8"))
+        self.offset = offset
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _ARRAY:
             return self.array(self.number("I"), self.number("Q"))
@@ -67,7 +84,7 @@ class _Cursor:
         if count > _MAX_ARRAY:
             raise _Damaged(f"its header has an array of {count:,} values")
         if kind == _STRING:
-            return [self.string() for _ in range(count)]
+            return self._strings(count)
         if kind not in _SCALARS:
             raise _Damaged(f"its header has a value of unknown type {kind}")
         dtype = np.dtype(_SCALARS[kind])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import signal
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -18,21 +21,24 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from .. import __version__
+from ..errors import OutriderError
 from ..llm import LLM
-from .errors import ApiError, internal_error, validation_error
+from .errors import ApiError, internal_error
 from .guard import Guard
 from .host import HostOptions
 from .jobs import Listener
 from .links import LocalEngine
 from .messages import EngineLink
 from .pages import pages
-from .requests import RequestParser
+from .requests import ChatRequest, CompletionRequest, RequestParser
 from .routes import Service, api_router
 from .settings import Settings
 from .telemetry import Metrics, RequestLog, spans_for
 from .tracing import TraceStore
+from .validation import validation_error
 from .worker import Worker
 
+Notify = Callable[[str], None]  # a sentence for the person at the terminal
 GRACE = 5.0  # seconds for a connection to close after its last byte
 
 
@@ -58,7 +64,9 @@ def make_app(llm: LLM | EngineLink, settings: Settings | None = None) -> Applica
     listeners += [traces] if traces else []
     worker = Worker(engine, settings.limits.queue, listeners)
     metrics.attach(worker)
-    service = Service(engine, name, settings, RequestParser(engine, name, settings.limits), worker, metrics, traces)
+    service = Service(
+        engine, name, settings, RequestParser(engine, name, settings.limits, settings.any_name), worker, metrics, traces
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -80,6 +88,7 @@ def make_app(llm: LLM | EngineLink, settings: Settings | None = None) -> Applica
 
 def _add_error_handlers(app: FastAPI) -> None:
     """Send every error, the framework's own included, in OpenAI's form."""
+    names = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
@@ -87,7 +96,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors(), names).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -100,16 +109,38 @@ def _add_error_handlers(app: FastAPI) -> None:
 class DrainingServer(uvicorn.Server):
     """On a signal, the worker accepts no more jobs and running ones may end."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float, notify: Notify) -> None:
         super().__init__(config)
-        self.worker, self.seconds = worker, seconds
+        self.worker, self.seconds, self.notify = worker, seconds, notify
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.worker.drain(self.seconds)
+        """The first signal drains, the second leaves at once."""
+        if not self.should_exit and not self.worker.idle and sig == signal.SIGINT:
+            self.notify(f"Finishing what is running, for {self.seconds:g} s at most; Ctrl-C again leaves at once.")
+        if self.should_exit:
+            logging.getLogger("uvicorn.error").disabled = True  # it would log that its own task is cancelled
+        self.worker.drain(0.0 if self.should_exit else self.seconds)
         super().handle_exit(sig, frame)
 
 
-def serve(application: Application) -> None:
+def bind(host: str, port: int) -> socket.socket:
+    """The port, reserved: before a model is loaded, so that one in use costs no time."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, port))  # nobody can connect before the server listens
+    except OSError as error:
+        reserved.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OutriderError(f"Port {port} is in use: choose another with --port, or 0 for any free one.") from error
+        raise OutriderError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
+    return reserved
+
+
+def serve(
+    application: Application, reserved: socket.socket | None = None, notify: Notify = lambda sentence: None
+) -> None:
     """Listen until SIGTERM or SIGINT; then drain, and return."""
     settings = application.service.settings
     config = uvicorn.Config(
@@ -119,4 +150,5 @@ def serve(application: Application) -> None:
     )  # fmt: skip
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: None)  # uvicorn raises the signal again after draining: exit code 0
-    DrainingServer(config, application.service.worker, settings.drain_seconds).run()
+    server = DrainingServer(config, application.service.worker, settings.drain_seconds, notify)
+    server.run(sockets=None if reserved is None else [reserved])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException
@@ -40,15 +39,3 @@ def internal_error() -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError(503, "The server is shutting down; try again later.", "shutting_down", retry_after=5)
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """From pydantic's list of errors: the field and the reason, never the value."""
-    first = errors[0] if errors else {}
-    if first.get("type") in ("json_invalid", "model_attributes_type"):
-        message = "The body is not a JSON object; send one with content-type application/json."
-        return bad_request(message, None, "not_json")
-    param = ".".join(str(part)[:64] for part in first.get("loc", ()) if part != "body")
-    reason = str(first.get("msg", "it cannot be read"))[:300].rstrip(".")
-    code = "unknown_parameter" if first.get("type") == "extra_forbidden" else "invalid_value"
-    return bad_request(f"{param or 'The body'}: {reason}.", param or None, code)

@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import torch
-
+from ..backends.machine import thread_settings
 from ..engine.trace import Note
 from ..engine.watchdog import GivenUp, end_thread
 from ..errors import OutriderError
@@ -87,6 +86,7 @@ class EngineHost:
         self._stopping = False
         self._reported = 0.0  # when the latest `Stats` were sent
         self._stopped = threading.Event()
+        self._enter_thread = thread_settings(llm.target.device)
         self._guides = ThreadPoolExecutor(2, thread_name_prefix="guides")
         self._lines = ThreadPoolExecutor(1, thread_name_prefix="lines")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -169,9 +169,7 @@ class EngineHost:
     def _run(self) -> None:
         with suppress(GivenUp):  # then another thread drives another engine by now
             try:
-                torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps the count per calling thread
-                if self.llm.device.startswith("cuda"):
-                    torch.cuda.set_device(self.llm.device)
+                self._enter_thread()
                 self._resume()
                 while self._schedule():
                     if self._running:

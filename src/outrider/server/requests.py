@@ -83,7 +83,9 @@ class SamplingFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**62, description="the same seed gives the same text, whatever the load")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="the same seed gives the same text, whatever the load"
+    )
     max_tokens: int | None = Field(None, ge=1, le=10**9)
     min_tokens: int | None = Field(None, ge=0, le=10**9)
     stop: str | list[str] | None = None
@@ -165,12 +167,16 @@ class RequestParser:
     What only the engine can check (guides, whether a prompt fits) it refuses later, in the same form.
     """
 
-    def __init__(self, engine: EngineLink, name: str, limits: Limits) -> None:
-        self.engine, self.name, self.limits = engine, name, limits
+    def __init__(self, engine: EngineLink, name: str, limits: Limits, any_name: bool = False) -> None:
+        """`any_name`: requests for models of other names are answered too."""
+        self.engine, self.name, self.limits, self.any_name = engine, name, limits, any_name
 
     def parse(self, request: ChatRequest | CompletionRequest) -> ParsedRequest:
-        if request.model not in (None, self.name):
-            raise ApiError(404, f"No such model; this server has '{self.name}'.", "model_not_found", "model")
+        if request.model not in (None, self.name) and not self.any_name:
+            message = (
+                f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
+            )
+            raise ApiError(404, message, "model_not_found", "model")
         prompts = _prompts(request)
         self._check_limits(request, len(prompts) * (request.n or 1))
         options = request.speculation or Speculation()

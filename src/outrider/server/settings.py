@@ -40,6 +40,7 @@ class Settings:
     keys: tuple[str, ...] = ()
     open: bool = False  # allow a non-loopback host without a key
     name: str | None = None  # served model name; None: the model's own
+    any_name: bool = False  # answer requests for models of other names too
     origins: tuple[str, ...] = ()  # CORS
     traces: Path | None = None  # None: nothing is recorded
     traces_bytes: int = 64 << 20

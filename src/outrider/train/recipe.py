@@ -114,13 +114,13 @@ class Recipe:
     def command(self) -> str:
         """The command line, with the names of files instead of their paths."""
         arguments = ["outrider", "train", "--kind", self.kind, "--out", self.out.name]
-        arguments += ["--target", self.target_name] if self.target_name else []
+        arguments += ["--model", self.target_name] if self.target_name else []
         for name, values in {"prompts": self.prompts, "exclude": self.exclude, "tap": self.taps}.items():
             arguments += [argument for value in values for argument in (f"--{name}", Path(str(value)).name)]
         arguments += ["--start-from", self.start_from.name] if self.start_from else []
         arguments += ["--hard"] if not self.soft else []
         for name, field in Recipe.__dataclass_fields__.items():
-            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}" if name != "tokens" else "--train-tokens"
             if value is True and name not in ("soft", "resume"):
                 arguments.append(option)
             elif name in _PLAIN_OPTIONS and value != field.default:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...models.config import ModelConfig
+from ...models.stages import stage
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..rows import Rows
 from ..transformer import rope_tables
 from . import native, quantise as quant
-from .quantise import PRODUCTS, Progress, Quantised, Settings, Tensors
+from .quantise import PRODUCTS, Quantised, Settings, Tensors
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
@@ -56,7 +57,6 @@ class Int8Transformer(Model):
         length: int | None = None,
         settings: Settings = quant.DEFAULT,
         folder: Path | None = None,
-        progress: Progress | None = None,
     ) -> Int8Transformer:
         """From a model's files, or from their quantised form in `folder` (default: our cache)."""
 
@@ -64,7 +64,8 @@ class Int8Transformer(Model):
 
         def build() -> Tensors:
             ids = calibration_ids(checkpoint, settings.calibration)
-            return quant.calibrated(config, checkpoint.weights, ids, settings, progress)
+            with stage("Quantising the weights") as done:
+                return quant.calibrated(config, checkpoint.weights, ids, settings, done)
 
         return cls(config, quant.stored(quant.identity(checkpoint.path, config, settings), build, folder), length)
 
@@ -254,13 +255,31 @@ class Int8Linear:
 
     exact = True
 
-    def __init__(self, weight: Tensor, gates: bool = False) -> None:
-        self.outputs, self.gates = weight.shape[0], gates
+    def __init__(self, packed: Quantised, outputs: int, gates: bool = False) -> None:
+        self.packed, self.outputs, self.gates = packed, outputs, gates
+
+    @classmethod
+    def of(cls, weight: Tensor, gates: bool = False) -> Int8Linear:
+        """From floats [out, in]."""
+        outputs = weight.shape[0]
         weight = quant.interleave(weight) if gates else weight
         none = torch.zeros(weight.shape[1])
         chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
         packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
-        self.packed = Quantised(packed, scale, None, chunks[0].outliers, *weight.shape)
+        return cls(Quantised(packed, scale, None, chunks[0].outliers, *weight.shape), outputs, gates)
+
+    def as_tensors(self, name: str) -> dict[str, Tensor]:
+        """For `quantise.stored`."""
+        q = self.packed
+        parts = {"weight": q.weight, "scale": q.scale, "outliers": q.outliers}
+        shape = torch.tensor([q.outputs, q.inputs, self.outputs, self.gates])
+        return {f"{name}.{part}": tensor for part, tensor in parts.items()} | {f"{name}.shape": shape}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], name: str) -> Int8Linear:
+        weight, scale, outliers = (tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers"))
+        rows, inputs, outputs, gates = tensors[f"{name}.shape"].tolist()
+        return cls(Quantised(weight, scale, None, outliers, rows, inputs), outputs, bool(gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]

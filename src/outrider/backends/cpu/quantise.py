@@ -42,7 +42,6 @@ _MOST_OUTLIERS = 64
 _HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 Tensors = dict[str, Tensor]
-Progress = Callable[[int, int], None]  # layers done, layers in all
 
 
 @dataclass(frozen=True)
@@ -124,15 +123,14 @@ def calibrated(
     weights: WeightSource,
     ids: list[int],
     settings: Settings = DEFAULT,
-    progress: Progress | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Tensors:
     """Every tensor of the quantised model by name. `ids`: the tokens of a text that determine the outliers."""
     run = _Calibration(config, weights, ids[: settings.calibration], settings)
     with torch.inference_mode():
         for i in range(config.layers):
             run.layer(i)
-            if progress is not None:
-                progress(i + 1, config.layers + 1)
+            progress((i + 1) / (config.layers + 1))
         run.head()
     return run.tensors
 

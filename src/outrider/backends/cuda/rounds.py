@@ -84,7 +84,7 @@ class Lines:
         params, count = seq.params, len(seq.tokens)
         ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
         numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
-        whole = [count, held, seq.prompt_len + params.max_tokens, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
+        whole = [count, held, seq.prompt_len + params.limit, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
         numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
         floats[kernels.TEMPERATURE], floats[kernels.TOP_P] = params.temperature, params.top_p
         floats[kernels.MIN_P] = params.min_p

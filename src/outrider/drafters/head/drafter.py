@@ -7,6 +7,7 @@ Missed features cost acceptance, never correctness.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ...backends import Model
+from ...backends.cpu.quantise import FORMAT
 from ...backends.loaded_weights import embedding_of, weight_bytes
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
@@ -213,13 +215,20 @@ def load_head(space: Workspace) -> Head:
         dtype = precision(space)
         if dtype is torch.int8 and target.device.type != "cpu":
             raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
-        return Head(config, tensors, embedding_of(target), dtype, target.device, space.cache.length)
+        stored_as = f"head-{_fingerprint(Path(head))}"
+        return Head(config, tensors, embedding_of(target), dtype, target.device, space.cache.length, stored_as)
     if not isinstance(head, Head):
         raise ConfigError(f"head is {head!r}, but it must be a folder or a Head.")
     insist_on_target(head.config, target, "that was given")
     if head.device != target.device:
         raise ConfigError(f"The head that was given is on {head.device}, its target on {target.device}.")
     return head
+
+
+def _fingerprint(folder: Path) -> str:
+    """What its quantised weights are kept under: names, sizes and times of its files, and the kernels' format."""
+    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    return hashlib.sha256(repr((FORMAT, files)).encode()).hexdigest()[:24]
 
 
 def _trial(target: Model) -> dict[str, Any]:

