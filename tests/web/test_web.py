@@ -198,6 +198,7 @@ def test_compare_records_the_plain_run(folder: Path, tmp_path: Path) -> None:
     assert footer["plain"].keys() == {"tokens", "seconds", "us", "same"}
     assert footer["plain"]["same"] is True
     assert len(footer["plain"]["us"]) == footer["plain"]["tokens"] == footer["emitted"]
-    assert footer["plain"]["tokens"] / footer["plain"]["seconds"] == pytest.approx(output["plain_tokens_per_second"])
+    assert footer["plain"]["seconds"] > 0  # of this one run; the printed speeds are of several
+    assert output["plain_same_text"] is True
     assert "".join(footer["texts"]) == output["text"]
     assert all(start >= 0 and lasted > 0 for start, lasted in footer["plain"]["us"])
