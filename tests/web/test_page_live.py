@@ -19,6 +19,7 @@ from outrider.server.settings import Limits, Settings
 from outrider.types import Stats, Tree
 
 from support.browser import Seen, accessible, fits, looks, there_are
+from support.pages import in_view
 from support.serving import listening, wait_for
 
 if TYPE_CHECKING:
@@ -50,35 +51,39 @@ def locked(folder: Path) -> Iterator[Served]:
 
 
 def open_live(page: Page, address: str) -> None:
-    page.goto(f"{address}/#live")
+    """The server's own address opens Live."""
+    page.goto(f"{address}/")
     page.wait_for_selector("#live form")
 
 
-def start_race(page: Page, prompt: str, **settings: Any) -> None:
-    """Fill the form and start."""
+def settle(page: Page, **settings: Any) -> None:
     page.wait_for_selector("#live-drafter option", state="attached")
-    page.fill("#live-prompt", prompt)
+    if not page.locator("#live-seed").is_visible():
+        page.locator("#live form summary").click()
     for name, value in settings.items():
-        if name in ("drafter", "second"):
-            page.select_option(f"#live-{name}", value)
+        if name == "drafter":
+            page.select_option("#live-drafter", value)
         else:
             page.fill(f"#live-{name}", str(value))
-    page.get_by_role("button", name="Run the race").click()
+
+
+def send(page: Page, message: str, **settings: Any) -> None:
+    settle(page, **settings)
+    page.fill("#live-prompt", message)
+    page.get_by_role("button", name="Send").click()
 
 
 def wait_for_results(page: Page, count: int = 1) -> None:
-    there_are(count, page.locator("[data-verdict]"), seconds=60)
-    there_are(0, page.locator(".runner:not([data-state=done])"))
+    there_are(count, page.locator("[data-same]"), seconds=60)
 
 
 def card(page: Page, runner: str, number: str) -> str:
-    return page.locator(f'[data-runner="{runner}"] [data-number="{number}"]').inner_text()
+    return page.locator(f'[data-runner="{runner}"] [data-number="{number}"]').last.inner_text()
 
 
-def downloaded(page: Page, runner: str, folder: Path) -> Trace:
-    page.locator(".looking").get_by_role("button", name=runner, exact=True).click()
+def downloaded(page: Page, folder: Path) -> Trace:
     with page.expect_download() as waiting:
-        page.get_by_role("button", name="Download this trace").click()
+        page.get_by_role("button", name="Download the trace").last.click()
     path = folder / waiting.value.suggested_filename
     waiting.value.save_as(path)
     return read(path)
@@ -100,77 +105,92 @@ def clock(passes: list[list[int]]) -> int:
 
 
 @pytest.mark.real
-def test_a_race_streams_what_the_api_returns(page: Page, real: Served, tmp_path: Path) -> None:
+def test_an_answer_streams_with_its_race_beside_it(page: Page, real: Served, tmp_path: Path) -> None:
     address, _ = real
     open_live(page, address)
+    assert page.locator("#tab-live").get_attribute("aria-current") == "page"
     accessible(page)
-    page.evaluate("""() => {  // every length that the first card's text ever had
+    page.evaluate("""() => {  // every length that the answer ever had
         window.lengths = [];
         new MutationObserver(() => window.lengths.push(document.querySelector('.said')?.textContent.length ?? 0))
-            .observe(document.querySelector('.runners'), { childList: true, subtree: true, characterData: true });
+            .observe(document.querySelector('.chat'), { childList: true, subtree: true, characterData: true });
     }""")
-    start_race(page, STORY, temperature=0.8, seed=5, tokens=96)
+    send(page, STORY, temperature=0.8, seed=5, tokens=48)
     wait_for_results(page)
     assert len(set(page.evaluate("window.lengths"))) > 3, "the text did not come piece by piece"
 
-    body = {"messages": [{"role": "user", "content": STORY}], "temperature": 0.8, "seed": 5, "max_tokens": 96}
+    body = {"messages": [{"role": "user", "content": STORY}], "temperature": 0.8, "seed": 5, "max_tokens": 48}
     body |= {"return_token_ids": True, "speculation": {"enabled": False}}
     reference = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    assert page.locator(".said").text_content() == reference["message"]["content"]
     for runner in ("auto", "plain decoding"):
-        assert page.locator(f'[data-runner="{runner}"] .said').text_content() == reference["message"]["content"]
         assert card(page, runner, "tokens") == str(len(reference["token_ids"]))
 
-    trace, plain = downloaded(page, "auto", tmp_path), downloaded(page, "plain decoding", tmp_path)
-    for each in (trace, plain):
-        assert [token for line in each.lines for token in line["emitted"]] == reference["token_ids"]
-        assert replay(each) == recorded(each)
+    trace = downloaded(page, tmp_path)
+    assert [token for line in trace.lines for token in line["emitted"]] == reference["token_ids"]
+    assert replay(trace) == recorded(trace)
     stats = stats_of(trace)
     assert stats.alpha is not None
     assert stats.tau is not None
     assert card(page, "auto", "alpha") == f"{stats.alpha:.0%}"
     assert card(page, "auto", "tau") == f"{stats.tau:.2f}"
-    own = [line["us"]["verify"] for line in trace.lines]
-    plain_passes = [line["us"]["verify"] for line in plain.lines]
-    assert trace.footer["plain"]["us"] == plain_passes
-    rate = f"{clock(plain_passes) / clock(own):.2f}×"
-    assert page.locator("[data-verdict] [data-number=speedup]").inner_text() == rate
-    page.locator(".looking").get_by_role("button", name="auto", exact=True).click()
-    assert page.locator(".lanes [data-number=speedup]").inner_text().startswith(rate)
-    badge = page.locator("[data-verdict] [data-same]")
-    assert badge.get_attribute("data-same") == "true"
-    assert f"All {len(reference['token_ids'])} tokens" in badge.inner_text()
+    rate = clock(trace.footer["plain"]["us"]) / clock([line["us"]["verify"] for line in trace.lines])
+    assert page.locator(".beside [data-number=speedup]").inner_text() == f"{rate:.2f}×"
+    assert page.locator("[data-same]").get_attribute("data-same") == "true"
+    assert f"all {len(reference['token_ids'])} tokens" in page.locator("[data-same]").inner_text()
     assert any(line.get("chose") for line in trace.lines)
-    looks(page, "live-race")
-
-
-@pytest.mark.real
-def test_two_drafters_and_the_kinds_of_text_side_by_side(page: Page, real: Served, tmp_path: Path) -> None:
-    open_live(page, real[0])
-    again = "Repeat: one two three four. one two three four. one two three four."
-    start_race(page, again, drafter="suffix", second="head", tokens=32)
-    wait_for_results(page, 2)
-    for name in ("suffix", "head"):
-        assert page.locator(f'[data-verdict="{name}"] [data-same]').get_attribute("data-same") == "true"
-        trace = downloaded(page, name, tmp_path)
-        sources = {line["source"].partition(":")[0] for line in trace.lines if line["nodes"]}
-        assert sources == {name} == {trace.header["drafter"]}
-    page.fill("#live-tokens", "24")
-    page.select_option("#live-second", "")
-    page.get_by_role("button", name="Compare the two").click()
-    rows = page.locator(".scores tbody tr")
-    there_are(4, rows, seconds=60)
-    assert [rows.nth(i).locator("th").inner_text() for i in (2, 3)] == ["Code", "Creative writing"]
-    assert all("✓ the same" in row for row in rows.all_inner_texts())
+    answer, race = page.locator(".replied").bounding_box(), page.locator(".beside").bounding_box()
+    assert answer
+    assert race
+    assert race["y"] == answer["y"]
+    assert race["x"] >= answer["x"] + answer["width"]  # beside it
     accessible(page)
-    looks(page, "live-compared")
+    looks(page, "live", whole=False)
     page.set_viewport_size({"width": 390, "height": 844})
-    page.wait_for_timeout(200)
-    assert fits(page)
     page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(100)
+    assert fits(page)
     accessible(page)
 
 
 # ---------------------------------------------------------------- a tiny one
+
+
+def test_a_conversation_remembers(page: Page, small: Served) -> None:
+    asked: list[Any] = []
+    open_live(page, small[0])
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    send(page, "one two three", tokens=8, drafter="suffix")
+    wait_for_results(page)
+    first = page.locator(".said").text_content()
+    send(page, "four five")
+    wait_for_results(page, 2)
+    for body in asked[2:]:
+        assert [each["content"] for each in body["messages"]] == ["one two three", first, "four five"]
+        assert body["messages"][1]["role"] == "assistant"
+    assert [body["speculation"].get("enabled", True) for body in asked] == [True, False, True, False]
+    assert page.locator(".asked").all_inner_texts() == ["one two three", "four five"]
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator(".turn").count() == 0
+    send(page, "six")
+    wait_for_results(page)
+    assert asked[-1]["messages"] == [{"role": "user", "content": "six"}]
+
+
+def test_the_next_message_need_not_wait_for_the_plain_run(
+    page: Page, small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small[1].service.worker.engine.llm.engine
+    step = engine.step
+    open_live(page, small[0])
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step())[1])
+    send(page, "one two three", tokens=24, drafter="suffix")
+    page.locator(".verdict", has_text="Now plain decoding").wait_for()
+    send(page, "four")
+    page.locator(".verdict", has_text="no comparison").wait_for()
+    monkeypatch.undo()
+    wait_for_results(page)
+    assert page.locator(".turn").nth(1).locator("[data-same=true]").count() == 1
 
 
 def test_stop_frees_the_slots_at_once(page: Page, small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,43 +198,51 @@ def test_stop_frees_the_slots_at_once(page: Page, small: Served, monkeypatch: py
     worker = application.service.worker
     engine = worker.engine.llm.engine
     step = engine.step
+    before = cancelled(address)
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])  # so that there is something to stop
     open_live(page, address)
-    start_race(page, "one two three", tokens=200, temperature=1.3, seed=3)
-    page.wait_for_selector(".runner[data-state=running]")
+    send(page, "one two three", tokens=200, temperature=1.3, seed=3)
+    page.wait_for_selector("[data-runner][data-state=running]")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".runner[data-state=stopped]")
+    page.wait_for_selector("[data-runner][data-state=stopped]")
     wait_for(lambda: worker.running == 0 and not engine.busy)
-    cancelled = re.compile(r'request_success_total\{finished_reason="cancelled",.*\} 1\.0')
-    wait_for(lambda: cancelled.search(httpx.get(f"{address}/metrics").text))  # counted where the answer is sent
+    wait_for(lambda: cancelled(address) == before + 1)  # counted where the answer is sent
     monkeypatch.undo()
     assert "Stopped" in page.locator("#live > [role=status]").inner_text()
-    assert page.locator(".runner.plain").get_attribute("data-state") == "waiting"
-    assert page.get_by_role("button", name="Run the race").is_enabled()
-    start_race(page, "one two three", tokens=8)  # and another race can start
+    assert "Stopped before the answer was complete" in page.locator(".verdict").inner_text()
+    assert page.input_value("#live-prompt") == "one two three"  # to send it again
+    send(page, "one two three", tokens=8)
     wait_for_results(page)
+
+
+def cancelled(address: str) -> float:
+    found = re.search(
+        r'request_success_total\{finished_reason="cancelled",.*\} (\S+)', httpx.get(f"{address}/metrics").text
+    )
+    return float(found[1]) if found else 0.0
 
 
 def test_it_is_driven_by_the_keyboard_alone(page: Page, small: Served) -> None:
     open_live(page, small[0])
-    page.wait_for_selector("#live-drafter option", state="attached")
+    settle(page, tokens=12)
     page.focus("#live-prompt")
-    page.keyboard.press("Control+A")
-    page.keyboard.type("the lazy dog")
-    for _ in range(5):
-        page.keyboard.press("Tab")
-    page.keyboard.press("Control+A")
-    page.keyboard.type("12")
-    page.keyboard.press("Control+Enter")
-    wait_for_results(page)
-    assert card(page, "suffix", "tokens") == card(page, "plain decoding", "tokens") == "12"
-    assert page.evaluate("document.activeElement.textContent") == "Run the race"
-    page.get_by_role("button", name="Open it in Run").focus()
+    page.keyboard.type("the lazy")
+    page.keyboard.press("Shift+Enter")  # a line break
+    page.keyboard.type("dog")
     page.keyboard.press("Enter")
-    page.locator("#run h1", has_text="Live: suffix").wait_for()
+    wait_for_results(page)
+    assert page.locator(".asked").inner_text() == "the lazy\ndog"
+    assert card(page, "suffix", "tokens") == card(page, "plain decoding", "tokens") == "12"
+    assert page.evaluate("document.activeElement.id") == "live-prompt"
+    page.get_by_role("button", name="Open in Run").focus()
+    page.keyboard.press("Enter")
+    page.locator("#run .facts .note", has_text="Live, suffix").wait_for()
     assert page.locator("#run .flow").inner_text().strip()
     page.get_by_role("link", name="Live", exact=True).press("Enter")
     assert card(page, "suffix", "tokens") == "12"  # what was measured is still there
+    for view in ("Explain", "Run"):
+        page.get_by_role("link", name=view, exact=True).press("Enter")
+        page.locator(f"#{view.lower()}").wait_for()
 
 
 def test_a_key_is_kept_in_memory_only(page: Page, locked: Served, seen: Seen) -> None:
@@ -222,12 +250,13 @@ def test_a_key_is_kept_in_memory_only(page: Page, locked: Served, seen: Seen) ->
     open_live(page, locked[0])
     page.fill("#live-key", "a-wrong-key-of-mine")
     page.press("#live-key", "Tab")
-    alert = page.locator("#live [role=alert]")
+    alert = page.locator("#problem")
     alert.wait_for()
     assert "The API key is missing or wrong" in alert.inner_text()
+    assert in_view(page, "#problem")
     page.fill("#live-key", KEY)
     page.press("#live-key", "Tab")
-    start_race(page, "one two", tokens=8)
+    send(page, "one two", tokens=8)
     wait_for_results(page)
     assert not alert.is_visible()
     kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
@@ -241,12 +270,12 @@ def test_the_servers_error_messages_are_shown(page: Page, locked: Served, seen: 
     open_live(page, locked[0])
     page.fill("#live-key", KEY)
     page.press("#live-key", "Tab")
-    start_race(page, "one two three " * 20, tokens=8)
-    alert = page.locator("#live [role=alert]")
+    send(page, "one two three " * 20, tokens=8)
+    alert = page.locator("#problem")
     alert.wait_for()
     assert "this server takes at most 40" in alert.inner_text()
-    assert page.locator(".runner").first.get_attribute("data-state") == "failed"
-    start_race(page, "one two", tokens=8)
+    assert page.locator("[data-runner]").first.get_attribute("data-state") == "failed"
+    send(page, "one two", tokens=8)
     wait_for_results(page)
     assert not alert.is_visible()
 
@@ -255,12 +284,14 @@ def test_no_text_can_run_as_script(page: Page, small: Served) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     page.on("dialog", lambda dialog: pytest.fail("something ran"))
     open_live(page, small[0])
+    settle(page, tokens=8)
     page.check("#live-raw")
-    start_race(page, evil, tokens=8)
+    send(page, evil)
     wait_for_results(page)
-    page.locator(".live-run summary").first.click()
-    assert evil in page.locator(".live-run details pre").first.inner_text()
-    assert page.locator("#live img, #live script").count() == 0
+    assert page.locator(".asked").inner_text() == evil
+    page.get_by_role("button", name="Open in Run").click()
+    page.locator("#run h1", has_text=evil).wait_for()
+    assert page.locator("#main img, #main script").count() == 0
 
 
 def test_an_unreachable_server_is_reported(page: Page, small: Served, seen: Seen) -> None:
@@ -268,8 +299,8 @@ def test_an_unreachable_server_is_reported(page: Page, small: Served, seen: Seen
     page.wait_for_selector("#live-drafter option", state="attached")
     seen.forgive("ERR_FAILED|Failed to load")
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    start_race(page, "one two", tokens=8)
-    alert = page.locator("#live [role=alert]")
+    send(page, "one two", tokens=8)
+    alert = page.locator("#problem")
     alert.wait_for()
     assert "cannot be reached" in alert.inner_text()
 
@@ -291,10 +322,10 @@ def test_a_different_text_is_reported(page: Page, small: Served) -> None:
 
     open_live(page, small[0])
     page.route("**/v1/chat/completions", tampered)
-    start_race(page, "one two three one two", tokens=16)
+    send(page, "one two three one two", tokens=16)
     wait_for_results(page)
     badge = page.locator("[data-same]")
     assert badge.get_attribute("data-same") == "false"
     assert f"from token {before[0] + 1} on" in badge.inner_text()
-    assert page.locator("[data-verdict] [data-number=speedup]").count() == 0  # no speedup of a different text,
-    assert "same text" not in page.locator("#live .lanes").inner_text()  # and no claim that it is the same
+    assert page.locator(".beside [data-number=speedup]").count() == 0  # no speedup of a different text,
+    assert "same text" not in page.locator(".beside").inner_text()  # and no claim that it is the same

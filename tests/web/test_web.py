@@ -172,7 +172,7 @@ def test_explain_opens_a_browser_on_a_file(tmp_path: Path, monkeypatch: pytest.M
     assert invoke("explain", "--no-open") == (0, f"{tmp_path / 'pages' / 'explain.html'}\n")
     assert not opened
     assert invoke("explain", TRACES[1])[0] == 0
-    assert opened == [(tmp_path / "pages" / "story.html").as_uri()]
+    assert opened == [(tmp_path / "pages" / "edit.html").as_uri()]
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     assert "No browser could be opened" in invoke("explain")[1]
 
@@ -198,6 +198,7 @@ def test_compare_records_the_plain_run(folder: Path, tmp_path: Path) -> None:
     assert footer["plain"].keys() == {"tokens", "seconds", "us", "same"}
     assert footer["plain"]["same"] is True
     assert len(footer["plain"]["us"]) == footer["plain"]["tokens"] == footer["emitted"]
-    assert footer["plain"]["tokens"] / footer["plain"]["seconds"] == pytest.approx(output["plain_tokens_per_second"])
+    assert footer["plain"]["seconds"] > 0  # of this one run; the printed speeds are of several
+    assert output["plain_same_text"] is True
     assert "".join(footer["texts"]) == output["text"]
     assert all(start >= 0 and lasted > 0 for start, lasted in footer["plain"]["us"])

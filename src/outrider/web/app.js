@@ -3,7 +3,7 @@
    Traces come from #outrider-data (a self-contained file), from examples/ in this folder (served), from files that
    are dropped or picked, or from live.js, which is loaded only from a server that announces it:
 
-     mountLive(section, app)      app.open(run, title) shows a run in the other views; app.report(message) shows a problem */
+     mountLive(section, app)      app.open(run, title) opens a run for the other views; app.report(message) is for problems */
 
 import { el, replace } from "./dom.js";
 import { mountExplain } from "./explain.js";
@@ -45,9 +45,9 @@ async function choose(entry) {
   await open(await read(entry), entry.title);
 }
 
-/** Show a problem to the user; an empty message clears it. */
+/** Show a problem over the page, where the reader is; an empty message clears it. */
 function report(message) {
-  $("problem").textContent = message;
+  $("problem-text").textContent = message;
   $("problem").hidden = !message;
 }
 
@@ -92,6 +92,7 @@ const MAKE = {
 function show() {
   const name = view();
   if (name !== app.shown) scrollTo(0, 0);
+  if (name !== app.shown) app.mounted.get(app.shown)?.hide?.(); // nothing plays unseen
   app.shown = name;
   for (const each of VIEWS) {
     $(each).hidden = each !== name;
@@ -102,8 +103,8 @@ function show() {
 }
 
 function unmount() {
-  for (const mounted of app.mounted.values()) mounted.destroy?.();
-  app.mounted.clear();
+  for (const name of Object.keys(MAKE)) app.mounted.get(name)?.destroy?.();
+  for (const name of Object.keys(MAKE)) app.mounted.delete(name);
 }
 
 /* ---------------------------------------------------------------- frame */
@@ -126,6 +127,7 @@ function listen() {
   $("runs").addEventListener("change", (event) => attempt(() => choose(app.runs[Number(event.target.value)])));
   $("file").addEventListener("change", (event) => attempt(() => openFiles(event.target.files)));
   $("open").addEventListener("click", () => $("file").click());
+  $("problem-close").addEventListener("click", () => report(""));
   document.querySelector(".skip").addEventListener("click", (event) => (event.preventDefault(), $("main").focus())); // the hash names views
   document.addEventListener("keydown", key);
   for (const kind of ["dragover", "dragenter"])
@@ -161,24 +163,25 @@ async function bundled() {
   }));
 }
 
+/** Where a server answers, the page opens with Live. */
 async function live() {
   const served = document.querySelector('meta[name="outrider-live"]')?.content === "1";
   if (!served || !location.protocol.startsWith("http")) return;
   const { mountLive } = await import("./live.js");
   $("tab-live").hidden = false;
-  mountLive($("live"), app);
-  show();
+  app.start = "live";
+  app.mounted.set("live", mountLive($("live"), app));
 }
 
 async function begin() {
   app.start = "explain";
   listen();
+  await attempt(live);
   await attempt(async () => {
     app.runs = await bundled();
     await choose(app.runs[0]);
   });
   document.documentElement.dataset.ready = "1";
-  await live();
 }
 
 begin();

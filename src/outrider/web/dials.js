@@ -1,20 +1,16 @@
-/* Statistics of a run: acceptance, tokens per pass, draft lengths, and the controller's reasons. */
+/* Statistics of a run: acceptance, tokens per pass, draft lengths, and how often the controller drafted. */
 
 import { UNKNOWN, el, fixed, grouped, micros, percent, plural, replace, times } from "./dom.js";
 import { mountPlot } from "./plot.js";
 
 const WINDOW = 24; // drafts per point of the α curve
 
-export function mountDials(run, { compact }) {
+const SURE = 20; // samples from which on a bar has its full colour
+const FEW = 5; // samples below which it is faint
+
+export function mountDials(run) {
   const numbers = el("dl", { class: "numbers" });
-  const alpha = mountPlot({
-    title: "α by position, given that it was reached",
-    summary: "",
-    x: "position in the draft",
-    y: "α",
-    series: [{ label: "α", hue: "accepted", kind: "bars" }],
-    range: { x: (u) => [0.4, u.data[0].length + 0.6], y: () => [0, 1] },
-  });
+  const alpha = el("ol", { class: "bars", "aria-label": "α by position" });
   const depth = mountPlot({
     title: "Drafted and accepted, step by step",
     summary: "",
@@ -33,61 +29,66 @@ export function mountDials(run, { compact }) {
     series: [{ label: "α", hue: "accepted", kind: "line" }],
     range: { y: () => [0, 1] },
   });
-  const reasons = el("div", { class: "reasons" });
+  const reasons = el("p", { class: "reasons" });
   const notes = el("div", { class: "drafting" });
-  const plots = compact ? [] : [alpha, depth, learning];
+  const positions = el(
+    "figure",
+    { class: "figure" },
+    el("p", { class: "title" }, "α by position, given that it was reached"),
+    alpha,
+    el("figcaption", {}, `A bar with fewer than ${SURE} samples is pale, with fewer than ${FEW} faint.`),
+  );
   const element = el(
     "section",
-    { class: "panel dials", "aria-label": "Statistics" },
-    el("h3", {}, "Statistics"),
+    { class: "dials", "aria-label": "Statistics" },
+    el("h2", {}, "Statistics"),
     numbers,
-    compact
-      ? null
-      : el(
-          "div",
-          { class: "plots" },
-          plots.map((plot) => plot.element),
-        ),
-    compact ? null : reasons,
-    compact ? null : notes,
+    reasons,
+    el("div", { class: "plots" }, positions, depth.element, learning.element),
+    notes,
   );
 
   function draw() {
+    const xs = run.steps.map((step) => step.index + 1);
     replace(numbers, figures(run));
-    if (compact) return;
-    const positions = run.alphaByPosition(),
-      xs = run.steps.map((step) => step.index + 1);
-    alpha.element.hidden = !positions.length;
-    alpha.set(
-      [positions.map((_, i) => i + 1), positions.map((each) => each.alpha)],
-      positions
-        .map((each, i) => `${i + 1}: ${percent(each.alpha)} of ${each.reached}`)
-        .slice(0, 8)
-        .join(", ") || "Nothing was drafted.",
-    );
+    replace(alpha, run.alphaByPosition().slice(0, 16).map(positionBar));
+    positions.hidden = !alpha.children.length;
     depth.set(
       [xs, run.steps.map((step) => step.nodes.length), run.steps.map((step) => step.accepted)],
       `${plural(run.counts.drafted, "token")} drafted, ${run.counts.accepted} accepted, in ${plural(run.counts.steps, "step")}.`,
     );
-    learning.set([xs, rolling(run.steps)], "It rises when a drafter learns and falls where the text is hard to predict.");
+    learning.set(
+      [xs, rolling(run.steps)],
+      "It rises when a drafter learns and falls where the text is hard to predict.",
+    );
+    reasons.textContent = reasonCounts(run);
     replace(notes, sources(run), drafting(run));
   }
 
   function seek(at) {
-    if (compact) return;
     depth.move(at + 1);
     learning.move(at + 1);
-    replace(reasons, el("h4", {}, "The controller’s reasons"), reasonList(run, at));
   }
 
-  return { element, draw, seek, destroy: () => plots.forEach((plot) => plot.destroy()) };
+  return { element, draw, seek, destroy: () => [depth, learning].forEach((plot) => plot.destroy()) };
+}
+
+function positionBar({ alpha, reached }, i) {
+  const trust = reached < FEW ? "faint" : reached < SURE ? "pale" : "";
+  return el(
+    "li",
+    { class: trust, "data-samples": reached },
+    el("b", {}, `+${i + 1}`),
+    el("meter", { class: "agreed", min: 0, max: 1, value: alpha, "aria-label": `α at position ${i + 1}` }),
+    el("span", { class: "number" }, `${percent(alpha)} of ${reached}`),
+  );
 }
 
 /** Each figure has its name as data-number, so that tests can compare it with the trace. */
 function figures(run) {
   const { counts } = run;
   const entries = [
-    ["tau", "τ, tokens per pass", fixed(run.tau()), "bonus included"],
+    ["tau", "τ, tokens per pass", fixed(run.tau()), "the target’s own included"],
     ["alpha", "α, accepted ÷ reached", percent(run.alpha(), 1), `${counts.accepted} of ${counts.reached}`],
     ["speedup", "speedup over plain", times(run.speedup()), "wall clock"],
     ["steps", "passes", String(counts.steps), `${counts.emitted} tokens`],
@@ -109,26 +110,23 @@ function rolling(steps) {
   });
 }
 
-const kind = (why) => why.replace(/\d+([.,]\d+)*/g, "…") || UNKNOWN;
+const REASONS = [
+  [/nothing to propose/, "the drafter had nothing to propose"],
+  [/not used:|break-even/, "a draft was not expected to pay"],
+  [/paused/, "drafting was paused because it had cost more than it gained"],
+  [/prompts fill/, "the prompt filled the pass"],
+  [/switched off/, "speculation was switched off"],
+];
 
-function reasonList(run, at) {
-  if (run.reasonsOf !== run.version) {
-    run.reasonsOf = run.version;
-    run.reasons = new Map();
-    for (const step of run.steps) run.reasons.set(kind(step.why), (run.reasons.get(kind(step.why)) ?? 0) + 1);
+/** What the controller decided, in one sentence of counts. */
+function reasonCounts(run) {
+  const counted = new Map();
+  for (const step of run.steps.filter((step) => !step.nodes.length)) {
+    const reason = REASONS.find(([pattern]) => pattern.test(step.why))?.[1] ?? `the reason is ${UNKNOWN}`;
+    counted.set(reason, (counted.get(reason) ?? 0) + 1);
   }
-  const now = run.steps[at],
-    most = [...run.reasons].sort((a, b) => b[1] - a[1]).slice(0, 5);
-  return [
-    el("p", {}, `Step ${at + 1}, budget ${now.budget ?? UNKNOWN}: `, el("q", {}, now.why || UNKNOWN)),
-    el(
-      "ul",
-      {},
-      most.map(([why, count]) =>
-        el("li", { class: why === kind(now.why) ? "marked" : "" }, el("b", {}, `${count}×`), ` ${why}`),
-      ),
-    ),
-  ];
+  const others = [...counted].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `in ${grouped(count)} ${reason}`);
+  return `${[`A draft was verified in ${grouped(run.counts.drafts)} of ${plural(run.counts.steps, "step")}`, ...others].join("; ")}.`;
 }
 
 function sources(run) {
@@ -150,7 +148,7 @@ function sources(run) {
     ]),
   );
   return [
-    el("h4", {}, "Drafters"),
+    el("h3", {}, "Drafters"),
     el(
       "div",
       { class: "wide", tabindex: "0", role: "group", "aria-label": "Drafters" },
@@ -189,7 +187,7 @@ function drafting(run) {
   const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
   return [
     learned,
-    el("h4", {}, "The drafter’s own statistics"),
+    el("h3", {}, "The drafter’s own statistics"),
     ahead
       ? el(
           "p",

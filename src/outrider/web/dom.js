@@ -78,16 +78,23 @@ export function label(text, most = 12) {
 
 export const FATES = {
   a: { name: "accepted", text: "accepted from the draft", mark: "✓" },
-  b: { name: "bonus", text: "bonus: the target’s own", mark: "◆" },
+  b: { name: "bonus", text: "the target’s own token", mark: "◆" },
   r: { name: "rejected", text: "rejected draft", mark: "✗" },
-  u: { name: "unreached", text: "never reached", mark: "·" },
+  u: { name: "unreached", text: "never reached", mark: "…" },
   p: { name: "pruned", text: "pruned", mark: "–" },
 };
 
 export function legend(...fates) {
   const items = fates.map((fate) => el("li", {}, el("span", { class: `chip ${FATES[fate].name}` }, FATES[fate].text)));
-  return el("ul", { class: "legend", "aria-label": "Legend" }, items);
+  return el("ul", { class: "legend", "aria-label": "Legend" }, items, signs());
 }
+
+/** What the marks for white space mean: they come before the first token of a view. */
+export const signs = () =>
+  [
+    ["·", "a space"],
+    ["↵", "a line break"],
+  ].map(([sign, meaning]) => el("li", { class: "sign" }, el("dfn", {}, sign), ` ${meaning}`));
 
 /** A colour of the page, for canvases. Reading it computes styles, so it is cached until the theme changes. */
 export function colour(name) {

@@ -1,55 +1,32 @@
-/* The form of the Live view: prompt, drafters, temperature, length. The key stays in this page's memory. */
+/* The chat box of the Live view, and its settings. The key stays in this page's memory. */
 
-import { el, prefersReducedMotion, replace } from "./dom.js";
+import { el, replace } from "./dom.js";
 
 export const PRESETS = [
   {
-    title: "Code",
+    title: "Edit a function",
     prompt:
       "Rewrite this function with type hints and a docstring, and keep the rest as it is:\n\n" +
       "def area(width, height):\n    if width < 0 or height < 0:\n        raise ValueError('sides must not be negative')\n    return width * height\n",
   },
-  { title: "Creative writing", prompt: "Write a short story about a lighthouse keeper who finds a door in the sea." },
+  { title: "Explain something", prompt: "Explain in a few sentences why the sky is blue." },
+  { title: "Write a story", prompt: "Write a short story about a lighthouse keeper who finds a door in the sea." },
 ];
 
-export function makeForm({ keyed, start, stop, compare, connect }) {
+export function makeForm({ keyed, send, stop, connect, clear }) {
   const prompt = el("textarea", {
     id: "live-prompt",
-    rows: 6,
+    rows: 2,
     required: true,
-    spellcheck: "false",
     maxlength: 100_000,
+    placeholder: "Ask something",
   });
-  prompt.value = PRESETS[0].prompt;
-  const first = el("select", { id: "live-drafter" });
-  const second = el("select", { id: "live-second" });
-  const temperature = el("input", {
-    id: "live-temperature",
-    type: "number",
-    min: 0,
-    max: 100,
-    step: "any",
-    value: 0,
-    required: true,
-  });
-  const seed = el("input", {
-    id: "live-seed",
-    type: "number",
-    min: 0,
-    max: 2 ** 53 - 1,
-    step: 1,
-    value: 7,
-    required: true,
-  });
-  const tokens = el("input", {
-    id: "live-tokens",
-    type: "number",
-    min: 2,
-    max: 4096,
-    step: 1,
-    value: 128,
-    required: true,
-  });
+  const drafter = el("select", { id: "live-drafter" });
+  const number = (id, min, max, step, value) =>
+    el("input", { id, type: "number", min, max, step, value, required: true });
+  const temperature = number("live-temperature", 0, 100, "any", 0);
+  const seed = number("live-seed", 0, 2 ** 53 - 1, 1, 7);
+  const tokens = number("live-tokens", 2, 4096, 1, 160);
   const key = el("input", {
     id: "live-key",
     type: "password",
@@ -60,78 +37,66 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
   const raw = el("input", { id: "live-raw", type: "checkbox" });
   const full = el("input", { id: "live-full", type: "checkbox", checked: true });
   const about = el("p", { class: "note", id: "live-about" });
-  const go = el("button", { type: "submit", class: "primary" }, "Run the race");
-  const cancel = el("button", { type: "button", disabled: true, onclick: stop }, "Stop");
-  const presets = PRESETS.map((preset) =>
-    el("button", { type: "button", onclick: () => (fill(preset.prompt), start(preset.title)) }, preset.title),
-  );
-  const both = el("button", { type: "button", onclick: () => compare(PRESETS) }, "Compare the two");
-  const acts = el(
-    "div",
-    { class: "acts" },
-    go,
-    cancel,
-    el("span", { class: "presets", role: "group", "aria-label": "Presets" }, presets, both),
-  );
+  const go = el("button", { type: "submit", class: "primary" }, "Send");
+  const cancel = el("button", { type: "button", hidden: true, onclick: stop }, "Stop");
   let available = null;
 
   const element = el(
     "form",
-    { class: "panel live-form", "aria-label": "Request" },
-    field("Prompt", prompt, "whole"),
-    el(
-      "div",
-      { class: "fields" },
-      field("Drafter", first),
-      field("Second drafter", second),
-      field("Temperature", temperature),
-      field("Seed", seed),
-      field("Maximum tokens", tokens),
-      keyed ? field("API key", key) : null,
-    ),
-    about,
+    { class: "panel live-form", "aria-label": "Message" },
     keyed
-      ? el(
-          "p",
-          { class: "note" },
-          "The key stays in this page’s memory: it is sent to this server only and is gone when the page is closed.",
-        )
+      ? [
+          field("API key", key),
+          el(
+            "p",
+            { class: "note" },
+            "The key stays in this page’s memory: it is sent to this server only and is gone when the page is closed.",
+          ),
+        ]
       : null,
+    el("div", { class: "compose" }, el("label", { class: "hush", for: prompt.id }, "Message"), prompt, go, cancel),
     el(
-      "div",
-      { class: "ticks" },
-      tick("Record the target’s top five at every node (takes a little time)", full),
-      tick("Continue the prompt as plain text, without the chat template", raw),
+      "details",
+      {},
+      el("summary", {}, "Settings"),
+      el(
+        "div",
+        { class: "fields" },
+        field("Drafter", drafter),
+        field("Temperature", temperature),
+        field("Seed", seed),
+        field("Maximum tokens", tokens),
+      ),
+      about,
+      el(
+        "div",
+        { class: "ticks" },
+        tick("Record the target’s top five at every node (takes a little time)", full),
+        tick("Continue the text without the chat template; every message by itself", raw),
+        el("button", { type: "button", onclick: clear }, "New conversation"),
+      ),
     ),
-    acts,
   );
-  element.addEventListener("submit", (event) => (event.preventDefault(), start()));
-  element.addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && start());
+  element.addEventListener("submit", (event) => (event.preventDefault(), send()));
+  prompt.addEventListener(
+    "keydown",
+    (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && (event.preventDefault(), send()),
+  );
   document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
-  first.addEventListener("change", describe);
-
-  function fill(text) {
-    prompt.value = text;
-  }
+  drafter.addEventListener("change", describe);
 
   function describe() {
-    about.textContent = available?.find((each) => each.id === first.value)?.about ?? "";
+    about.textContent = available?.find((each) => each.id === drafter.value)?.about ?? "";
   }
 
   /** Show what GET /v1/drafters returned: drafters, the default first, and limits. */
   function setDrafters(list) {
     available = list.data.filter((each) => each.id !== "off");
-    const option = (each, chosen) => el("option", { value: each.id, selected: chosen }, each.id);
     replace(
-      first,
+      drafter,
       available.length
-        ? available.map((each) => option(each, each.default))
+        ? available.map((each) => el("option", { value: each.id, selected: each.default }, each.id))
         : el("option", { value: "off" }, "none: this server runs without a drafter"),
-    );
-    replace(
-      second,
-      el("option", { value: "" }, "none"),
-      available.map((each) => option(each, false)),
     );
     tokens.max = String(list.limits.max_tokens);
     temperature.max = String(list.limits.temperature);
@@ -140,7 +105,7 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
 
   return {
     element,
-    fill,
+    fill: (text) => (prompt.value = text),
     setDrafters,
     get key() {
       return key.value;
@@ -149,13 +114,10 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
       return available !== null;
     },
     valid: () => element.reportValidity(),
-    running(on) {
-      if (on) acts.scrollIntoView({ block: "start", behavior: prefersReducedMotion() ? "auto" : "smooth" }); // the result is below
-      cancel.disabled = !on;
-      for (const button of [go, both, ...presets]) button.disabled = on;
-      if (on) cancel.focus({ preventScroll: true });
-      else if (document.activeElement === cancel || document.activeElement === document.body)
-        go.focus({ preventScroll: true });
+    /** Stop works while something runs; Send already while only the plain run does. */
+    running(on, racing = false) {
+      cancel.hidden = !on && !racing;
+      go.disabled = on;
     },
     settings: () => ({
       prompt: prompt.value,
@@ -164,13 +126,13 @@ export function makeForm({ keyed, start, stop, compare, connect }) {
       seed: Number(seed.value),
       tokens: Number(tokens.value),
       level: full.checked ? "full" : "summary",
-      drafters: [...new Set([first.value, second.value].filter(Boolean))],
+      drafter: drafter.value,
     }),
   };
 }
 
-function field(label, input, name = "") {
-  return el("div", { class: `field ${name}` }, el("label", { for: input.id }, label), input);
+function field(label, input) {
+  return el("div", { class: "field" }, el("label", { for: input.id }, label), input);
 }
 
 function tick(label, input) {

@@ -1,4 +1,4 @@
-/* One race: the same request with one drafter, optionally with a second, and with plain decoding, one after the other.
+/* One race: the same request with a drafter and with plain decoding, one after the other.
 
    A runner is one of these: its trace (a Run of trace.js), text, token ids and clock. The clock is the trace's: from
    the end of the prompt's pass to the end of the last pass, on the server. Nothing is estimated. */
@@ -102,9 +102,9 @@ function speculation(runner, level) {
   return runner.plain ? { enabled: false, trace: "summary" } : { drafter: runner.name, trace: level };
 }
 
-/** The request of all runners. `learn: false`: a drafter with memory would otherwise know the answer next time. */
-export function request({ prompt, raw, temperature, seed, tokens, level }) {
-  const input = raw ? { prompt } : { messages: [{ role: "user", content: prompt }] };
+/** The request of both runners. `learn: false`: a drafter with memory would otherwise know the answer next time. */
+export function request({ prompt, raw, temperature, seed, tokens, level }, messages) {
+  const input = raw ? { prompt } : { messages };
   const body = { ...input, temperature, seed, max_tokens: tokens, stream: true, return_token_ids: true, learn: false };
   return { path: raw ? "v1/completions" : "v1/chat/completions", body, level };
 }

@@ -1,107 +1,152 @@
-/* Draws a race: a card for each runner, the comparison of the texts, a table of all races so far. */
+/* One turn of the chat: the message, the answer by origin, and beside it the race with its numbers and verdict. */
 
 import { el, fixed, micros, percent, plural, replace, times } from "./dom.js";
 import { same, speedup } from "./live-race.js";
+import { mountRace } from "./race.js";
+import { stepElement } from "./ribbon.js";
 
-const STATES = {
-  waiting: "waiting",
-  running: "running …",
-  done: "done",
-  stopped: "stopped",
-  failed: "failed",
-};
 const NONE = "–"; // not measured yet
+const COLUMNS = [
+  ["tokens", "tokens", (runner) => String(runner.ids.length)],
+  ["clock", "clock", (runner) => (runner.clock === null ? NONE : micros(runner.clock))],
+  ["speed", "tokens/s", (runner) => (runner.speed === null ? NONE : runner.speed.toFixed(0))],
+  ["alpha", "α", (runner) => (runner.alpha === null ? NONE : percent(runner.alpha))],
+  ["tau", "τ", (runner) => (runner.tau === null ? NONE : fixed(runner.tau))],
+];
 
-export function makeCard(runner, tokens) {
-  const state = el("span", { class: "state" });
-  const cells = Object.fromEntries(
-    ["clock", "tokens", "speed", "alpha", "tau"].map((name) => [name, el("dd", { "data-number": name }, NONE)]),
+export function makeTurn({ prompt }, runners, { open }) {
+  const [own, plain] = runners;
+  const said = el("p", { class: "said", "aria-label": "Answer" });
+  const found = mountRace(() => raceOf(own, plain));
+  const result = el("div", { class: "verdict" });
+  const acts = el(
+    "p",
+    { class: "acts", hidden: true },
+    el("button", { type: "button", onclick: () => open(own, prompt) }, "Open in Run"),
+    el("button", { type: "button", onclick: () => download(own) }, "Download the trace"),
   );
-  const bar = el("progress", { max: tokens, value: 0, "aria-label": `Tokens of ${runner.name}` });
-  const text = el("pre", { class: "said", tabindex: "0", "aria-label": `Text of ${runner.name}` });
-  const row = (title, name) => el("div", {}, el("dt", {}, title), cells[name]);
+  const rows = runners.map(clockRow);
+  const head = el(
+    "tr",
+    {},
+    el("td"),
+    COLUMNS.map(([, title]) => el("th", { scope: "col" }, title)),
+  );
   const element = el(
     "article",
-    {
-      class: `panel runner${runner.plain ? " plain" : ""}`,
-      "data-runner": runner.name,
-      "data-state": "waiting",
-      "aria-label": runner.name,
-    },
-    el("h2", {}, runner.name, " ", state),
+    { class: "turn" },
+    el("p", { class: "asked" }, prompt),
     el(
-      "dl",
-      { class: "numbers" },
-      row("clock", "clock"),
-      row("tokens", "tokens"),
-      row("tokens/s", "speed"),
-      row("α", "alpha"),
-      row("τ", "tau"),
+      "div",
+      { class: "panel replied" },
+      said,
+      el("p", { class: "note" }, "Underlined: accepted from the draft. The rest is the target’s own."),
     ),
-    bar,
-    text,
+    el(
+      "aside",
+      { class: "panel beside", "aria-label": "The race" },
+      result,
+      found.element,
+      el(
+        "table",
+        { class: "clocks" },
+        el("thead", {}, head),
+        el(
+          "tbody",
+          {},
+          rows.map((row) => row.element),
+        ),
+      ),
+      el(
+        "p",
+        { class: "note" },
+        el("dfn", {}, "α"),
+        " is the share of reached drafted tokens that were accepted, ",
+        el("dfn", {}, "τ"),
+        " the tokens per pass.",
+      ),
+      acts,
+    ),
   );
+  let steps = 0;
 
-  function show(now) {
-    element.dataset.state = now.state;
-    state.textContent = STATES[now.state];
+  function update() {
+    rows.forEach((row) => row.update());
+    const fresh = own.run.steps.slice(steps);
+    said.append(...fresh.map((step) => stepElement(own.run, step, `step tint${step.index % 2}`)));
+    steps += fresh.length;
+    if (own.state === "done" && said.textContent !== own.text) replace(said, own.text); // a stop string was cut off
+    found.seek(null);
+    found.draw();
+    acts.hidden = own.state !== "done";
+    element.dataset.state = plain.state === "waiting" ? own.state : plain.state;
+    replace(result, verdict(own, plain));
   }
 
-  function update(now) {
-    show(now);
-    cells.clock.textContent = now.clock === null ? NONE : micros(now.clock);
-    cells.tokens.textContent = String(now.ids.length);
-    cells.speed.textContent = now.speed === null ? NONE : now.speed.toFixed(0);
-    cells.alpha.textContent = now.alpha === null ? NONE : percent(now.alpha);
-    cells.tau.textContent = now.tau === null ? NONE : fixed(now.tau);
-    bar.value = now.state === "done" ? bar.max : now.ids.length;
-    if (text.textContent.length !== now.text.length) {
-      text.textContent = now.text;
-      text.scrollTop = text.scrollHeight;
-    }
-  }
-
-  show(runner);
-  return { element, state: show, update };
+  update();
+  return { element, update };
 }
 
-/** Whether the texts are the same, and the speedup. */
-export function verdict(runner, plain) {
-  const { identical, upTo } = same(runner, plain),
-    rate = speedup(runner, plain);
-  const badge = identical
-    ? el(
-        "p",
-        { class: "badge same", "data-same": "true" },
-        el("strong", {}, "✓ The same text. "),
-        `All ${plural(upTo, "token")} of ${runner.name} equal those of plain decoding.`,
-      )
-    : el(
-        "p",
-        { class: "badge differs", "data-same": "false" },
-        el("strong", {}, "✗ The texts differ "),
-        `from token ${upTo + 1} on. ${explanation(runner)}`,
-      );
-  const result =
-    rate === null
-      ? null
-      : el(
-          "p",
-          { class: "result" },
-          el("strong", { "data-number": "speedup" }, times(rate)),
-          ` ${sentence(runner, plain, rate)}`,
-        );
+/** Both runs on one clock while they run: the plain one has its own trace. */
+function raceOf(own, plain) {
+  const [mine, other] = [own.run.race(), plain.run.race()];
+  return mine && { ...mine, plain: other && { passes: other.own, end: other.ownEnd }, racing: plain.state !== "done" };
+}
+
+function clockRow(runner) {
+  const cells = COLUMNS.map(([name]) => el("td", { "data-number": name }));
+  const element = el(
+    "tr",
+    { "data-runner": runner.name },
+    el(
+      "th",
+      { scope: "row" },
+      el("i", { class: `swatch ${runner.plain ? "plain" : "verify"}` }),
+      runner.plain ? "plain" : runner.name,
+    ),
+    cells,
+  );
+  const update = () => {
+    element.dataset.state = runner.state;
+    COLUMNS.forEach(([, , read], i) => (cells[i].textContent = read(runner)));
+  };
+  return { element, update };
+}
+
+/* ---------------------------------------------------------------- verdict */
+
+const WAITING = {
+  waiting: "Waiting …",
+  running: "Answering …",
+  stopped: "Stopped before the answer was complete.",
+  failed: "The request failed.",
+};
+const RACING = {
+  waiting: "Answered. Now plain decoding of the same request …",
+  running: "Answered. Now plain decoding of the same request …",
+  stopped: "Answered. The plain run was stopped, so there is no comparison.",
+  failed: "Answered. The plain run failed, so there is no comparison.",
+};
+
+function verdict(own, plain) {
+  if (own.state !== "done") return el("p", { class: "note" }, WAITING[own.state]);
+  if (plain.state !== "done") return el("p", { class: "note" }, RACING[plain.state]);
+  const { identical, upTo } = same(own, plain),
+    rate = speedup(own, plain);
+  if (!identical)
+    return el(
+      "p",
+      { class: "differs", "data-same": "false" },
+      el("strong", {}, "✗ The texts differ "),
+      `from token ${upTo + 1} on. ${explanation(own)}`,
+    );
   return el(
-    "section",
-    { class: "verdict", "data-verdict": runner.name, "aria-label": `Result of ${runner.name}` },
-    result,
-    badge,
+    "p",
+    { class: "result", "data-same": "true" },
+    rate === null ? null : el("strong", { "data-number": "speedup" }, times(rate)),
+    rate === null ? "" : ` the plain speed${rate < 1 ? ": drafting cost more than it saved" : ""}. `,
+    `✓ The same text, all ${plural(upTo, "token")}.`,
   );
-}
-
-function sentence(runner, plain, rate) {
-  const lost = rate < 1 ? " Drafting cost more than it saved." : "";
-  return `the plain speed with ${runner.name}: ${micros(runner.clock)} against ${micros(plain.clock)} after the prompt’s pass, both measured by the server.${lost}`;
 }
 
 function explanation(runner) {
@@ -111,58 +156,13 @@ function explanation(runner) {
     : "This is a bug: please run `outrider verify` and report its output.";
 }
 
-export function outcome(runner, plain) {
-  const rate = speedup(runner, plain),
-    { identical } = same(runner, plain);
-  return `${runner.name}: ${rate === null ? "done" : `${times(rate)} plain speed`}, ${identical ? "the same text" : "a different text"}.`;
+export function outcome(own, plain) {
+  const rate = speedup(own, plain);
+  return `${rate === null ? "Done" : `${times(rate)} the plain speed`}, ${same(own, plain).identical ? "the same text" : "a different text"}.`;
 }
 
-export function makeScores() {
-  const heads = ["Prompt", "Drafter", "Temperature", "Tokens", "α", "τ", "Clock", "Plain clock", "Speed", "Text"];
-  const body = el("tbody");
-  const table = el(
-    "table",
-    {},
-    el("caption", {}, "Races so far"),
-    el(
-      "thead",
-      {},
-      el(
-        "tr",
-        {},
-        heads.map((head) => el("th", { scope: "col" }, head)),
-      ),
-    ),
-    body,
-  );
-  const element = el(
-    "div",
-    { class: "panel scores", tabindex: "0", role: "region", "aria-label": "Races so far", hidden: true },
-    table,
-  );
-
-  function add(title, runner, plain) {
-    const cells = [
-      runner.name,
-      runner.run.temperature,
-      runner.ids.length,
-      percent(runner.alpha),
-      fixed(runner.tau),
-      micros(runner.clock),
-      micros(plain.clock),
-      times(speedup(runner, plain)),
-      same(runner, plain).identical ? "✓ the same" : "✗ differs",
-    ];
-    body.append(
-      el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, title),
-        cells.map((cell) => el("td", {}, String(cell))),
-      ),
-    );
-    element.hidden = false;
-  }
-
-  return { element, add, clear: () => replace(body) };
+function download(runner) {
+  const url = URL.createObjectURL(new Blob([runner.jsonl], { type: "application/x-ndjson" }));
+  el("a", { href: url, download: `outrider-${runner.name.replace(/\W+/g, "-")}.jsonl` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

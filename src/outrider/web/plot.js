@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.js";
 import { colour, el } from "./dom.js";
 
-/* series: [{label, hue, kind: "line" | "bars" | "steps" | "points" (rings) | "spots"}]; data: [xs, ys, …]; a null is a gap. */
+/* series: [{label, hue, kind: "line" | "steps" | "points" (rings) | "spots"}]; data: [xs, ys, …]; a null is a gap. */
 export function mountPlot({ title, summary, x, y, series, height = 190, range = {} }) {
   const container = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${summary}` });
   const caption = el("figcaption", {}, summary);
@@ -15,7 +15,7 @@ export function mountPlot({ title, summary, x, y, series, height = 190, range = 
           series.map((s) => el("li", {}, el("i", { class: `key ${s.kind} hue-${s.hue}` }), s.label)),
         )
       : null;
-  const element = el("figure", { class: "figure" }, el("h4", {}, title), keys, container, caption);
+  const element = el("figure", { class: "figure" }, el("p", { class: "title" }, title), keys, container, caption);
   const line = el("div", { class: "cursorline", hidden: true });
   let plot = null,
     data = series.map(() => []),
@@ -67,7 +67,8 @@ export function mountPlot({ title, summary, x, y, series, height = 190, range = 
 
   function fit() {
     if (!plot) make();
-    else if (plot.width !== container.clientWidth && container.clientWidth) plot.setSize({ width: container.clientWidth, height });
+    else if (plot.width !== container.clientWidth && container.clientWidth)
+      plot.setSize({ width: container.clientWidth, height });
   }
 
   const watcher = new ResizeObserver(() => requestAnimationFrame(fit)); // later: a resize inside the callback would notify the observer again
@@ -106,15 +107,6 @@ function axis(name, size) {
 
 function asSeries({ label, hue, kind, width = 2, dash }) {
   const stroke = () => colour(hue);
-  if (kind === "bars")
-    return {
-      label,
-      stroke,
-      fill: stroke,
-      width: 0,
-      paths: uPlot.paths.bars({ size: [0.7, 48] }),
-      points: { show: false },
-    };
   if (kind === "points" || kind === "spots") {
     // A ring and a dot: they differ in more than colour, and a dot inside a ring is visible.
     const ring = kind === "points";

@@ -1,4 +1,5 @@
-/* The ribbon: the text, each step a tint, accepted solid, bonus outlined, rejected drafts struck out at the caret.
+/* The ribbon: the text, each step a tint, accepted solid, the target's own outlined, rejected drafts struck out at the
+   caret: a chain in the line, the branches of a tree below each other.
 
    Only a window of steps around the caret is in the document, and moving the caret changes only steps' classes and the
    struck-out tokens, so that a run of thousands of steps scrubs as smoothly as a short one. */
@@ -8,15 +9,16 @@ import { FATES, el, grouped, replace, visible } from "./dom.js";
 const CHUNK = 50; // steps are added and dropped in chunks
 const AROUND = 1; // chunks before and after the caret's own
 const WHOLE = 300; // steps up to which the whole run is in the document
+const BRANCHES = 4; // rejected branches of a tree that are written out
 
-export function mountRibbon(run, { onseek, compact }) {
+export function mountRibbon(run, { onseek }) {
   const flow = el("div", { class: "flow" });
   const before = el("p", { class: "elsewhere" });
   const after = el("p", { class: "elsewhere" });
   const box = el(
     "div",
     {
-      class: `ribbon${compact ? " compact" : ""}`,
+      class: "ribbon",
       tabindex: "0",
       role: "group",
       "aria-label": "The text, step by step",
@@ -81,12 +83,17 @@ export function mountRibbon(run, { onseek, compact }) {
 
   /** The current step's rejected and unreached tokens, struck out before the target's own token. */
   function showRejected(step) {
-    const rejected = step.nodes.filter((node) => node.fate === "r" || node.fate === "u");
-    replace(
-      ghosts,
-      rejected.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
+    const branches = rejectedBranches(step);
+    const rows = branches.slice(0, BRANCHES).map((nodes) =>
+      el(
+        "span",
+        { class: "branch" },
+        nodes.slice(0, 12).map((node) => el("s", { class: FATES[node.fate].name }, visible(run.piece(node.token)))),
+      ),
     );
-    ghosts.hidden = !rejected.length;
+    const more = branches.length > BRANCHES ? el("small", {}, `and ${branches.length - BRANCHES} more`) : null;
+    replace(ghosts, rows, more);
+    ghosts.hidden = !branches.length;
     const element = shown[step.index - low];
     element.insertBefore(ghosts, element.querySelector(".bonus"));
   }
@@ -103,23 +110,34 @@ export function mountRibbon(run, { onseek, compact }) {
   return { element: box, seek, follow, reset: () => ((low = high = 0), (at = -1), (shown = [])) };
 }
 
+/** Paths of the draft that were not kept, from where they leave the text to their leaf. A chain has one at most. */
+function rejectedBranches({ nodes }) {
+  const lost = (node) => node.fate === "r" || node.fate === "u";
+  const parents = new Set(nodes.filter(lost).map((node) => node.parent));
+  return nodes.flatMap((leaf, i) => {
+    if (!lost(leaf) || parents.has(i)) return [];
+    const path = [];
+    for (let node = leaf; node && lost(node); node = nodes[node.parent]) path.unshift(node);
+    return [path];
+  });
+}
+
 function className(i, caret) {
   return `step tint${i % 2}${i > caret ? " future" : i === caret ? " current" : ""}`;
 }
 
-function stepElement(run, step, name) {
+export function stepElement(run, step, name) {
   const texts = run.textOf(step);
   const tokens = texts.map((text, i) => tokenElement(text, i < step.accepted ? "accepted" : "bonus"));
   return el("span", { class: name, "data-step": step.index }, tokens);
 }
 
+/** The marks ↵ and ∅ are drawn by the style sheet: they are not part of the text. */
 function tokenElement(text, origin) {
-  const token = el("span", { class: origin });
-  // A mark before the line break: an outline around nothing would be invisible.
+  const token = el("span", { class: text ? origin : `${origin} nothing` });
   text.split(/(\n)/).forEach((part) => {
-    if (part === "\n") token.append(el("i", { "aria-hidden": "true" }, "↵"), "\n");
+    if (part === "\n") token.append(el("i", { "aria-hidden": "true" }), "\n");
     else if (part) token.append(part);
   });
-  if (!text) token.append(el("i", { "aria-hidden": "true" }, "∅"));
   return token;
 }

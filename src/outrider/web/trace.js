@@ -4,6 +4,7 @@
    run = new Run(); run.push(line); …      the same, line by line
    run.steps                   one sequence's steps, in order; run.select(id) changes the sequence
    run.piece(id)               a token's text; run.textOf(step): the text of each emitted token
+   run.prompt                  what the user asked
 
    A trace is untrusted input: shapes are checked here, once, and what is too large to show is refused. A missing or
    malformed number is null, and is shown as "not recorded". */
@@ -21,6 +22,9 @@ export const LIMITS = {
   pieceLength: 400,
   sequences: 256,
 };
+// ChatML (SmolLM, Qwen), Llama 3, Llama 2 and Mistral
+const USER_TURN =
+  /<\|im_start\|>user\n([^]*?)<\|im_end\|>|<\|start_header_id\|>user<\|end_header_id\|>\s*([^]*?)<\|eot_id\|>|\[INST\]([^]*?)\[\/INST\]/g;
 const FATES = new Set(["a", "r", "u", "p"]);
 
 export class Run {
@@ -111,6 +115,13 @@ export class Run {
     this.version++;
   }
 
+  /** The user's last message, without the chat template around it; the whole prompt where no template is known. */
+  get prompt() {
+    const text = clip(this.header?.prompt_text, 20_000);
+    const turns = [...text.matchAll(USER_TURN)].map((match) => match.slice(1).find((part) => part !== undefined));
+    return (turns.at(-1) ?? text).trim();
+  }
+
   get temperature() {
     return number(this.header?.temperature);
   }
@@ -181,16 +192,14 @@ export class Run {
 
   #race() {
     const steps = this.steps;
-    const passes = steps.map(
-      (step) =>
-        step.us.verify && {
-          at: step.us.verify[0] + step.us.verify[1],
-          tokens: step.tokensBefore + step.emitted.length,
-        },
-    );
-    if (passes.length < 2 || passes.some((pass) => !pass)) return null;
-    const zero = passes[0].at;
-    const own = passes.map((pass) => ({ at: pass.at - zero, tokens: pass.tokens }));
+    if (steps.length < 2 || steps.some((step) => !step.us.verify)) return null;
+    const zero = steps[0].us.verify[0] + steps[0].us.verify[1];
+    const own = steps.map(({ us, nodes, tokensBefore, emitted }) => ({
+      start: us.verify[0] - zero,
+      at: us.verify[0] + us.verify[1] - zero,
+      draft: us.draft && nodes.length ? [us.draft[0] - zero, us.draft[0] + us.draft[1] - zero] : null,
+      tokens: tokensBefore + emitted.length,
+    }));
     return { own, plain: this.#plain(), ownEnd: own[own.length - 1].at, tokens: own[own.length - 1].tokens };
   }
 
@@ -372,6 +381,18 @@ const probability = (value) => (number(value) !== null && value >= 0 && value <=
 const clip = (value, most) => (typeof value === "string" ? value.slice(0, most) : "");
 const short = (value) => clip(String(value), 40);
 const ratio = (part, whole) => (whole ? part / whole : null);
+
+/** The index of the last pass that had ended at this moment. */
+export function passAt(passes, moment) {
+  let low = 0,
+    high = passes.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (passes[middle].at <= moment) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
 
 export function median(values) {
   const sorted = [...values].sort((a, b) => a - b);

@@ -1,20 +1,29 @@
 /* The draft of one step as a tree: each node with the drafter's q, the target's p, its fate and the reason. */
 
 import { FATES, UNKNOWN, chance, el, fixed, grouped, label, percent, replace, svg, visible } from "./dom.js";
+import { missOf } from "./highlights.js";
 import { ranking } from "./trace.js";
 
 const BOX = { width: 104, height: 52, gapX: 30, gapY: 14 };
 const MOST = 160; // nodes drawn per step
 
-export function mountTree(run, { compact }) {
+export function mountTree(run) {
   const picture = el("div", { class: "treebox", tabindex: "0", role: "group", "aria-label": "The draft of this step" });
   const why = el("div", { class: "why", "aria-live": "polite" });
   const element = el(
     "section",
     { class: "panel tree", "aria-label": "The draft" },
-    el("h3", {}, "The draft of this step"),
+    el("h2", {}, "The draft of this step"),
+    el(
+      "p",
+      { class: "note" },
+      el("dfn", {}, "q"),
+      " is the drafter’s probability of a token, ",
+      el("dfn", {}, "p"),
+      " the target’s.",
+    ),
     picture,
-    compact ? null : why,
+    why,
   );
   let step = null,
     chosen = null;
@@ -39,10 +48,10 @@ export function mountTree(run, { compact }) {
   }
 
   function explain() {
-    if (!compact) replace(why, chosen === null ? overview(run, step) : reason(run, step, chosen));
+    replace(why, chosen === null ? overview(step) : reason(run, step, chosen));
   }
 
-  return { element, seek, choose };
+  return { element, seek };
 }
 
 /* ---------------------------------------------------------------- the drawing */
@@ -127,7 +136,7 @@ function rootBox(run, step, { x, y }) {
     { class: "root", transform: `translate(${x},${y})` },
     svg("rect", { width: BOX.width, height: BOX.height, rx: 8 }),
     svg("text", { x: BOX.width / 2, y: 22, class: "token" }, text),
-    svg("text", { x: BOX.width / 2, y: 41, class: "small" }, "committed"),
+    svg("text", { x: BOX.width / 2, y: 41, class: "small" }, "text so far"),
   );
 }
 
@@ -173,7 +182,7 @@ function bonusBox(run, step, { x, y }) {
     { class: "node bonus", transform: `translate(${x},${y})` },
     svg("rect", { width: BOX.width, height: BOX.height, rx: 8 }),
     svg("text", { x: BOX.width / 2, y: 20, class: "token" }, label(run.piece(step.emitted.at(-1)), 11)),
-    svg("text", { x: 10, y: 41, class: "small" }, "bonus"),
+    svg("text", { x: 10, y: 41, class: "small" }, "target"),
     svg("text", { x: BOX.width - 10, y: 41, class: "small end" }, `p ${chance(chose?.p)}`),
   );
 }
@@ -191,13 +200,19 @@ function plainStep(run, step) {
 
 /* ---------------------------------------------------------------- why */
 
-function overview(run, step) {
-  const rejected = step.nodes.findIndex((node) => node.fate === "r");
-  const sentence = !step.nodes.length
-    ? "The controller’s reason: "
-    : `${step.accepted} of ${step.nodes.length} drafted tokens equal the target’s own choices${rejected >= 0 ? "; the first miss ended the walk" : ""}. The controller’s reason: `;
+function overview(step) {
+  const judged = step.nodes.length
+    ? `${step.accepted} of ${step.nodes.length} drafted tokens were accepted${missOf(step) ? "; at the next position the target chose another token than the draft" : ""}. `
+    : "";
   return [
-    el("p", {}, sentence, el("q", {}, step.why || UNKNOWN), step.source ? ` Drafted by ${step.source}.` : ""),
+    el(
+      "p",
+      {},
+      judged,
+      step.source ? `Drafted by ${step.source}. ` : "",
+      "The controller: ",
+      el("q", {}, step.why || UNKNOWN),
+    ),
     step.failure
       ? el("p", { class: "warning" }, `The drafter failed (${step.failure}); the text continued without it.`)
       : null,
@@ -205,35 +220,28 @@ function overview(run, step) {
   ];
 }
 
+/** Why a node was kept or not. What the target chose is known only where the node was reached. */
 function reason(run, step, index) {
-  const node = step.nodes[index],
-    depth = node.depth;
-  const onPath = node.parent < 0 || step.nodes[node.parent].fate === "a";
-  const chose = onPath ? step.chose?.[depth] : null;
+  const node = step.nodes[index];
+  const reached = (node.parent < 0 || step.nodes[node.parent].fate === "a") && node.depth < step.emitted.length;
+  const chose = reached ? (step.chose?.[node.depth] ?? null) : null;
+  const guesses = ranking(step.guesses?.[node.parent]);
   return [
     el(
-      "h4",
+      "h3",
       {},
       el("code", { class: `chip ${FATES[node.fate].name}` }, visible(run.piece(node.token)).slice(0, 80)),
       " ",
-      verdict(run, step, node, onPath),
+      verdict(run, step, node, reached),
     ),
+    el("p", { "data-number": "chances" }, chances(node, reached)),
     el(
       "div",
       { class: "sides" },
-      side(run, "The drafter’s top five", ranking(step.guesses?.[node.parent]), node.token, "q", onlyOwn(node)),
-      side(
-        run,
-        "The target’s top five",
-        chose?.top ?? [],
-        chose?.token,
-        "p",
-        onPath
-          ? `Not recorded (p of this token: ${chance(node.p)}).`
-          : "This node was not reached, so there is no choice of the target here.",
-      ),
+      guesses.length ? side(run, "drafter", withToken(guesses, node.token, node.q), node.token) : null,
+      chose?.top.length ? side(run, "target", withToken(chose.top, chose.token, chose.p), chose.token) : null,
     ),
-    noise(run, step, node, depth, onPath),
+    reached ? noise(run, step, node) : null,
     chose
       ? el(
           "p",
@@ -246,32 +254,43 @@ function reason(run, step, index) {
   ];
 }
 
-function onlyOwn(node) {
-  return node.q === null
-    ? "Not recorded; this drafter gives no probabilities."
-    : `Not recorded; the drafter gave this token q = ${chance(node.q)}.`;
-}
-
-function verdict(run, step, node, onPath) {
-  if (node.fate === "a") return "is what the target chose here, so it was kept.";
+function verdict(run, step, node, reached) {
+  if (node.fate === "a") return "was kept: it is what the target chose here.";
   if (node.fate === "p") return "was pruned before the pass: its expected gain was less than the cost of its row.";
-  if (!onPath) return "was never reached: an earlier token of its path was rejected.";
-  const chosen = step.emitted[node.depth];
-  if (chosen === undefined) return "came after the end of the text.";
+  if (!reached)
+    return node.parent < 0 || step.nodes[node.parent].fate === "a"
+      ? "was not needed: the text had ended."
+      : "was never reached: an earlier token of its branch was rejected.";
   return [
     "was not kept: the target chose ",
-    el("code", { class: "chip bonus" }, visible(run.piece(chosen)).slice(0, 40)),
+    el("code", { class: "chip bonus" }, visible(run.piece(step.emitted[node.depth])).slice(0, 40)),
     " here.",
   ];
 }
 
-function side(run, title, top, marked, letter, missing) {
+/** Behind a rejected token p is the target's as well, but after a text that was not emitted. */
+function chances(node, reached) {
+  const q = node.q === null ? `q is ${UNKNOWN}` : `q ${chance(node.q)}`,
+    p = node.p === null ? `p is ${UNKNOWN}` : `p ${chance(node.p)}`;
+  return reached || node.p === null
+    ? `${q}, ${p}.`
+    : `${q}, ${p} after the tokens of its branch, which were not emitted.`;
+}
+
+/** The likeliest tokens, and the token in question even if it is not among them. */
+function withToken(top, token, p) {
+  return top.some((each) => each.token === token) ? top : [...top, { token, p }];
+}
+
+function side(run, actor, top, marked) {
+  const letter = actor === "drafter" ? "q" : "p";
   const bars = top.map(({ token, p }) =>
     el(
       "li",
       { class: token === marked ? "marked" : "" },
       el("code", {}, label(run.piece(token), 18)),
       el("meter", {
+        class: actor,
         min: 0,
         max: 1,
         value: p ?? 0,
@@ -280,20 +299,17 @@ function side(run, title, top, marked, letter, missing) {
       el("span", { class: "number" }, percent(p, 1)),
     ),
   );
-  return el(
-    "div",
-    {},
-    el("h5", {}, title),
-    top.length ? el("ol", { class: "top" }, bars) : el("p", { class: "note" }, missing),
-  );
+  const title =
+    actor === "drafter" ? "q: the drafter’s likeliest, and its draft" : "p: the target’s likeliest, and its choice";
+  return el("div", { class: actor }, el("p", { class: "title" }, title), el("ol", { class: "top" }, bars));
 }
 
 /** At temperature T > 0 the target chooses the highest ln p / T + g; the noise g depends on the seed only. */
-function noise(run, step, node, depth, onPath) {
+function noise(run, step, node) {
   if (run.temperature === 0)
     return el("p", { class: "note" }, "Temperature 0: no noise, the likeliest token is chosen.");
-  const values = onPath ? step.noise?.[depth] : null,
-    chosen = step.emitted[depth];
+  const values = step.noise?.[node.depth],
+    chosen = step.emitted[node.depth];
   if (!values) return el("p", { class: "note" }, `Noise: ${UNKNOWN}.`);
   const parts = [chosen, node.token]
     .filter((token, i, all) => token !== undefined && all.indexOf(token) === i && typeof values[token] === "number")
@@ -309,7 +325,7 @@ function noise(run, step, node, depth, onPath) {
   return el(
     "div",
     {},
-    el("h5", {}, "Gumbel noise at this position"),
+    el("p", { class: "title" }, "Gumbel noise at this position"),
     el(
       "p",
       { class: "note" },

@@ -1,13 +1,12 @@
-/* The #run view: text, draft tree, race and statistics of one run, all at the same step.
+/* The #run view: race, text and draft of one run at the same step; charts and settings are behind Details.
 
-   mountRun(element, run, {compact, title}) -> {update(), seek(step), destroy()}
-   Call `update` after run.push(…): a view at the last step follows the run. */
+   mountRun(element, run) -> {seek(step), key(event), destroy()} */
 
 import { mountDials } from "./dials.js";
 import { UNKNOWN, el, legend, plural, replace, svg } from "./dom.js";
-import { mountLanes } from "./lanes.js";
+import { mountPhases } from "./phases.js";
+import { mountRace, sentence } from "./race.js";
 import { mountRibbon } from "./ribbon.js";
-import { firstLook } from "./highlights.js";
 import { mountTree } from "./tree.js";
 
 const SPEEDS = [
@@ -23,50 +22,58 @@ const ICONS = {
   pause: "M4 3h3.5v12H4z M10.5 3H14v12h-3.5z",
   forward: "M5 3v12l6.5-6z M12 3h2.5v12H12z",
 };
+const WATCHED = 20e6; // microseconds in which a run plays, unless its reader chooses another speed
 const STEP_PAUSE = 300; // milliseconds for a step whose clock is not recorded
 
-export function mountRun(element, run, options = {}) {
-  const compact = Boolean(options.compact);
-  let at = run.footer && !compact ? firstLook(run) : run.steps.length - 1,
-    playing = null,
-    drawn = -1;
+export function mountRun(element, run) {
+  let at = 0,
+    playing = null;
   const seek = (step) => go(Math.max(0, Math.min(run.steps.length - 1, step)));
-  const ribbon = mountRibbon(run, { onseek: (step) => (pause(), seek(step)), compact });
-  const tree = mountTree(run, { compact });
-  const lanes = mountLanes(run, { onseek: (step) => (pause(), seek(step)) });
-  const dials = mountDials(run, { compact });
+  const chosen = (step) => (pause(), seek(step));
+  const ribbon = mountRibbon(run, { onseek: chosen });
+  const tree = mountTree(run);
+  const race = mountRace(() => run.race(), { onseek: chosen });
+  const phases = mountPhases(run);
+  const dials = mountDials(run);
   const bar = controls();
   const facts = el("div", { class: "facts" });
-  const theme = () => requestAnimationFrame(() => run.steps.length && lanes.draw());
-  document.addEventListener("outrider:theme", theme);
-  element.classList.add("run");
-  element.addEventListener("keydown", keys);
-  const body = el(
-    "div",
-    { class: "panels" },
-    bar.element,
-    el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
-    tree.element,
-    lanes.element,
+  const result = el("p", { class: "result", "data-number": "speedup" });
+  const settings = el("div", { class: "settings" });
+  const details = el(
+    "details",
+    { class: "panel details", ontoggle: () => go(at) }, // what is closed is not kept up to date
+    el("summary", {}, "Details: settings, statistics, phases"),
+    settings,
     dials.element,
+    phases.element,
   );
-  const waiting = el("p", { class: "note" }, "Waiting for the first step …");
-  replace(element, facts, waiting, body);
-  update();
+  const theme = () => requestAnimationFrame(() => (race.draw(), phases.draw()));
+  document.addEventListener("outrider:theme", theme);
+  element.addEventListener("keydown", keys);
+  replace(
+    element,
+    facts,
+    el(
+      "div",
+      { class: "panels" },
+      el("section", { class: "panel", "aria-label": "The race" }, result, race.element),
+      bar.element,
+      el("section", { class: "panel", "aria-label": "The text" }, legend("a", "b", "r", "u"), ribbon.element),
+      tree.element,
+      details,
+    ),
+  );
+  begin();
 
-  function update() {
-    body.hidden = !run.steps.length;
-    waiting.hidden = !body.hidden;
-    replace(facts, describe(run, options, select));
-    if (!run.steps.length) return;
-    const followed = at < 0 || (bar.last >= 0 && at >= bar.last);
+  /** Show the selected sequence from its first step on. */
+  function begin() {
+    replace(facts, title(run, select));
+    replace(settings, describe(run));
+    replace(result, sentence(run));
     bar.extend(run.steps.length);
-    if (drawn !== run.version) {
-      dials.draw();
-      lanes.draw();
-      drawn = run.version;
-    }
-    go(followed ? run.steps.length - 1 : at);
+    dials.draw();
+    race.draw();
+    go(0);
   }
 
   function go(step) {
@@ -74,8 +81,8 @@ export function mountRun(element, run, options = {}) {
     bar.show(at);
     ribbon.seek(at);
     tree.seek(run.steps[at]);
-    lanes.seek(at);
-    dials.seek(at);
+    race.seek(at);
+    if (details.open) (phases.seek(at), dials.seek(at));
     ribbon.follow();
   }
 
@@ -83,8 +90,7 @@ export function mountRun(element, run, options = {}) {
     pause();
     run.select(seq);
     ribbon.reset();
-    at = -1;
-    update();
+    begin();
   }
 
   /* ------------------------------------------------------------ playing */
@@ -137,11 +143,13 @@ export function mountRun(element, run, options = {}) {
       oninput: () => (pause(), seek(Number(range.value))),
     });
     const where = el("output", { class: "where" });
+    const lasts = run.race()?.ownEnd ?? WATCHED,
+      slowest = SPEEDS.findLast(([, by]) => by * lasts <= WATCHED)?.[1] ?? 1;
     const toggle = button("Play", "play", () => (playing ? pause() : play()));
     const speed = el(
       "select",
       { "aria-label": "Speed" },
-      SPEEDS.map(([name, by]) => el("option", { value: by, selected: by === 12 }, name)),
+      SPEEDS.map(([name, by]) => el("option", { value: by, selected: by === slowest }, name)),
     );
     const node = el(
       "div",
@@ -156,8 +164,7 @@ export function mountRun(element, run, options = {}) {
     );
     const bar = {
       element: node,
-      last: -1,
-      extend: (count) => ((bar.last = count - 1), (range.max = String(count - 1))),
+      extend: (count) => (range.max = String(count - 1)),
       show: (step) => {
         range.value = String(step);
         where.textContent = `step ${step + 1} of ${run.steps.length}`;
@@ -175,55 +182,56 @@ export function mountRun(element, run, options = {}) {
 
   function destroy() {
     pause();
-    lanes.destroy();
-    dials.destroy();
+    for (const each of [race, phases, dials]) each.destroy();
     document.removeEventListener("outrider:theme", theme);
     element.removeEventListener("keydown", keys);
     replace(element);
   }
 
-  return { update, seek: (step) => (pause(), seek(step)), destroy, play, key: keys };
+  return { seek: chosen, hide: pause, destroy, key: keys };
 }
 
 function icon(name) {
   return svg("svg", { viewBox: "0 0 18 18", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
 }
 
-/** Model, drafter, settings and prompt of the run. */
-function describe(run, { title, compact }, select) {
-  const header = run.header ?? {},
-    text = (value) => (typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN);
-  const temperature = run.temperature === null ? UNKNOWN : String(run.temperature);
-  const prompt = typeof header.prompt_text === "string" ? header.prompt_text.slice(0, 20000) : null;
-  const many =
-    run.sequences.length > 1
-      ? el(
-          "label",
-          {},
-          "Sequence ",
-          el(
-            "select",
-            { onchange: (event) => select(Number(event.target.value)) },
-            run.sequences.map((seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq))),
-          ),
-        )
-      : null;
+const named = (value) =>
+  typeof value === "string" || typeof value === "number" ? String(value).slice(0, 80) : UNKNOWN;
+
+/** The prompt is the title of a run; who took part in it; the choice of the sequence, where there are several. */
+function title(run, select) {
+  const option = (seq) => el("option", { value: seq, selected: seq === run.seq }, String(seq));
+  const many = el("select", { onchange: (event) => select(Number(event.target.value)) }, run.sequences.map(option));
+  const actors = [
+    "The ",
+    el("dfn", {}, "target"),
+    ` (${named(run.header?.model)}) chooses every token; the `,
+    el("dfn", {}, "drafter"),
+    ` (${named(run.header?.drafter)}) proposes some.`,
+  ];
   return [
-    title || run.title ? el(compact ? "h2" : "h1", {}, (title || run.title).slice(0, 120)) : null,
-    el(
-      "p",
-      { class: "note" },
-      `${text(header.model)} (${text(header.dtype)}, ${text(header.device)}) · drafter ${text(header.drafter)}, K ${text(header.k)} · rule ${text(header.rule)} · temperature ${temperature}` +
-        (run.footer?.finish ? ` · ended by ${text(run.footer.finish)}` : ""),
-    ),
-    many,
+    el("h1", {}, (run.prompt || run.title || "A run without its prompt").slice(0, 400)),
+    el("p", { class: "note" }, run.prompt && run.title ? `${run.title.slice(0, 120)}. ` : "", actors),
+    run.sequences.length > 1 ? el("label", {}, "Sequence ", many) : null,
+  ];
+}
+
+/** Model, drafter and settings of the run, and the whole prompt. */
+function describe(run) {
+  const header = run.header ?? {};
+  const prompt = typeof header.prompt_text === "string" ? header.prompt_text.slice(0, 20_000) : null;
+  const tokens = plural(Array.isArray(header.prompt) ? header.prompt.length : 0, "token");
+  const facts = [
+    `${named(header.model)} (${named(header.dtype)}, ${named(header.device)})`,
+    `drafter ${named(header.drafter)}, K ${named(header.k)}`,
+    `rule ${named(header.rule)}`,
+    `temperature ${run.temperature ?? UNKNOWN}`,
+    run.footer?.finish ? `ended by ${named(run.footer.finish)}` : null,
+  ];
+  return [
+    el("p", { class: "note" }, `${facts.filter(Boolean).join("; ")}.`),
     prompt
-      ? el(
-          "details",
-          {},
-          el("summary", {}, `The prompt, ${plural(Array.isArray(header.prompt) ? header.prompt.length : 0, "token")}`),
-          el("pre", { tabindex: "0" }, prompt),
-        )
+      ? el("details", {}, el("summary", {}, `The whole prompt, ${tokens}`), el("pre", { tabindex: "0" }, prompt))
       : null,
   ];
 }

@@ -47,9 +47,9 @@ export function mountWhatIf(element, run) {
   );
   const k = slider("K", "drafted tokens per pass", 0, MOST, 1, Math.round(run.meanK() ?? 4), String);
   const c = slider("c", "drafting one token, in plain passes", 0, 1, 0.01, own.c ?? 0.05, (v) => fixed(v));
-  const point = { label: "this run", hue: "accent", kind: "points" };
-  const chosen = { label: "your K", hue: "rejected", kind: "spots" };
-  const series = (label) => [{ label, hue: "verify", kind: "line" }, chosen, point];
+  const point = { label: "this run", hue: "ink", kind: "points" };
+  const chosen = { label: "your K", hue: "accent", kind: "spots" };
+  const series = (label) => [{ label, hue: "ink-2", kind: "line" }, chosen, point]; // theory has no actor's colour
   const tokens = mountPlot({
     title: "Expected tokens per pass",
     summary: "",
