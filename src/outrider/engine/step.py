@@ -27,6 +27,7 @@ import torch
 from ..control import Controller
 from ..errors import ConfigError, ModelError
 from ..types import (
+    REQUEST_DRAFTS,
     Batch,
     Draft,
     Listener,
@@ -305,7 +306,7 @@ class Engine:
                 unread, failures = drafted.unread, list(drafted.failures)
                 for i, tree in zip(open_, drafted.trees, strict=True):
                     trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
-                    if len(trees[i].tokens) < min(len(tree.tokens), budgets[i]):
+                    if len(trees[i].tokens) < min(len(tree.tokens), budgets[i]) and tree.source not in REQUEST_DRAFTS:
                         failures.append(f"{self._drafter_name}: {_fault(tree, len(trees[i].tokens))}")
                 self.pace.drafted(len(open_), self.clock.since("draft"))
             except Exception as error:  # a drafter costs speed, never an answer
