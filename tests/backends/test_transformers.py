@@ -272,7 +272,7 @@ def test_error_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ModelError, match=r"pip install 'outrider\[hf\]'"):
+    with pytest.raises(ModelError, match=r"pip install -e '\.\[hf\]' in a clone"):
         open_checkpoint(folder)
 
 

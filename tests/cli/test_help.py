@@ -27,6 +27,7 @@ COMMANDS = dict(walk(get_command(app)))
 def test_every_command_is_registered() -> None:
     single = {"generate", "chat", "verify", "serve", "doctor", "cost", "tune", "train", "invent", "export", "explain"}
     groups = {"bench serve", "trace show", "trace html", "drafter show", "drafter save", "drafter forget", "deploy ray"}
+    groups |= {"cache list", "cache clear"}
     assert {" ".join(path) for path in COMMANDS} == single | groups | {name.split()[0] for name in groups} | {""}
 
 
@@ -44,6 +45,29 @@ def test_commands_and_options_have_help_without_python_types(path: tuple[str, ..
     done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [*path, "--help"])
     assert done.exit_code == 0
     assert not RAW.search(done.stdout), done.stdout
+
+
+def test_train_shows_ten_options_and_the_rest_on_request() -> None:
+    def options(flag: str) -> set[str]:
+        shown = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, ["train", flag]).stdout
+        return set(re.findall(r"^[^\w-]*(--[\w-]+)", shown, re.MULTILINE)) - {
+            "--help",
+            "--help-all",
+            "--no-color",
+            "--debug",
+        }
+
+    few, every = options("--help"), options("--help-all")
+    assert len(few) == 10
+    assert few < every
+    assert {"--model", "--train-tokens", "--draft-vocab", "--json"} <= every
+
+
+def test_the_same_option_has_the_same_name_everywhere() -> None:
+    for path, command in COMMANDS.items():
+        names = {option for param in command.params for option in param.opts}
+        assert not names & {"--target", "--tokens"}, path
+        assert ("--max-tokens" in names) or ("max_tokens" not in {param.name for param in command.params}), path
 
 
 def test_version() -> None:

@@ -82,7 +82,7 @@ def test_drafters_on_the_host_are_never_slower(batch: int, machine: str) -> None
 def test_drafters_that_take_time_are_never_slower(batch: int, machine: str) -> None:
     natures = [model(machine, right) for right in (0.0, 0.3, 0.8, 0.997)]
     natures += [head(machine, 0.3), adversary(machine, 0.01), adversary(machine, 0.5), model(machine, 0.0, 0.99)]
-    for nature in natures:
+    for nature in natures if batch < 64 else natures[1::2]:
         assert plain(machine, batch) > 0.98 * run(machine, nature, batch), nature
 
 
@@ -113,7 +113,7 @@ NEAR = [
 def test_k_auto_is_near_the_best_fixed_k(machine: str, batch: int, right: float) -> None:
     """Over a dozen answers; the first of them are what it learns from."""
     for nature in (model(machine, right), head(machine, right)):
-        best = min(run(machine, nature, batch, k=k, answers=12) for k in (1, 2, 3, 4, 6, 8, 12, 16))
+        best = min(run(machine, nature, batch, k=k, answers=12) for k in (1, 2, 4, 8, 16))
         assert min(best, plain(machine, batch, answers=12)) > 0.95 * run(machine, nature, batch, answers=12), nature
 
 

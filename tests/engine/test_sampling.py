@@ -238,7 +238,7 @@ def test_draw_follows_its_weights() -> None:
     "wrong",
     [
         *({"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1}, {"n": 0}),
-        *({"max_tokens": 0}, {"repetition_penalty": 0}, {"stop": [""]}, {"seed": -4}, {"logprobs": -1}),
+        *({"max_tokens": 0}, {"repetition_penalty": 0}, {"stop": [""]}, {"seed": 2**63}, {"logprobs": -1}),
     ],
 )
 def test_wrong_parameters_are_a_sentence(wrong: dict) -> None:

