@@ -60,7 +60,7 @@ def check(answer: Any) -> None:
         assert is_openai_error(answer.json())
 
 
-FUZZ = examples(1500, suppress_health_check=list(HealthCheck))
+FUZZ = examples(900, suppress_health_check=list(HealthCheck))
 
 
 @FUZZ

@@ -107,7 +107,7 @@ def test_schemathesis_finds_no_5xx(address: str) -> None:
     begin, requests = time.monotonic(), 0
     for operation in schema.get_all_operations():
 
-        @examples(150, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+        @examples(100, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
         @given(operation.ok().as_strategy())
         def ask(case: Any) -> None:
             nonlocal requests
