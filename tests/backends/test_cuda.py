@@ -202,6 +202,7 @@ SHAPES = [(9, 3, 64), (4, 2, 8), (8, 1, 32), (3, 3, 24)]
 TYPED_SHAPES = [(s, t) for i, s in enumerate(SHAPES) for t in DTYPES if GPU or s == (4, 2, 8) or t is DTYPES[i // 2]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize(("shape", "dtype"), TYPED_SHAPES)

@@ -53,6 +53,7 @@ def scenarios_of(name: str, shape: str) -> list[Scenario]:
     return [s for s in SCENARIOS if shape == "tree" or name == "model" or s.stagger]
 
 
+@pytest.mark.one_in(5, 0, 2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     ("name", "shape", "scenario"),
@@ -246,6 +247,7 @@ class Corrupts(Adversary):
 ADVERSARIES = [Liar, Ragged, EndSpam, Malformed, Crashes, Slow, Corrupts]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("adversary", ADVERSARIES)

@@ -37,6 +37,7 @@ def run(name: str, rule: str = "match", level: str = "full", tree: bool = False,
     return recorder
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("level", ["summary", "full"])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("name", drafters.names())

@@ -63,4 +63,6 @@ ALSO_PROVED = {
 
 
 def is_left_out(nodeid: str) -> bool:
+    if "[narrowest" in nodeid:  # the same source without vectors; `tuned` every day
+        return True
     return any(f"{place}[" in f"{nodeid}[" or f"{place}::" in nodeid for place in ALSO_PROVED)

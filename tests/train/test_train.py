@@ -422,6 +422,7 @@ def test_a_target_invents_prompts(tmp_path: Path, tmp_path_factory: pytest.TempP
 # ---------------------------------------------------------------- the loop
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["eagle3", "block", "model"])
 def test_kill_and_resume_give_the_same_weights(home: Path, tmp_path: Path, kind: str) -> None:
     more = {"kind": kind, "steps": 18, "layers": 1}
