@@ -15,9 +15,8 @@ RAY    ?= .venv-ray
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
 
-demo: $(VENV)/.installed ## fetch the default model, generate with speculation, compare with plain decoding
-	@$(BIN)/outrider generate --compare --max-tokens 160 \
-	  "Rewrite this function with type hints and a docstring, and keep the rest as it is: def area(width, height): if width < 0 or height < 0: raise ValueError('sides must not be negative'); return width * height"
+demo: $(VENV)/.installed ## fetch the default model, generate three answers, compare each with plain decoding
+	@$(BIN)/outrider demo
 
 test: $(VENV)/.tested check ## lint, types and the whole test suite
 	$(PYTEST) $(WORKERS)

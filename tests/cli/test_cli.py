@@ -662,3 +662,13 @@ def test_invalid_guides_are_sentences(folder: Path, tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr
     both = generate(folder, "the fox", "--regex", "a", "--grammar", __file__)
     assert (both.exit_code, "one thing" in both.stderr) == (1, True)
+
+
+def test_the_demo_compares_three_answers(folder: Path) -> None:
+    done = invoke("demo", "-m", folder, *FAST, "-n", 12)
+    assert done.exit_code == 0
+    for name in ("an edit", "an explanation", "a piece of code"):
+        assert re.search(rf"{name} +│ +[\d.]+ │ +[\d.]+ │ +\*?[\d.]+ × │ +[\d.]+ × │", done.stdout), done.stdout
+    assert re.search(
+        r"Least for .*; every text is that of plain decoding\. Medians of 3 runs each\.", " ".join(done.stderr.split())
+    )

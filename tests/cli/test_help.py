@@ -25,7 +25,8 @@ COMMANDS = dict(walk(get_command(app)))
 
 
 def test_every_command_is_registered() -> None:
-    single = {"generate", "chat", "verify", "serve", "doctor", "cost", "tune", "train", "invent", "export", "explain"}
+    single = {"demo", "generate", "chat", "verify", "serve", "doctor", "cost", "tune", "train", "invent", "export"}
+    single |= {"explain"}
     groups = {"bench serve", "trace show", "trace html", "drafter show", "drafter save", "drafter forget", "deploy ray"}
     groups |= {"cache list", "cache clear"}
     assert {" ".join(path) for path in COMMANDS} == single | groups | {name.split()[0] for name in groups} | {""}

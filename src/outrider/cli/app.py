@@ -13,6 +13,7 @@ import typer
 
 from .cache import cache_clear, cache_list
 from .chat import chat
+from .demo import demo
 from .drafter import drafter_forget, drafter_save, drafter_show
 from .export import deploy_ray, export
 from .generate import generate
@@ -50,7 +51,7 @@ def _group(name: str, help: str, **commands: Callable[..., None]) -> None:
     app.add_typer(group, name=name)
 
 
-for function in (generate, chat, verify, serve, doctor, cost, tune, invent, export, explain):
+for function in (demo, generate, chat, verify, serve, doctor, cost, tune, invent, export, explain):
     app.command(cls=Command)(command(function))
 app.command(cls=Command)(command(train, SHOWN))
 bench_app = typer.Typer(cls=Group, invoke_without_command=True)

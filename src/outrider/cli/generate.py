@@ -65,7 +65,7 @@ def generate(
         race = plain_run = None
         try:
             if compare and answer.ended:
-                race = _race(llm, ids, replace(params, seed=answer.seq.seed, n=1))
+                race = race_of(llm, ids, replace(params, seed=answer.seq.seed, n=1))
                 plain_run = _run_plain(llm, ids, params, answer) if recorder else None
         finally:
             _write_footer(llm, recorder, answer.seq, plain_run)
@@ -204,7 +204,7 @@ class PlainRun:
     same: bool  # whether its token ids equal the speculative ones
 
 
-def _race(llm: LLM, ids: list[int], params: SamplingParams) -> BenchRow:
+def race_of(llm: LLM, ids: list[int], params: SamplingParams) -> BenchRow:
     """The same request with and without drafts, several times in turn."""
     from ..measure.bench import race
 

@@ -127,9 +127,9 @@ def summary(stats: Stats, seconds: float, drafter: str, race: BenchRow | None = 
         table.add_row("prediction", f"{stats.accepted_prediction_tokens} accepted", f"of {predicted} predicted tokens")
     if race is not None:
         text = "[red]different text[/red]" if race.divergences else "the same text"
-        speeds = f"{_number(race.tok_s, 1)} tokens/s, plain {_number(race.plain_tok_s, 1)}"
-        table.add_row("decoding", speeds, f"[bold]{_factor(race.speedup)}[/bold] plain, {text}")
-        table.add_row("whole request", f"median of {race.rounds} runs", f"{_factor(race.speedup_total)} plain")
+        speeds = f"{number(race.tok_s, 1)} tokens/s, plain {number(race.plain_tok_s, 1)}"
+        table.add_row("decoding", speeds, f"[bold]{factor(race.speedup)}[/bold] plain, {text}")
+        table.add_row("whole request", f"median of {race.rounds} runs", f"{factor(race.speedup_total)} plain")
         if is_noise(race.speedup, race.tau):
             table.add_row("", "[yellow]more than τ allows:[/yellow]", "[yellow]this machine was disturbed[/yellow]")
     if stats.failures:
@@ -249,11 +249,11 @@ def _bench_table(rows: list[dict[str, Any]]) -> Table:
     for name in ("tokens/s", "plain", "decoding (95%)", "request", *(["without loops"] if loops else []), "τ", "α"):
         table.add_column(name, justify="right")
     for r in rows:
-        cells = [_number(r["tok_s"], 1), _number(r["plain_tok_s"], 1), _speedup(r), _factor(r.get("speedup_total"))]
+        cells = [number(r["tok_s"], 1), number(r["plain_tok_s"], 1), _speedup(r), factor(r.get("speedup_total"))]
         if loops:
             left_out = f" (of {r['prompts'] - r['loops']})" if r["loops"] else ""
-            cells.append(_factor(r["speedup_without_loops"]) + left_out)
-        cells += [_number(r["tau"]), _share(r["alpha"])]
+            cells.append(factor(r["speedup_without_loops"]) + left_out)
+        cells += [number(r["tau"]), _share(r["alpha"])]
         table.add_row(r["category"], *cells, style="bold" if r["category"] == ALL else "")
     return table
 
@@ -263,7 +263,7 @@ def _sweep(console: Console, rows: list[dict[str, Any]], knee: dict[str, int] | 
     table = Table("K", "", "speedup (95%)", "τ", "α", box=box.SIMPLE, title=f"{rows[0]['drafter']}: speedup against K")
     for r in rows:
         bar = "█" * round(BAR * (r["speedup"] or 0.0) / top)
-        table.add_row(str(r["k"]), bar, _speedup(r), _number(r["tau"]), _share(r["alpha"]))
+        table.add_row(str(r["k"]), bar, _speedup(r), number(r["tau"]), _share(r["alpha"]))
     console.print(table)
     if knee:
         console.print(f"Fastest at K = {knee['best_k']}; K = {knee['enough_k']} loses at most 2% against it.")
@@ -306,7 +306,7 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     table = Table("text", "α", "decoding", "request", title=f"{facts.drafter}, K auto: times the plain speed")
     for kind in [*facts.kinds, facts.overall]:
         lost = "red" if (kind.speedup or 1.0) < LOSS else ""
-        table.add_row(kind.category, _share(kind.alpha), _factor(kind.speedup), _factor(kind.request), style=lost)
+        table.add_row(kind.category, _share(kind.alpha), factor(kind.speedup), factor(kind.request), style=lost)
     console.print(table)
     if facts.memory:
         _memory(console, facts.memory)
@@ -368,7 +368,7 @@ def tune(console: Console, outcome: TuneResult, most: int = 12) -> None:
         options = ", ".join(f"{name}={value}" for name, value in row.options.items()) or "–"
         runs, style = str(row.prompts * row.rounds), "bold" if row is outcome.best else ""
         cells = (row.drafter, str(row.k), escape(options), runs, _speedup(vars(row)))
-        table.add_row(*cells, _number(row.tau), _share(row.alpha), style=style)
+        table.add_row(*cells, number(row.tau), _share(row.alpha), style=style)
     if outcome.rows:
         console.print(table)
     if outcome.search is not None:
@@ -396,11 +396,11 @@ def winner(outcome: TuneResult) -> str:
 # ---------------------------------------------------------------- table cells
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _factor(value: float | None) -> str:
+def factor(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} ×"
 
 
@@ -411,4 +411,4 @@ def _share(value: float | None) -> str:
 def _speedup(row: dict[str, Any]) -> str:
     """The speedup, and its confidence interval if there is one. A star: more than τ allows."""
     interval = "" if row["ci_low"] is None else f" ({row['ci_low']:.2f}–{row['ci_high']:.2f})"
-    return ("*" if is_noise(row["speedup"], row["tau"]) else "") + _factor(row["speedup"]) + interval
+    return ("*" if is_noise(row["speedup"], row["tau"]) else "") + factor(row["speedup"]) + interval
