@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -536,6 +538,39 @@ def test_bad_sampling_parameters(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**bad)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda llm: llm.generate(None), "A prompt is a text or a list of token ids, but this one is None."),
+        (lambda llm: llm.generate(3.5), "this one is 3.5"),
+        (lambda llm: llm.generate([None]), "this one is None"),
+        (lambda llm: llm.generate(b"abc"), "this one is bytes: decode it first"),
+        (lambda llm: llm.generate([{"role": "user", "content": "x"}]), "this one is {"),
+        (lambda llm: llm.chat("hello"), "`chat` takes messages"),
+        (lambda llm: llm.chat([]), "at least one"),
+        (lambda llm: llm.chat([{"role": "user"}]), "A message is a dict with 'role' and 'content'"),
+        (lambda llm: llm.generate("one", {"max_tokens": 3}), "The second argument is SamplingParams"),
+        (lambda llm: llm.stream(None), "this one is None"),
+    ],
+)
+def test_wrong_calls_are_sentences(llm: LLM, call: Callable[[LLM], object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        call(llm)
+
+
+def test_seeds_at_the_ends_of_their_range_and_no_limit(llm: LLM) -> None:
+    """The j-th answer has seed + j in 64 bits, and its own seed repeats it."""
+    for seed in (2**63 - 1, -(2**63), 2**63 - 2, 0):
+        params = SamplingParams(temperature=1.0, seed=seed, n=3, max_tokens=8)
+        for answer in llm.generate(PROMPTS[0], params)[0].outputs:
+            assert -(2**63) <= answer.seed < 2**63
+            (again,) = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=answer.seed, max_tokens=8))
+            assert again.token_ids == answer.token_ids
+    assert SamplingParams(seed=-1).seed is None  # vLLM's "any"
+    whole = llm.using(max_length=64).generate(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert (whole.finish_reason, len(whole.prompt_token_ids) + len(whole.token_ids)) == ("length", 64)
 
 
 BAD_CONFIGS = [

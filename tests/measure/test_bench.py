@@ -26,7 +26,9 @@ from outrider.measure.statistics import (
     TimedRun,
     bench_row,
     interval,
+    is_noise,
     knee,
+    repeated_share,
     rows_as_json,
     speedup,
 )
@@ -272,3 +274,29 @@ def test_an_engine_that_is_kept_answers_as_a_fresh_one(monkeypatch: pytest.Monke
     assert len(bench.engines) == 1
     assert again.ids == first.ids
     assert (again.stats.steps, again.stats.drafted, again.stats.reused) == (first.stats.steps, first.stats.drafted, 0)
+
+
+def a_run(ids: list[int], seconds: float) -> TimedRun:
+    return TimedRun(ids, 0.1, seconds, Stats(steps=len(ids), emitted=len(ids)))
+
+
+def test_answers_that_repeat_themselves_are_counted_apart() -> None:
+    """A haiku of one line, again and again, is drafted at any speed."""
+    loop, text = [1, 2, 3, 4, 5] * 20, list(range(100))
+    assert repeated_share(loop) > 0.9
+    assert repeated_share(text) == repeated_share([1, 2]) == repeated_share([]) == 0.0
+    pairs = [
+        Pair(0, "all", 0, a_run(loop, 10.0), a_run(loop, 1.0)),
+        Pair(1, "all", 0, a_run(text, 10.0), a_run(text, 8.0)),
+    ]
+    row = bench_row(Setup("suffix"), "all", pairs)
+    assert (row.loops, row.speedup_without_loops) == (1, pytest.approx(1.25))
+    assert row.speedup == pytest.approx(20 / 9)
+    alone = bench_row(Setup("suffix"), "all", pairs[:1])
+    assert (alone.loops, alone.speedup_without_loops) == (1, None)
+
+
+def test_a_speedup_above_tau_is_noise() -> None:
+    assert is_noise(1.3, 1.2)
+    assert not is_noise(1.2, 1.2)
+    assert not is_noise(None, 1.2)

@@ -155,6 +155,18 @@ def test_a_healthy_machine_where_it_pays() -> None:
     assert FACTS.break_even(4) == pytest.approx(0.288, abs=0.002)  # 1 + a + a² + a³ + a⁴ = 1.4
 
 
+def test_a_loss_on_one_kind_of_text_is_no_tick() -> None:
+    lost = replace(FACTS, kinds=[CategoryResult("code", 0.8, 1.6), CategoryResult("creative", 0.2, 0.93)])
+    assert "Speculation pays here: 1.30 ×" in texts(lost, HINT)
+    assert "But it lost on creative 0.93 ×." in texts(lost, HINT)
+    assert "pays here" not in texts(lost, GOOD)
+
+
+def test_a_drafter_that_fails_is_reported() -> None:
+    broken = replace(FACTS, failures=7, failure="the drafter failed (mine: KeyError: 'x'): plain decoding")
+    assert "The drafter suffix failed in 7 steps: the drafter failed (mine: KeyError: 'x')" in texts(broken, WRONG)
+
+
 def test_drafting_ahead_is_reported() -> None:
     miss = {"rejection": {"c": 0.8, "r": 0.5}, "end": {"c": 0.6, "r": 0.6}}
     ahead = {"place": "thread", "hit_rate": 0.62, "hidden_seconds": 1.5, "exposed_seconds": 0.25, "miss": miss}

@@ -269,6 +269,9 @@ def test_models_are_compared_never_opened(web: TestClient, llm: LLM, folder: Pat
     assert web.get("/v1/models/../../etc/passwd").status_code == 404
     with client(llm, Settings(name="my-model")) as renamed:
         assert complete(renamed, **WARM, model="my-model")["model"] == "my-model"
+        assert "this server has 'my-model'" in ask(renamed, **WARM, model="gpt-4").json()["error"]["message"]
+    with client(llm, Settings(name="my-model", any_name=True)) as lenient:
+        assert complete(lenient, **WARM, model="gpt-4")["model"] == "my-model"
 
 
 # ---------------------------------------------------------------- security

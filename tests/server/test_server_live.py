@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -206,6 +207,40 @@ def test_sigterm_lets_streams_end(folder: Path, drain: str) -> None:
         assert (tokens == 200 and not error) if drain == "20" else "shutting down" in error
         assert process.wait(30) == 0
         assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+
+
+def test_a_second_ctrl_c_leaves_at_once_without_a_traceback(folder: Path) -> None:
+    program = [sys.executable, "-m", "outrider", "serve", "-m", str(folder), "--dtype", "float32", "-d", "off"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([*program, "--port", "0"], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "Serving" in line)
+        there = Server(line.split(" at ")[1].partition("/v1")[0])
+        chunks = there.chat({"messages": HELLO, "max_tokens": 200, "ignore_eos": True, "n": 16})
+        try:
+            wait_for(lambda: _answers(there), 60)
+            next(chunks)
+            process.send_signal(signal.SIGINT)
+            told = ""
+            while "Ctrl-C again leaves at once" not in told:
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+            assert "Traceback" not in told + process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(cli, ["serve", "-m", str(tmp_path / "no-such-model"), "--port", str(port)])
+    assert done.exit_code == 1
+    assert f"Port {port} is in use" in done.stderr
 
 
 def _answers(there: Server) -> bool:

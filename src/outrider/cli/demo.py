@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,12 @@ def demo(options: EngineOptions, max_tokens: MaxTokens = 128, as_json: Json = Fa
     if as_json:
         print_json({name: vars(row) for name, row in rows.items()})
         return
-    table = Table(title=f"{llm.name}, {llm.dtype}, {llm.device}: times plain decoding", title_justify="left")
+    table = Table(
+        title=f"{llm.name}, {llm.dtype}, {llm.device}: times plain decoding",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("text")
     for title in ("tokens/s", "plain", "decoding", "request", "τ"):
         table.add_column(title, justify="right")

@@ -112,14 +112,16 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float, notify: Notify) -> None:
         super().__init__(config)
         self.worker, self.seconds, self.notify = worker, seconds, notify
+        self._leaving = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second leaves at once."""
-        if not self.should_exit and not self.worker.idle and sig == signal.SIGINT:
-            self.notify(f"Finishing what is running, for {self.seconds:g} s at most; Ctrl-C again leaves at once.")
-        if self.should_exit:
+        """The first signal drains, the second leaves at once, even while the first is being handled."""
+        again, self._leaving = self._leaving, True
+        if again:
             logging.getLogger("uvicorn.error").disabled = True  # it would log that its own task is cancelled
-        self.worker.drain(0.0 if self.should_exit else self.seconds)
+        elif not self.worker.idle and sig == signal.SIGINT:
+            self.notify(f"Finishing what is running, for {self.seconds:g} s at most; Ctrl-C again leaves at once.")
+        self.worker.drain(0.0 if again else self.seconds)
         super().handle_exit(sig, frame)
 
 
