@@ -20,6 +20,7 @@ ALSO_PROVED = {
     # loops and captured passes in triton's interpreter
     "backends/test_rounds.py::test_every_source_of_drafts[head]": "the same, tree",
     "backends/test_rounds.py::test_every_source_of_drafts[layerskip]": "the same, model",
+    "backends/test_rounds.py::test_every_source_of_drafts[suffix]": "test_late_drafts_are_accepted",
     "backends/test_graphs.py::test_every_drafter_says_what_the_target_says[model-options0-2]": "test_rounds.py, model",
     "backends/test_graphs.py::test_every_drafter_says_what_the_target_says[suffix-options4-2]": "test_rounds.py",
     "backends/test_graphs.py::test_a_good_draft_is_accepted_without_being_read": "test_rounds.py, model",
@@ -39,7 +40,9 @@ ALSO_PROVED = {
     "exit/test_exit.py::test_others_may_write_scratch_into_the_same_places": "test_lossless.py: the kit, exit",
     "exit/test_exit.py::test_one_command_makes_an_exit[0]": "the same, 200",
     "head/test_train_head.py::test_a_narrow_head_learns_too[int8]": "the same, in floats",
-    "head/test_train_head.py::test_a_trained_head_drafts_as_well_as_evaluated[block]": "the same, eagle3",
+    "head/test_train_head.py::test_a_trained_head_drafts_as_well_as_evaluated": "test_one_command_makes_a_head",
+    "exit/test_exit.py::test_an_adapter_is_read_back_and_changes_no_text": "test_the_text_stays",
+    "head/test_int8_head.py::test_eight_bits_can_be_asked_for": "test_int8_head.py, the others",
     "layerskip/test_refine.py::test_comparing_changes_no_text": "test_lossless.py: the kit, layerskip",
     "layerskip/test_skipsearch.py::test_seeds_skip_the_least_important_layers": "test_the_planted_set_is_found",
     "online/test_online_head.py::test_a_learning_head_changes_no_text": "test_lossless.py: the kit, online",

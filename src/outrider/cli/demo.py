@@ -21,7 +21,7 @@ PROMPTS = {
 }
 
 
-def demo(options: EngineOptions, max_tokens: MaxTokens = 128, as_json: Json = False) -> None:
+def demo(options: EngineOptions, max_tokens: MaxTokens = 96, as_json: Json = False) -> None:
     """Generate an edit, an explanation and a piece of code, and compare the speed of each with plain decoding."""
     from ..measure.statistics import is_noise
     from .show import factor, number
