@@ -6,6 +6,7 @@ Every case is a whole run, its prompts and the learning included. No result depe
 from __future__ import annotations
 
 import functools
+import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -167,7 +168,7 @@ class CountingDrafter(Drafter):
 def run_steps(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float = 0.8) -> None:
     """Sequences of 50 tokens, one after the other. Reading takes 60 µs a token, a call 1 ms."""
     drafter: Any = auto.costly[0]
-    prices: Any = SimpleNamespace(speed=700.0, price=lambda rows: row * rows)  # a row costs so many tokens
+    prices: Any = SimpleNamespace(speed=700.0, limit=math.inf, price=lambda rows: row * rows)  # tokens
     seqs = [Sequence(i, [1] * prompt, SamplingParams(max_tokens=50)) for i in range(batch)]
     for step in range(steps):
         before = drafter.total

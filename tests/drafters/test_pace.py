@@ -3,6 +3,7 @@ it is expected to bring more than it takes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ TARGET = toy()
 
 
 def priced(speed: float = 200.0, row: float = 0.05) -> Any:
-    return SimpleNamespace(speed=speed, price=lambda more: row * more)
+    return SimpleNamespace(speed=speed, limit=math.inf, price=lambda more: row * more)
 
 
 # ------------------------------------------------------------ whom auto asks

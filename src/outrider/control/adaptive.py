@@ -116,6 +116,8 @@ class Adaptive(Controller):
         if sum(turn.feed for turn in self.turns) > batch + self.FULL:
             self._explain(f"{self.name} is not used while prompts fill the pass")
             return {}
+        if self.traits.weighs_cost:
+            self.prices.limit = self._risk
         line = self.drafting[self.traits.mode].line(batch)
         if line is None or calls < len(self.TRIED):
             return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
@@ -127,8 +129,6 @@ class Adaptive(Controller):
         if self.prices.hopeless and not self._affords_trial(eligible, 1, line):
             self._explain(f"{self.name} is not used: even a certain draft would lose by its rows")
             return {}
-        if self.traits.weighs_cost:
-            self.prices.limit = self._risk
         return dict.fromkeys(eligible, free)
 
     def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:

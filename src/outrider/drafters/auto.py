@@ -35,6 +35,7 @@ LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # edges of the classes of claims that are s
 DEFAULT_CONFIDENCE = 0.5  # of each node, where a drafter claims no survival
 DECAY = 0.99  # of a call's cost for each step without a call
 READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those of the last steps
+READ_GUESS = 0.05  # price of reading a token, in rows of the target, before any was read
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
@@ -148,7 +149,7 @@ class CostStatistics:
 class NoPrices:
     """Of a request with a fixed K: nothing costs anything."""
 
-    speed = 0.0
+    speed, limit = 0.0, math.inf
 
     def price(self, rows: int) -> float:
         return 0.0
@@ -267,18 +268,23 @@ class Auto(Cascade):
         seqs, budgets, stats = request.seqs, request.budgets, self.costs[drafter.name]
         if not seqs:
             return []
-        if not stats.known and self.prices.speed:  # its first calls are for one sequence: a batch must not read all
-            return (
-                [min(range(len(seqs)), key=lambda i: drafter.traits.backlog(seqs[i]))] if self.taps_on else []
-            )  # its prompts
+        if not stats.known and self.prices.speed:
+            return self._first_call(drafter, seqs) if self.taps_on else []
         length = self._length(drafter, max(budgets), len(seqs))
         gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
         cost = self.prices.speed * stats.call_cost(len(gaining), length)
-        if gaining and sum(gains[i] for i in gaining) > cost and cost <= getattr(self.prices, "limit", math.inf):
+        if gaining and sum(gains[i] for i in gaining) > cost and cost <= self.prices.limit:
             self.worthwhile = True
             return gaining
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
+
+    def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
+        """For one sequence, that with least to read, where reading should cost less than half of what may be lost: a
+        batch must not read all its prompts, nor a short answer pay for a drafter that it will not use."""
+        at = min(range(len(seqs)), key=lambda i: drafter.traits.backlog(seqs[i]))
+        reading = READ_GUESS * self.prices.price(1) * drafter.traits.backlog(seqs[at])
+        return [at] if 2 * reading <= self.prices.limit else []
 
     def _trial(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """No call is expected to pay: try the drafter where its backoff is over, if the trial is affordable."""
@@ -325,7 +331,7 @@ class Auto(Cascade):
             return budget
         if not stats.known:
             return min(budget, FIRST_LENGTH - stats.drafts % 2)  # two lengths show what one more token costs
-        best, gain, tokens, limit = 1, -math.inf, 0.0, getattr(prices, "limit", math.inf)
+        best, gain, tokens, limit = 1, -math.inf, 0.0, prices.limit
         for k, survival in enumerate(stats.expected_survival(budget), start=1):
             tokens += survival
             cost = prices.price(k * sequences) + prices.speed * stats.call_cost(sequences, k)

@@ -20,6 +20,7 @@ class Prices(Protocol):
     """What the step at hand costs, in tokens that plain decoding would emit in that time."""
 
     speed: float  # tokens per second, recently
+    limit: float  # the highest price that may be paid: more would risk what has not been earned
 
     def price(self, rows: int) -> float:
         """The cost of this many more rows in the target's pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_the_text_stays_with_adaptive_k(kind: str) -> None:
 
 
 def priced(speed: float = 200.0, row: float = 0.05) -> Any:
-    return SimpleNamespace(speed=speed, price=lambda more: row * more)
+    return SimpleNamespace(speed=speed, limit=math.inf, price=lambda more: row * more)
 
 
 def test_the_floor_is_what_one_more_token_costs() -> None:
