@@ -134,7 +134,7 @@ def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str)
 # ------------------------------------------------------------ what went wrong in other overlapped loops
 
 
-class Told(Drafter):
+class ScriptedDrafter(Drafter):
     """Proposes what it was told: texts by sequence id, wrong where `spoil` says so. Its drafts are taken late."""
 
     traits = Traits(late=True)
@@ -147,24 +147,28 @@ class Told(Drafter):
             at = len(seq.tokens) - seq.prompt_len
             tokens = self.texts[seq.id][at : at + budget]
             trees.append(
-                chain([(t + 1) % 48 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="told")
+                chain([(t + 1) % 48 if self.spoil(at + i) else t for i, t in enumerate(tokens)], source="scripted")
             )
         return Draft.pack(trees)
 
 
-def told(texts: list[list[int]], k: int = 3, spoil: Callable[[int], bool] = lambda at: False, **more: Any) -> Engine:
-    drafter = type("Told", (Told,), {"texts": dict(enumerate(texts, start=1)), "spoil": staticmethod(spoil)})
+def scripted(
+    texts: list[list[int]], k: int = 3, spoil: Callable[[int], bool] = lambda at: False, **more: Any
+) -> Engine:
+    drafter = type(
+        "ScriptedDrafter", (ScriptedDrafter,), {"texts": dict(enumerate(texts, start=1)), "spoil": staticmethod(spoil)}
+    )
     return engine(drafter, k, **more)
 
 
 def test_late_drafts_are_accepted_and_stale_ones_cost_nothing_but_speed(plain: dict[str, list[list[int]]]) -> None:
     right: Drafts = {}
-    assert run(told(plain["greedy"]), right) == plain["greedy"]
+    assert run(scripted(plain["greedy"]), right) == plain["greedy"]
     text = {i + 1: prompt + plain["greedy"][i] for i, prompt in enumerate(PROMPTS)}
     assert all(text[seq][at : at + len(tokens)] == tokens for (seq, at), tokens in right.items())
     assert any(len(tokens) == 3 for tokens in right.values())  # the rest of one whose beginning was emitted
     wrong: Drafts = {}
-    assert run(told(plain["greedy"], spoil=lambda at: at % 3 == 1), wrong) == plain["greedy"]
+    assert run(scripted(plain["greedy"], spoil=lambda at: at % 3 == 1), wrong) == plain["greedy"]
     assert any(text[seq][at : at + len(tokens)] != tokens for (seq, at), tokens in wrong.items())
 
 
@@ -174,14 +178,14 @@ def test_an_end_inside_an_accepted_run(plain: dict[str, list[list[int]]]) -> Non
     at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
     for ends in ({text[at]}, {*range(200, 208), text[at]}):
         seq = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), ends=frozenset(ends))
-        finish(told([text]), seq)
+        finish(scripted([text]), seq)
         assert (seq.generated, seq.finish) == (text[: at + 1], "stop")
     stopped = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), on_token=lambda token: token == text[at])
-    finish(told([text]), stopped)
+    finish(scripted([text]), stopped)
     assert (stopped.generated, stopped.finish) == (text[: at + 1], "stop")
     assert len(stopped.origins) == stopped.stats.emitted == at + 1
     short = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=at + 1))
-    finish(told([text]), short)
+    finish(scripted([text]), short)
     assert (short.generated, short.finish) == (text[: at + 1], "length")
 
 
@@ -196,7 +200,7 @@ def finish(engine: Engine, *seqs: Sequence) -> None:
 def test_members_come_and_go_while_rounds_fly(plain: dict[str, list[list[int]]]) -> None:
     """One is cancelled while its round flies; another takes its line and slots; a third is preempted and resumes."""
     texts = plain["greedy"]
-    loop = told(texts, slots=40)
+    loop = scripted(texts, slots=40)
     first, second, third = (
         Sequence(i + 1, prompt, SamplingParams(max_tokens=TOKENS)) for i, prompt in enumerate(PROMPTS)
     )
@@ -214,8 +218,8 @@ def test_members_come_and_go_while_rounds_fly(plain: dict[str, list[list[int]]])
 
 def test_a_pool_that_is_exactly_full(plain: dict[str, list[list[int]]]) -> None:
     need = sum(len(prompt) + TOKENS + i - 1 for i, prompt in enumerate(PROMPTS))
-    assert run(told(plain["greedy"], slots=need)) == plain["greedy"]
-    tight = told(plain["greedy"], slots=need - 12)
+    assert run(scripted(plain["greedy"], slots=need)) == plain["greedy"]
+    tight = scripted(plain["greedy"], slots=need - 12)
     seqs = [Sequence(i + 1, p, SamplingParams(max_tokens=TOKENS + i)) for i, p in enumerate(PROMPTS)]
     finish(tight, *seqs)
     assert [seq.generated for seq in seqs] == plain["greedy"]
@@ -237,7 +241,7 @@ def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[li
     """Penalties, logprobs and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
     texts = plain["greedy"]
     biased = SamplingParams(max_tokens=3, logit_bias={7: 100.0}, logprobs=2)
-    loop = told(texts)
+    loop = scripted(texts)
     free = Sequence(2, PROMPTS[1], SamplingParams(max_tokens=TOKENS))
     loop.add(free)
     loop.step()
@@ -250,7 +254,7 @@ def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[li
 class Branches:
     """Recorded drafts that are trees with the right path among wrong ones (`RecordedDrafts`)."""
 
-    source = "told"
+    source = "scripted"
 
     def __init__(self, rounds: Rounds, texts: dict[int, list[int]]) -> None:
         self.lines, self.texts, rounds.drafts, rounds.trees = rounds.lines, texts, self, True
@@ -281,7 +285,7 @@ class Asking(Drafter):
     traits = Traits(late=True)
 
     def draft(self, request: DraftRequest) -> Draft:
-        return request.asked(torch.zeros(64), "told")
+        return request.asked(torch.zeros(64), "scripted")
 
 
 def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, list[list[int]]]) -> None:
