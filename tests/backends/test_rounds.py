@@ -267,7 +267,10 @@ class Branches:
     def has_read(self, seq: Sequence, tokens: int) -> None:
         pass
 
-    def passes(self, turns: object, rows: object, asks: object, shape: object) -> list[tuple[str, Any, int]]:
+    def warm(self, lanes: int) -> None:
+        pass
+
+    def passes(self, turns: object, rows: object, asks: object) -> list[tuple[str, Any, int]]:
         return [("draft", self, 1)]
 
     def replay(self) -> None:

@@ -148,7 +148,6 @@ def test_auto_measures_the_cost_of_a_call_with_the_steps_clock() -> None:
 
 def test_an_unread_draft_is_scored_only_where_it_was_verified() -> None:
     auto, _ = auto_of([], GOOD, priced())
-    auto.without_claims = {"head"}
     unread, verdict = chain([-1, -2], source="head"), Verdict([0], [7, 8], "ar")
     for verified, scored in ((chain([7, 9], source="suffix"), False), (chain([], source="head"), False)):
         auto._score(SEQ, "head", unread, verdict.tokens, verified, verdict)

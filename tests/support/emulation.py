@@ -252,7 +252,6 @@ class Emulation:
             if nature is not None:
                 made.costly = [Invented(self.world, self.texts, nature)]
                 made.drafters += made.costly
-                made.without_claims = {Invented.name} if nature.claim is None else set()
                 made._merge_traits()
         inner = made.draft
 

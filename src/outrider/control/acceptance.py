@@ -39,7 +39,9 @@ class AcceptanceStats:
         self.fade = 0.98 if wider else 0.995  # the last fifty trials of a sequence count, and two hundred of all
         self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by (source, class of EDGES)
         self.depths: list[Rate] = []
-        self.added = 0  # drafts
+        self.usual_claims: list[float] = []  # of trees with branches, best node first
+        self.source = ""  # of these
+        self.trees = self.added = 0  # drafts with branches; drafts
 
     def survival(self, claim: float, source: str = "") -> float:
         """The survival of a node for which its drafter claims `claim`."""
@@ -57,15 +59,23 @@ class AcceptanceStats:
         rates = list(accumulate(self.depths[:depths], lambda last, r: r.estimate(last), initial=self.FIRST))
         return rates[1:] + rates[-1:] * (depths + 1 - len(rates))
 
-    def chain_survival(self, depths: int) -> list[float]:
-        """Survival of a chain to each depth."""
-        return list(accumulate(self.rates(depths), mul))
+    def expected_survival(self, nodes: int) -> list[float]:
+        """Survival of the nodes of the next draft, best first: by the usual claims of trees, else along a chain."""
+        known = self if self.usual_claims or self.wider is None else self.wider
+        if not known.usual_claims:
+            return list(accumulate(self.rates(nodes), mul))
+        claims, last = known.usual_claims[:nodes], known.usual_claims[-1]
+        fade = last ** (1 / len(known.usual_claims))  # of nodes that were not verified yet
+        claims += [last * fade**i for i in range(1, nodes - len(claims) + 1)]
+        return list(accumulate((self.survival(claim, known.source) for claim in claims), min))
 
     def add(self, tree: Tree, path: list[int], fates: str) -> None:
         """A verified draft."""
         self.added, accepted = self.added + 1, len(path)
         if tree.source not in REQUEST_DRAFTS:  # rates by depth are the drafter's
             self._add_depths(accepted + (REJECTED in fates), accepted)
+        if tree.survival is not None and (self.trees or not tree.is_chain):
+            self._add_usual(tree.survival, tree.source)
         for claim, fate in zip(tree.survival or (), fates, strict=False):
             self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED, self.fade)
 
@@ -78,6 +88,14 @@ class AcceptanceStats:
         for node in roots if tree.survival is not None else ():
             rate = self.claims[tree.source, bisect_right(self.EDGES, tree.survival[node])]  # type: ignore[index]
             rate.add(tree.tokens[node] == token, self.fade)
+
+    def _add_usual(self, claims: list[float], source: str) -> None:
+        if not self.trees or source == self.source:
+            self.trees, self.source = self.trees + 1, source
+            rate = max(0.05, 1 / self.trees)  # the last twenty trees count
+            self.usual_claims += claims[len(self.usual_claims) :]
+            for rank, claim in enumerate(claims):
+                self.usual_claims[rank] += rate * (claim - self.usual_claims[rank])
 
     def _add_depths(self, reached: int, accepted: int) -> None:
         self.depths += [Rate() for _ in range(reached - len(self.depths))]

@@ -133,7 +133,7 @@ class Adaptive(Controller):
 
     def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:
         """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
-        survival = {seq_id: self.by_sequence[seq_id].chain_survival(self.k_max) for seq_id in eligible}
+        survival = {seq_id: self.by_sequence[seq_id].expected_survival(self.k_max) for seq_id in eligible}
         eligible = sorted(eligible, key=lambda seq_id: -sum(survival[seq_id]))
         chains, limited = [survival[seq_id] for seq_id in eligible], self.traits.self_limiting
         seconds = [line(self.k_max if limited else k) for k in range(self.k_max + 1)]
@@ -213,7 +213,7 @@ class Adaptive(Controller):
         """Each node's survival by the statistics, never rising along the list, so that every cut is a tree."""
         stats = self.by_sequence[turn.seq.id]
         if tree.survival is None:
-            return stats.chain_survival(len(tree.tokens))
+            return stats.expected_survival(len(tree.tokens))
         matched = turn.seq.rule == "match"
         claims = tree.survival if matched else tree.survival[:-1]  # else by its parent
         survival = list(accumulate((stats.survival(claim, tree.source) for claim in claims), min))

@@ -116,7 +116,7 @@ class CostStatistics:
         """By depth: its usual claims, or the outcomes of its drafts where it claims nothing. Beyond the depths that it
         has drafted, each survives as often as the last known ones do given the ones before."""
         if self.outcomes.added:
-            return self.outcomes.chain_survival(depths)
+            return self.outcomes.expected_survival(depths)
         last = self.claims[-1]
         rate = min(last, 1.0) ** (1 / len(self.claims))
         return (self.claims + [last * rate**i for i in range(1, depths - len(self.claims) + 1)])[:depths]
@@ -164,7 +164,6 @@ class Auto(Cascade):
     def __init__(self, workspace: Workspace) -> None:
         self.taps_on = True  # whether the target shows costly drafters the layers that they tap
         super().__init__(workspace)
-        self.without_claims = {drafter.name for drafter in self.costly if drafter.traits.unread}
         self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)  # by sequence and drafter
         self.trust_at: dict[tuple[str, int], Trust] = defaultdict(Trust)  # by drafter and level, over all sequences
         self.costs: dict[str, CostStatistics] = defaultdict(CostStatistics)
@@ -225,7 +224,7 @@ class Auto(Cascade):
         for seq, tree in zip(request.seqs, draft.trees, strict=True):
             if tree.tokens:
                 self.proposed[seq.id][drafter.name] = tree
-                if drafter in self.costly and drafter.name not in self.without_claims:
+                if drafter in self.costly and tree.survival is not None:
                     length = self.lengths.get(drafter.name, len(tree.tokens))
                     self.costs[drafter.name].add_claims(sorted(claims(tree), reverse=True), length)
 
@@ -239,14 +238,17 @@ class Auto(Cascade):
             for name, tree in proposed.items()
         }
         name = max(proposed, key=lambda n: worth[n])
-        tree = proposed[name]
+        tree = self._with_survival(name, proposed[name])
         return name, tree if tree.source else tree._replace(source=name)
 
     def _with_survival(self, name: str, tree: Tree) -> Tree:
-        """A tree without claims gets the survival that its drafter's outcomes suggest."""
-        if tree.survival is not None or name not in self.without_claims:
+        """A costly drafter's tree without claims gets the survival that the outcomes of earlier ones suggest."""
+        if tree.survival is not None or not self._is_costly(name):
             return tree
         return tree._replace(survival=self.costs[name].expected_survival(len(tree.tokens)))
+
+    def _is_costly(self, name: str) -> bool:
+        return any(drafter.name == name for drafter in self.costly)
 
     def _call(self, drafter: Drafter, request: DraftRequest) -> None:
         """Let a costly drafter propose for the sequences that ask for it by name, and for those where it pays."""
@@ -317,7 +319,6 @@ class Auto(Cascade):
         free_name, free = self._best(seq)
         free_value = 0.0
         if free.tokens:  # weak claims often come true less than the drafter's average
-            free = self._with_survival(free_name, free)
             share = min(self.trust[seq.id, free_name].share, self.trust_at[free_name, level(free)].share)
             free_value = value(claims(free), share, price)
         reading = prices.speed * stats.read_cost(drafter.traits.backlog(seq), seq.room)
@@ -363,19 +364,19 @@ class Auto(Cascade):
         self, seq: Sequence, name: str, tree: Tree, emitted: list[int], verified: Tree, verdict: Verdict
     ) -> None:
         """How much of a proposal was right, whichever proposal was verified."""
-        if tree.tokens[0] < 0:  # unread when it was proposed: its tokens are known only if it was verified
-            if not verified.tokens or verified.source != (tree.source or name):
-                return
-            tree, emitted = verified, verdict.tokens
-        tree = self._with_survival(name, tree)
+        own = bool(verified.tokens) and verified.source == (tree.source or name)
+        if tree.tokens[0] < 0 and not own:  # unread when it was proposed: its tokens are known only if it was verified
+            return
+        if tree.survival is None and own and self._is_costly(name):
+            stats, emitted = self.costs[name], verdict.tokens
+            tree = verified._replace(survival=stats.expected_survival(len(verified.tokens)))
+            stats.outcomes.add(verified, verdict.path, verdict.fates)
         hits = agreement(tree, emitted)
         claimed = sum(settled(tree, emitted, hits))
         self.trust[seq.id, name].add(claimed, hits)
         self.trust_at[name, level(tree)].add(claimed, hits)
         if hits:
             self.backoffs.pop((seq.id, name), None)
-        if name in self.without_claims and tree.tokens == verified.tokens:
-            self.costs[name].outcomes.add(verified, verdict.path, verdict.fates)
 
     def _switch_taps(self, sequences: int) -> None:
         """Taps cost the target time and the drafters memory: switch them off while no call is worthwhile.

@@ -27,29 +27,33 @@ import torch
 from torch import Tensor
 
 from ...engine.cache import Plane, Row
+from ...engine.rounds import RoundResult
 from ...engine.sampling import adjusts, filters
 from ...types import Sequence, Tree, Turn
 from .. import Model, Part
 from ..rows import Rows
-from .capture import PinnedBuffer, fill_padded
-from .graphs import BATCHES, CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
+from .capture import Field, PinnedBuffer, fill_padded
+from .graphs import CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
 from .kernels import rounds as kernels, sampling
 from .kernels.attention import Blocks, rows_per_block
 from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
 from .kernels.sampling import Laws
-from .state import F64, I32, I64, DeviceState, seconds
+from .state import F32, F64, I32, I64, LANES, DeviceState, lanes_for, seconds
 
 LATE_TOKENS = 64  # of a draft in the late slot
-WARM_ROWS = 24  # of one sequence's round that is recorded beforehand
+ALONE = 32  # rows up to which one sequence has recordings of its own
+FILLED = 256  # rows of a round without prompts that are recorded beforehand
+CHAIN = 16  # tokens of chains that are recorded beforehand
+EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """Everything that a recorded round depends on."""
+    """Everything that a recorded round depends on. The number of sequences is not among it: others join and leave."""
 
-    batch: int
+    lanes: int  # sequences that there is room for: one, or as many as may run
     rows: int
     wanted: int  # equal to `rows`: all of them
     filtered: bool  # whether some row samples with top-k, top-p or min-p
@@ -57,11 +61,9 @@ class RoundShape:
 
     def holds(self, other: RoundShape) -> bool:
         """Whether a round of the other shape can be padded to this one at little cost."""
-        same = (self.batch, self.wanted == self.rows) == (other.batch, other.wanted == other.rows)
         fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else 3 * other.rows // 2)
-        return (
-            same and fits and other.wanted <= self.wanted and (other.filtered, other.tree) <= (self.filtered, self.tree)
-        )
+        enough = other.lanes <= self.lanes and (self.wanted == self.rows or other.wanted <= self.wanted)
+        return fits and enough and other.filtered <= self.filtered and other.tree <= self.tree
 
 
 class Lines:
@@ -74,6 +76,7 @@ class Lines:
         self.tokens = torch.zeros(count, length, dtype=I32, device=device)
         self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
         self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
+        self.survival = torch.zeros(count, DRAFT, dtype=F32, device=device)  # that a recorded tree claims
         self.padding = count - 1
         # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
         self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
@@ -115,9 +118,11 @@ class RecordedDrafts(Protocol):
         """The device reports that the drafter's plane holds so many leading tokens of a sequence."""
         ...
 
-    def passes(
-        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
-    ) -> list[tuple[str, Any, int]]:
+    def warm(self, lanes: int) -> None:
+        """Record what drafts for so many sequences, before requests arrive."""
+        ...
+
+    def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
         """What reads and drafts asks[i] tokens for each turn: phase, recording, how often it runs."""
         ...
 
@@ -127,19 +132,19 @@ class RecordedRound:
 
     def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
         self.rounds, self.shape, state = rounds, shape, rounds.state
-        t, r, device = shape.rows, shape.wanted, state.device
-        blocks = t if shape.tree else min(t, shape.batch + t // rounds.graphs.rows_per_block)
+        t, r, lanes, device = shape.rows, shape.wanted, shape.lanes, state.device
+        blocks = t if shape.tree else min(t, lanes + t // rounds.graphs.rows_per_block)
         self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
         self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
         self.rows["tail"] = self.tail
-        self.rows["plan"] = torch.zeros(shape.batch, 8, dtype=I32, device=device)
-        self.results = PinnedBuffer(state.driver, {"report": (I32, (shape.batch, REPORT))})
-        self.inputs = rounds.inputs_for(shape.batch)
-        self.recording = rounds.record(shape.batch, self._work)
+        self.rows["plan"] = torch.zeros(lanes, 8, dtype=I32, device=device)
+        self.results = PinnedBuffer(state.driver, {"report": (I32, (lanes, REPORT))})
+        self.inputs = rounds.inputs_for(lanes)
+        self.recording = rounds.record(self._work)
 
     def _work(self) -> None:
-        d, rounds, lines, rows = self.inputs.device, self.rounds, self.rounds.lines, self.rows
+        d, rounds, lines, rows = self.inputs, self.rounds, self.rounds.lines, self.rows
         state, report = rounds.state, self.results.device["report"]
         kernels.patch(d["place"], d["slot"], state.table)
         late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
@@ -152,8 +157,8 @@ class RecordedRound:
         laws = Laws(*(rows[name] for name in SAMPLING))
         choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
         kernels.settle(
-            lines.numbers, lines.tokens, lines.draft, lines.parents, state.table, d["lines"], rows["plan"],
-            choices, highest, report, self.shape.tree,
+            lines.numbers, lines.tokens, lines.draft, lines.parents, lines.survival, state.table, d["lines"],
+            rows["plan"], choices, highest, report, self.shape.tree,
         )  # fmt: skip
         if rounds.lookup is not None:
             sizes = rounds.lookup[:2]
@@ -169,7 +174,11 @@ class Rounds:
         self.lookup: Lookup | None = None  # drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
         self.trees = False  # whether recorded drafts may have branches
-        self._inputs: dict[int, PinnedBuffer] = {}  # by batch size
+        self.capacity = lanes_for(graphs.state.batch)  # sequences in a round
+        each = (I32, (self.capacity,))
+        fields: dict[str, Field] = dict.fromkeys(EACH, each) | {"late": (I32, (self.capacity, LATE_TOKENS))}
+        fields |= {"place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
+        self.inputs = PinnedBuffer(self.state.driver, fields)  # what the host sends to a round
         self._recorded: dict[RoundShape, RecordedRound] = {}
         self._missed: Counter[RoundShape] = Counter()  # rounds of a shape that was not recorded
         self._kept: list[Callable[[], None]] = []
@@ -193,13 +202,19 @@ class Rounds:
         """Passes outside of rounds have continued the sequences: they join again."""
         self._owners.clear()
 
-    def warm(self, batch: int) -> None:
-        """Record rounds of plain decoding and, for one sequence, of drafts, before requests arrive."""
-        drafts = [(1, rows) for rows in ROW_SIZES if rows <= WARM_ROWS]
-        for size, rows in [*((n, padded_size(n)) for n in BATCHES if n < 2 * batch), *drafts]:
-            shape = RoundShape(size, rows, rows, False, self.trees and rows > size)
-            if shape not in self._recorded:
-                self._recorded[shape] = RecordedRound(self, shape)
+    def warm(self) -> None:
+        """Record what requests will need, before they arrive: a recording stalls every sequence."""
+        sizes = [(1, rows, rows) for rows in ROW_SIZES if rows <= ALONE]
+        sizes += [(self.capacity, rows, rows) for rows in ROW_SIZES if rows <= FILLED and self.capacity > 1]
+        sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in ROW_SIZES if ALONE < rows <= 2 * FILLED]
+        for lanes, rows, wanted in sizes:
+            for tree in {False, self.trees and wanted == rows > 1}:
+                shape = RoundShape(lanes, rows, wanted, False, tree)
+                if shape not in self._recorded:
+                    self._recorded[shape] = RecordedRound(self, shape)
+        if self.drafts is not None:
+            for lanes in (n for n in LANES if n <= self.capacity):
+                self.drafts.warm(lanes)
 
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
@@ -211,9 +226,9 @@ class Rounds:
                 self._join(turn.seq, row)
         recorded = self._round(shape)
         asks = [turn.budget if asks_passes(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
-        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks, shape)
-        self._fill(recorded.inputs, turns, rows, late, asks)
-        recorded.inputs.send()
+        passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks)
+        self._fill(turns, rows, late, asks)
+        self.inputs.send()
         for phase, recording, times in passes:
             with self.state.timed(phase):
                 for _ in range(times):
@@ -251,13 +266,18 @@ class Rounds:
         return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
     def _shape(self, turns: Listing[Turn]) -> RoundShape:
-        batch = next((n for n in BATCHES if n >= len(turns)), padded_size(len(turns)))
         needed = sum(turn.feed + turn.budget for turn in turns)
         wanted = sum(1 + turn.budget for turn in turns if turn.whole)
-        rows = padded_size(needed)
-        fits = rows if wanted == needed else next((n for n in WANTED_SIZES if n >= wanted), padded_size(wanted))
-        tree = self.trees and wanted > len(turns)
-        return RoundShape(batch, rows, min(fits, rows), any(filters(turn.seq) for turn in turns), tree)
+        rows, tree = padded_size(needed), self.trees and wanted > len(turns)
+        lanes = 1 if len(turns) == 1 and rows <= ALONE else self.capacity
+        fits = rows if wanted == needed else self._wanted(rows, wanted)
+        return RoundShape(lanes, rows, fits, any(filters(turn.seq) for turn in turns), tree)
+
+    @staticmethod
+    def _wanted(rows: int, wanted: int) -> int:
+        """Rows whose logits a round with prompts computes: all, where that is cheap."""
+        fits = next((n for n in WANTED_SIZES if n >= wanted and n >= CHEAP_ROWS), rows)
+        return min(fits, rows)
 
     def _round(self, shape: RoundShape) -> RecordedRound:
         """The round of this shape, or at first a larger one: recording takes as long as dozens of rounds."""
@@ -265,33 +285,28 @@ class Rounds:
             self._missed[shape] += 1
             larger = [other for other in self._recorded if other.holds(shape)]
             if larger and self._missed[shape] <= MISSES:
-                return self._recorded[min(larger, key=lambda other: other.rows)]
+                return self._recorded[
+                    min(larger, key=lambda other: (other.rows, other.wanted, other.tree, other.lanes))
+                ]
             self._recorded[shape] = RecordedRound(self, shape)
         return self._recorded[shape]
 
-    def inputs_for(self, batch: int) -> PinnedBuffer:
-        """What the host sends to a round with this many sequences."""
-        if batch not in self._inputs:
-            each = (I32, (batch,))
-            fields: Any = dict.fromkeys(("lines", "feeds", "budgets", "asks", "late_at", "late_count"), each)
-            fields |= {"late": (I32, (batch, LATE_TOKENS)), "place": (I64, (PATCHES,)), "slot": (I32, (PATCHES,))}
-            self._inputs[batch] = PinnedBuffer(self.state.driver, fields)
-        return self._inputs[batch]
+    def inputs_for(self, lanes: int) -> dict[str, Tensor]:
+        """What the host has sent, of the first so many sequences."""
+        device = self.inputs.device
+        return device | {name: device[name][:lanes] for name in (*EACH, "late")}
 
-    def record(self, batch: int, work: Callable[[], None]) -> Any:
-        """Capture a part of rounds with this many sequences. It runs once for that, on padding."""
-        inputs = self.inputs_for(batch)
-        empty = inputs.next()
+    def record(self, work: Callable[[], None]) -> Any:
+        """Capture a part of rounds. It runs once for that, on padding."""
+        empty = self.inputs.next()
         for name, value in (("lines", self.lines.padding), ("late_at", -1), ("place", -1)):
             empty[name].fill(value)
-        inputs.send()
+        self.inputs.send()
         self._kept.append(work)  # with the tensors that the recording reads and writes
         return self.state.record(work)
 
-    def _fill(
-        self, inputs: PinnedBuffer, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], asks: list[int]
-    ) -> None:
-        a = inputs.next()
+    def _fill(self, turns: Listing[Turn], rows: list[Row], late: Listing[Tree], asks: list[int]) -> None:
+        a = self.inputs.next()
         fill_padded(a["lines"], [row.line for row in rows], self.lines.padding)
         fill_padded(a["feeds"], [turn.feed for turn in turns], 0)
         fill_padded(a["budgets"], [turn.budget for turn in turns], 0)
@@ -322,22 +337,6 @@ def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tens
     return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
 
 
-@dataclass(frozen=True)
-class RoundResult:
-    """What a round did for one sequence."""
-
-    row: Row  # the sequence's, when the round was started
-    length: int  # tokens before the round
-    drafted: list[int]  # tokens that were verified
-    source: str  # of the draft
-    late_from: int | None  # a host draft: how many of its tokens had been emitted already
-    survival: list[float] | None  # of a chain that the device found itself
-    parents: list[int] | None  # of a tree's nodes; None: a chain
-    path: list[int]  # accepted nodes
-    tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
-    sound: bool  # False: some logit was NaN or infinite
-
-
 class PendingRound:
     """A round that was started, and the copy of its report to the host."""
 
@@ -364,12 +363,13 @@ class PendingRound:
             length, read, drafted, accepted, flags, source, match, _ = head
             tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
             parents, path = None, list(range(accepted))
-            if self.tree and drafted:
-                at = 9 + 2 * DRAFT
-                numbers = report[len(results)][at : at + DRAFT + DEPTH].tolist()
-                parents, path = numbers[:drafted], numbers[DRAFT : DRAFT + accepted]
-            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
             survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
+            if self.tree and drafted:
+                nodes = report[len(results), 9 + 2 * DRAFT :]
+                parents, path = nodes[:drafted].tolist(), nodes[DRAFT : DRAFT + accepted].tolist()
+                if source == kernels.HEAD:
+                    survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
+            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
             name = self.rounds.source(source)
             results.append(
                 RoundResult(row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound)
@@ -397,8 +397,8 @@ class DraftChains:
         self.source = source
         self.rounds, self.model, self.plane, self.part, self.again = rounds, model, plane, part, again
         self.per_block = rows_per_block(model.config.heads, model.config.kv_heads)
-        self._chains: dict[tuple[int, bool], ChainPasses] = {}  # by batch, and whether some sequence has a filter
-        self._readings: dict[tuple[int, int], Any] = {}  # (batch, rows)
+        self._chains: dict[tuple[int, bool], ChainPasses] = {}  # by lanes, and whether some sequence has a filter
+        self._readings: dict[int, Any] = {}  # by rows
         self._backlog: dict[int, int] = {}  # line -> at most so many unread tokens
 
     def join(self, seq: Sequence, row: Row) -> int:
@@ -411,19 +411,20 @@ class DraftChains:
         if self.again > 1:  # else the plane is the target's
             self.plane.advance(seq.id, tokens)
 
-    def passes(
-        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
-    ) -> list[tuple[str, Any, int]]:
+    def warm(self, lanes: int) -> None:
+        self._chain(lanes, False).upto(CHAIN)
+        for rows in READINGS if self.again > 1 else ():
+            self._reading(rows)
+
+    def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
         passes: list[tuple[str, Any, int]] = []
         backlog = sum(self._backlog[row.line] for row, asked in zip(rows, asks, strict=True) if asked)
         if backlog and self.again > 1:
             size = next((n for n in READINGS if n >= backlog), READINGS[-1])
-            passes.append(("read", self._reading(shape.batch, size), -(-backlog // size)))
+            passes.append(("read", self._reading(size), -(-backlog // size)))
         if any(asks):
-            key = shape.batch, shape.filtered
-            if key not in self._chains:
-                self._chains[key] = ChainPasses(self, *key)
-            passes += [("draft", self._chains[key].upto(min(max(asks), DRAFT)), 1)]
+            filtered = any(filters(turn.seq) for turn in turns)
+            passes += [("draft", self._chain(lanes_for(len(turns)), filtered).upto(min(max(asks), DRAFT)), 1)]
         for turn, row, asked in zip(turns, rows, asks, strict=True):
             if asked:
                 self._backlog[row.line] = 0
@@ -431,30 +432,35 @@ class DraftChains:
                 self._backlog[row.line] += turn.budget + 1
         return passes
 
-    def _reading(self, batch: int, rows: int) -> Any:
-        if (batch, rows) not in self._readings:
-            inputs, rounds, device = self.rounds.inputs_for(batch), self.rounds, self.rounds.state.device
-            made = _row_tensors(rows, min(rows, batch + rows // self.per_block), device)
+    def _chain(self, lanes: int, filtered: bool) -> ChainPasses:
+        if (lanes, filtered) not in self._chains:
+            self._chains[lanes, filtered] = ChainPasses(self, lanes, filtered)
+        return self._chains[lanes, filtered]
+
+    def _reading(self, rows: int) -> Any:
+        if rows not in self._readings:
+            rounds, device = self.rounds, self.rounds.state.device
+            made = _row_tensors(rows, min(rows, rounds.capacity + rows // self.per_block), device)
             want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
 
             def work() -> None:
-                d, lines, state = inputs.device, rounds.lines, rounds.state
+                d, lines, state = rounds.inputs.device, rounds.lines, rounds.state
                 kernels.patch(d["place"], d["slot"], state.table)
                 kernels.lay_out_reading(
                     lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
                 )
                 self.model.forward(rounds.rows(made, self.model, want), self.plane, part)
 
-            self._readings[batch, rows] = rounds.record(batch, work)
-        return self._readings[batch, rows]
+            self._readings[rows] = rounds.record(work)
+        return self._readings[rows]
 
 
 class ChainPasses:
-    """The passes of one batch size, each recorded once for chains of all lengths."""
+    """The passes for so many sequences, each recorded once for chains of all lengths."""
 
-    def __init__(self, chains: DraftChains, batch: int, filtered: bool) -> None:
-        self.chains, self.batch, self.filtered = chains, batch, filtered
-        rounds, b, again, device = chains.rounds, batch, chains.again, chains.rounds.state.device
+    def __init__(self, chains: DraftChains, lanes: int, filtered: bool) -> None:
+        self.chains, self.filtered = chains, filtered
+        rounds, b, again, device = chains.rounds, lanes, chains.again, chains.rounds.state.device
         self.inputs, self.recorded = rounds.inputs_for(b), list[Any]()
         names = ("tokens", "positions", "slots")
         out = {f"first_{name}": torch.zeros(again * b, dtype=I64, device=device) for name in names}
@@ -465,17 +471,17 @@ class ChainPasses:
         out["position"] = torch.zeros(DRAFT, b, dtype=I64, device=device)
         self.out = out
         self.wants = torch.arange(again - 1, again * b, again, device=device), torch.arange(b, device=device)
-        self.keep = rounds.record(b, self._keep)
+        self.keep = rounds.record(self._keep)
 
     def upto(self, length: int) -> ReplayAll:
         """What drafts chains of this length."""
         for j in range(len(self.recorded), length):
-            self.recorded.append(self.chains.rounds.record(self.batch, partial(self._pass, j)))
+            self.recorded.append(self.chains.rounds.record(partial(self._pass, j)))
         return ReplayAll([*self.recorded[:length], self.keep])
 
     def _pass(self, j: int) -> None:
         chains, out, lines = self.chains, self.out, self.chains.rounds.lines
-        rounds, state, d = chains.rounds, chains.rounds.state, self.inputs.device
+        rounds, state, d = chains.rounds, chains.rounds.state, self.inputs
         made = {"tokens": out["drafted"][j - 1], "info": out["info"][j]}
         made |= {"positions": out["positions"][j], "slots": out["slots"][j]}
         if j == 0:
@@ -490,7 +496,7 @@ class ChainPasses:
 
     def _keep(self) -> None:
         lines, out = self.chains.rounds.lines, self.out
-        lists = (self.inputs.device["lines"], out["drafts"], out["drafted"])
+        lists = (self.inputs["lines"], out["drafts"], out["drafted"])
         kernels.keep_chain(lines.numbers, lines.draft, *lists, kernels.MODEL)
 
 

@@ -19,9 +19,15 @@ from .kernels import attention
 
 PATCH = 512  # table entries that a recorded pass can update
 DEPTHS = (16, 64)  # of a draft
+LANES = (1, 4, 16, 64)  # sequences for which drafts are recorded: more rows cost a small model little
 UNREAD_BUFFERS = 3  # clients that may leave unread tokens in the same step
 Phase = tuple[str, Any, Any, float]  # name, start event, end event, share
 I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
+
+
+def lanes_for(sequences: int) -> int:
+    """The number of sequences that what drafts for so many is recorded for."""
+    return next((n for n in LANES if n >= sequences), -(-sequences // LANES[-1]) * LANES[-1])
 
 
 class DeviceState:
@@ -39,7 +45,8 @@ class DeviceState:
         self.changes: dict[int, int] = {}  # index in the flat table -> slot, since the last pass
         cache.changes.append(self.changes)
         self.padding = cache.slots  # the slot that padding rows write to
-        self.lanes = 2 * batch  # of a batch padded to the next size
+        self.batch = batch  # sequences in a pass
+        self.lanes = max(2 * batch, lanes_for(batch))  # of a batch padded to the next size
         self._buffer = self.lanes * DEPTHS[-1]  # of each client in `unread`
         self._claimed = 0
         self.unread = torch.zeros(UNREAD_BUFFERS * self._buffer, dtype=I64, device=device)

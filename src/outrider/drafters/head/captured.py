@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...backends.cuda.capture import Field, PinnedBuffer, fill_padded
 from ...backends.cuda.graphs import (
-    BATCHES,
     CHEAP_ROWS,
     LENGTHS,
     SAMPLING,
@@ -33,7 +32,7 @@ from ...backends.cuda.graphs import (
 from ...backends.cuda.kernels import elementwise, sampling
 from ...backends.cuda.kernels.attention import Blocks
 from ...backends.cuda.kernels.sampling import Laws
-from ...backends.cuda.state import DEPTHS, F32, F64, I32, I64, PATCH
+from ...backends.cuda.state import DEPTHS, F32, F64, I32, I64, PATCH, lanes_for
 from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...engine.sampling import CHOICE, adjusts, filters, gumbel, key
@@ -230,10 +229,6 @@ class HeadGraphs:
 def feed_size(rows: int) -> int:
     """The number of rows that a first pass is padded to."""
     return next((size for size in FEEDS if size >= rows), padded_size(rows))
-
-
-def lanes_for(sequences: int) -> int:
-    return next((n for n in BATCHES if n >= sequences), padded_size(sequences))
 
 
 # ------------------------------------------------------------ the passes

@@ -101,7 +101,8 @@ class TrainedHead(Drafter):
             graphs = HeadGraphs(passes, space.plane, "head")
         self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
         self.rollout.record_guesses = space.record_guesses
-        self.tree = bool(space.option("tree", default=False))
+        shape = space.option("tree", default=None)
+        self.tree, self.tree_in_rounds = bool(shape), shape is None or bool(shape)  # there its rows are cheap
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
@@ -124,8 +125,9 @@ class TrainedHead(Drafter):
             return
         from .rounds import HeadRounds, fits  # need triton
 
-        if not self.tree or fits(self.width, self.depth):
-            shape = (self.width, self.depth) if self.tree else ()
+        tree = self.tree_in_rounds and fits(self.width, self.depth)
+        if tree or not self.tree:
+            shape = (self.width, self.depth) if tree else ()
             rounds.drafts, self.unread = HeadRounds(rounds, heads, *shape), rounds.state.unread
             self.traits = replace(self.traits, late=True)
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.cuda.graphs import LENGTHS, SAMPLING
+from ...backends.cuda.graphs import SAMPLING
 from ...backends.cuda.kernels import rounds as kernels, sampling
 from ...backends.cuda.kernels.rounds import DEPTH, DRAFT
 from ...backends.cuda.kernels.sampling import Laws
-from ...backends.cuda.rounds import Rounds, RoundShape
-from ...backends.cuda.state import F64, I32, I64
+from ...backends.cuda.rounds import CHAIN, ReplayAll, Rounds
+from ...backends.cuda.state import F64, I32, I64, lanes_for
 from ...engine.cache import Row
+from ...engine.sampling import filters
 from ...types import Sequence, Turn
 from .captured import FEEDS, LANE, HeadGraphs, HeadShape, TreePass, feed_size
 
@@ -31,9 +33,8 @@ from .captured import FEEDS, LANE, HeadGraphs, HeadShape, TreePass, feed_size
 class DraftShape:
     """Everything that a recorded draft depends on."""
 
-    batch: int
+    lanes: int  # sequences that there is room for
     rows: int  # of the first pass
-    length: int  # tokens of each chain, levels of each tree
     drawn: bool  # some row has filters (chains) or noise (trees), which the passes otherwise leave out
 
 
@@ -51,8 +52,9 @@ class HeadRounds:
         self.rounds, self.heads, self.plane = rounds, heads, heads.graphs.plane
         self.width, self.depth = min(width, heads.ids.shape[0]), depth
         rounds.trees = rounds.trees or width > 0
-        self._drafts: dict[DraftShape, Any] = {}
-        self._readings: dict[int, Any] = {}  # by batch
+        self._trees: dict[DraftShape, Any] = {}
+        self._chains: dict[tuple[int, bool], HeadChains] = {}  # by lanes, and whether some sequence has a filter
+        self._reading: Any = None
         self._backlog: dict[int, int] = {}  # line -> at most so many committed rows that the head lacks
 
     def join(self, seq: Sequence, row: Row) -> int:
@@ -63,59 +65,51 @@ class HeadRounds:
     def has_read(self, seq: Sequence, tokens: int) -> None:
         self.plane.advance(seq.id, tokens)
 
-    def passes(
-        self, turns: Listing[Turn], rows: list[Row], asks: list[int], shape: RoundShape
-    ) -> list[tuple[str, Any, int]]:
+    def warm(self, lanes: int) -> None:
+        for rows in FEEDS:
+            self._recorded(DraftShape(lanes, rows, False), CHAIN)
+        self._read_more()
+
+    def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
         """A sequence whose prompt ends with this round has no features yet: it is drafted for in the next one."""
         ready = [asked if turn.feed == 1 else 0 for turn, asked in zip(turns, asks, strict=True)]
         passes: list[tuple[str, Any, int]] = []
         backlog = sum(self._backlog[row.line] for row, asked in zip(rows, ready, strict=True) if asked)
         if backlog > FEEDS[-1]:
-            passes.append(("read", self._reading(shape.batch), -(-backlog // FEEDS[-1])))
+            passes.append(("read", self._read_more(), -(-backlog // FEEDS[-1])))
             backlog = sum(asked > 0 for asked in ready)
         if any(ready):
             greedy = all(turn.seq.params.greedy for turn in turns)
-            length = self.depth if self.width else next(n for n in LENGTHS if n >= max(ready))
-            drawn = not greedy if self.width else shape.filtered
-            draft = DraftShape(shape.batch, feed_size(backlog), length, drawn)
-            passes.append(("draft", self._recorded(draft), 1))
+            drawn = not greedy if self.width else any(filters(turn.seq) for turn in turns)
+            shape = DraftShape(lanes_for(len(turns)), feed_size(backlog), drawn)
+            passes.append(("draft", self._recorded(shape, max(ready)), 1))
         for turn, row, asked in zip(turns, rows, ready, strict=True):
             if turn.whole:
                 self._backlog[row.line] = (0 if asked else self._backlog[row.line]) + turn.budget + 1
         return passes
 
-    def _recorded(self, shape: DraftShape) -> Any:
-        if shape not in self._drafts:
-            inputs, b, k = self.rounds.inputs_for(shape.batch), shape.batch, shape.length
-            device, out = self.rounds.state.device, self._rows(shape.rows, b)
-            each = b * max(self.width, 1)  # rows of a later pass
-            out |= {
-                "want": torch.zeros(b, dtype=I64, device=device),
-                "drafts": torch.zeros(b, dtype=I32, device=device),
-            }
-            out |= {"later_positions": torch.zeros(k, each, dtype=I64, device=device)}
-            out |= {"later_info": torch.zeros(k, each, 8, dtype=I32, device=device)}
-            out |= {name: torch.zeros(b, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
-            out |= {name: torch.zeros(k, b, dtype=I64, device=device) for name in ("position", "key", "drafted")}
-            tree = RoundTree(self, shape, inputs.device, out) if self.width else None
+    def _recorded(self, shape: DraftShape, length: int) -> Any:
+        if not self.width:
+            key = shape.lanes, shape.drawn
+            if key not in self._chains:
+                self._chains[key] = HeadChains(self, *key)
+            return self._chains[key].upto(shape.rows, min(length, DRAFT))
+        if shape not in self._trees:
+            tree = RoundTree(self, shape)
+            self._trees[shape] = self.rounds.record(tree.draft)
+        return self._trees[shape]
 
-            def work() -> None:
-                self._draft(shape, inputs.device, out) if tree is None else tree.draft()
-
-            self._drafts[shape] = self.rounds.record(b, work)
-        return self._drafts[shape]
-
-    def _draft(self, shape: DraftShape, d: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-        lines, heads, b = self.rounds.lines, self.heads, shape.batch
-        scores, outputs = self.feed(d, out, last=1, most=shape.length)
-        kernels.lay_out_behind(lines.numbers, d["lines"], out["drafts"], out)
-        outputs, tokens = outputs[out["want"]], self._choose(shape, out, scores, 0)  # [B, H], [B]
-        slots, tail, every = heads.columns[:, :b], heads.tails[:b], heads.every[:b]  # [LANE, B], [B, LANE], [B]
-        for j in range(1, shape.length):
-            where = (out["later_positions"][j], slots[j - 1], every, out["later_info"][j], tail)
-            scores, outputs = heads.run(tokens, *where, outputs)
-            tokens = self._choose(shape, out, scores, j)
-        kernels.keep_chain(lines.numbers, lines.draft, d["lines"], out["drafts"], out["drafted"], kernels.HEAD)
+    def tensors(self, lanes: int, branches: int, length: int) -> dict[str, Tensor]:
+        """What the passes of a draft lay out and choose for B sequences: the first pass's rows aside."""
+        device, each = self.rounds.state.device, lanes * branches
+        out = {"want": torch.zeros(lanes, dtype=I64, device=device)}
+        out |= {"drafts": torch.zeros(lanes, dtype=I32, device=device)}
+        out |= {"later_positions": torch.zeros(length, each, dtype=I64, device=device)}
+        out |= {"later_info": torch.zeros(length, each, 8, dtype=I32, device=device)}
+        out |= {name: torch.zeros(lanes, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
+        return out | {
+            name: torch.zeros(length, lanes, dtype=I64, device=device) for name in ("position", "key", "drafted")
+        }
 
     def feed(self, d: dict[str, Tensor], out: dict[str, Tensor], last: int, most: int = 0) -> tuple[Tensor, Tensor]:
         """Committed rows, all but the `last` positions: scores of the wanted rows [B, D], every row's output [T, H]."""
@@ -129,42 +123,89 @@ class HeadRounds:
         rows = (out["tokens"], out["positions"], out["slots"], want, out["info"], state.no_tail)
         return heads.run(*rows, features)
 
-    def _choose(self, shape: DraftShape, out: dict[str, Tensor], scores: Tensor, j: int) -> Tensor:
-        """Every sequence's token j [B]. scores [B, D]."""
-        wide = scores.new_full((scores.shape[0], self.heads.head.config.vocab_size), -torch.inf)
-        logits = wide.index_copy_(1, self.heads.ids, scores)  # [B, V]
-        laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
-        tokens, _, _ = sampling.choose(logits, laws, shape.drawn)
-        out["drafted"][j].copy_(tokens)
-        return tokens
-
-    def _reading(self, batch: int) -> Any:
-        if batch not in self._readings:
-            inputs, out = self.rounds.inputs_for(batch), self._rows(FEEDS[-1], batch)
+    def _read_more(self) -> Any:
+        if self._reading is None:
+            out = self.rows(FEEDS[-1], self.rounds.capacity)
 
             def work() -> None:
-                self.feed(inputs.device, out, last=2)
+                self.feed(self.rounds.inputs.device, out, last=2)
 
-            self._readings[batch] = self.rounds.record(batch, work)
-        return self._readings[batch]
+            self._reading = self.rounds.record(work)
+        return self._reading
 
-    def _rows(self, rows: int, batch: int) -> dict[str, Tensor]:
-        device, blocks = self.rounds.state.device, min(rows, batch + rows // self.heads.graphs.rows_per_block)
+    def rows(self, rows: int, lanes: int) -> dict[str, Tensor]:
+        """A first pass's rows."""
+        device, blocks = self.rounds.state.device, min(rows, lanes + rows // self.heads.graphs.rows_per_block)
         made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
         return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
+
+
+class HeadChains:
+    """The passes that draft chains for so many sequences: first ones by their rows, each later one recorded once."""
+
+    def __init__(self, owner: HeadRounds, lanes: int, drawn: bool) -> None:
+        self.owner, self.lanes, self.drawn = owner, lanes, drawn
+        self.inputs, self.out = owner.rounds.inputs_for(lanes), owner.tensors(lanes, 1, DRAFT)
+        head, device = owner.heads.head, owner.rounds.state.device
+        self.outputs = torch.zeros(
+            lanes, head.config.hidden_size, dtype=head.compute, device=device
+        )  # of the last pass
+        self.first: dict[int, Any] = {}  # by rows
+        self.later: list[Any] = []
+        self.keep = owner.rounds.record(self._keep)
+
+    def upto(self, rows: int, length: int) -> ReplayAll:
+        """What drafts chains of this length, after a first pass over so many rows."""
+        record = self.owner.rounds.record
+        if rows not in self.first:
+            self.first[rows] = record(partial(self._first, self.owner.rows(rows, self.lanes)))
+        for j in range(len(self.later) + 1, length):
+            self.later.append(record(partial(self._later, j)))
+        return ReplayAll([self.first[rows], *self.later[: length - 1], self.keep])
+
+    def _first(self, rows: dict[str, Tensor]) -> None:
+        owner, out = self.owner, self.out
+        scores, outputs = owner.feed(self.inputs, out | rows, last=1, most=DRAFT)
+        kernels.lay_out_behind(owner.rounds.lines.numbers, self.inputs["lines"], out["drafts"], out)
+        self.outputs.copy_(outputs[out["want"]])
+        self._choose(scores, 0)
+
+    def _later(self, j: int) -> None:
+        """Pass j feeds the token that the last one chose, with that one's output as its feature."""
+        heads, out, b = self.owner.heads, self.out, self.lanes
+        where = (out["later_positions"][j], heads.columns[j - 1, :b], heads.every[:b], out["later_info"][j])
+        scores, outputs = heads.run(out["drafted"][j - 1], *where, heads.tails[:b], self.outputs)
+        self.outputs.copy_(outputs)
+        self._choose(scores, j)
+
+    def _keep(self) -> None:
+        lines, out = self.owner.rounds.lines, self.out
+        kernels.keep_chain(
+            lines.numbers, lines.draft, self.inputs["lines"], out["drafts"], out["drafted"], kernels.HEAD
+        )
+
+    def _choose(self, scores: Tensor, j: int) -> None:
+        """Every sequence's token j [B]. scores [B, D]."""
+        out, heads = self.out, self.owner.heads
+        wide = scores.new_full((scores.shape[0], heads.head.config.vocab_size), -torch.inf)
+        logits = wide.index_copy_(1, heads.ids, scores)  # [B, V]
+        laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
+        tokens, _, _ = sampling.choose(logits, laws, self.drawn)
+        out["drafted"][j].copy_(tokens)
 
 
 class RoundTree(TreePass):
     """The tree of `TreePass` from lines of device state; its best nodes become the sequences' drafts."""
 
-    def __init__(self, owner: HeadRounds, shape: DraftShape, inputs: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-        self.owner, self.heads, self.inputs, self.out = owner, owner.heads, inputs, out
-        b, w, depth, device = shape.batch, owner.width, shape.length, owner.rounds.state.device
+    def __init__(self, owner: HeadRounds, shape: DraftShape) -> None:
+        b, w, depth, device = shape.lanes, owner.width, owner.depth, owner.rounds.state.device
+        self.owner, self.heads, self.inputs = owner, owner.heads, owner.rounds.inputs_for(b)
+        self.out = owner.tensors(b, w, depth) | owner.rows(shape.rows, b)
         self.shape = HeadShape("tree", shape.rows, b, depth, w, shape.drawn)
         nodes = (b, w + (depth - 1) * w**2)
         types = {"tokens": I64, "parents": I64, "survival": F64}
         self.nodes = {name: torch.zeros(nodes, dtype=dtype, device=device) for name, dtype in types.items()}
-        self.form, self.reply = SimpleNamespace(device=out), SimpleNamespace(device=self.nodes)  # type: ignore[assignment]
+        self.form, self.reply = SimpleNamespace(device=self.out), SimpleNamespace(device=self.nodes)  # type: ignore[assignment]
 
     def _first(self) -> tuple[Tensor, Tensor]:
         return self.owner.feed(self.inputs, self.out, last=1, most=DRAFT)
@@ -181,4 +222,5 @@ class RoundTree(TreePass):
         parents = torch.where(parents < 0, -1, rank.gather(1, parents.clamp(min=0)))
         best = (self.nodes["tokens"].gather(1, order), parents.contiguous(), survival)
         state = rounds.lines
-        kernels.keep_tree(state.numbers, state.draft, state.parents, lines, self.out["drafts"], best, kernels.HEAD)
+        kept = (state.numbers, state.draft, state.parents, state.survival)
+        kernels.keep_tree(*kept, lines, self.out["drafts"], best, kernels.HEAD)

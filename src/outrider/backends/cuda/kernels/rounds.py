@@ -28,7 +28,7 @@ COLUMNS = ENDS + MOST_ENDS
 NONE, LATE, LOOKUP, MODEL, HEAD = 0, 1, 2, 3, 4  # sources of drafts
 DRAFT = 64  # tokens of the longest draft
 DEPTH = 16  # of the deepest tree
-REPORT = 8 + 3 * DRAFT + 1 + DEPTH  # numbers reported for a sequence: see `_settle`
+REPORT = 8 + 4 * DRAFT + 1 + DEPTH  # numbers reported for a sequence: see `_settle`
 
 _LENGTH, _HELD, _LIMIT, _LIVE = (tl.constexpr(c) for c in (LENGTH, HELD, LIMIT, LIVE))
 _SEED, _TEMPERATURE, _TOP_K = (tl.constexpr(c) for c in (SEED, TEMPERATURE, TOP_K))
@@ -241,12 +241,12 @@ def lay_out(
 
 @triton.jit
 def _settle(
-    numbers, tokens, draft, parents, table, lines, plan, choices, highest, report, length,
+    numbers, tokens, draft, parents, survival, table, lines, plan, choices, highest, report, length,
     WIDTH: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Report: tokens before, tokens that the draft model has read, drafted, accepted, flags (1 verdict, 2 NaN), source,
     the length of the match that a lookup rests on; then the target's choices along its walk [DRAFT + 1], the draft
-    [DRAFT], the nodes' parents [DRAFT], and the accepted path [DEPTH]."""
+    [DRAFT], the nodes' parents [DRAFT], the accepted path [DEPTH], and the nodes' survival [DRAFT] as float32."""
     i = tl.program_id(0)
     line = tl.load(lines + i).to(tl.int64)
     n, feed = tl.load(plan + i * 8), tl.load(plan + i * 8 + 1)
@@ -257,6 +257,9 @@ def _settle(
     if TREE:  # walk from the root as long as a child holds the target's choice
         parent = tl.load(parents + line * _DRAFT + j, mask=j < drafted, other=-2)
         tl.store(report + i * _REPORT + 9 + 2 * _DRAFT + j, parent, mask=j < _DRAFT)
+        claim = tl.load(survival + line * _DRAFT + j, mask=j < drafted, other=0.0)
+        claims_at = report + i * _REPORT + 9 + 3 * _DRAFT + _DEPTH
+        tl.store(claims_at + j, claim.to(tl.int32, bitcast=True), mask=j < _DRAFT)
         node, accepted, order = -1 + 0 * drafted, 0 * drafted, tl.full((WIDTH,), WIDTH, tl.int32)  # order on the path
         walked = tl.zeros((WIDTH,), tl.int32)  # the target's choices along the walk
         going = drafted * 0 + 1
@@ -316,8 +319,8 @@ def _settle(
 
 
 def settle(
-    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, table: Tensor, lines: Tensor, plan: Tensor,
-    choices: Tensor, highest: Tensor, report: Tensor, tree: bool,
+    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, survival: Tensor, table: Tensor, lines: Tensor,
+    plan: Tensor, choices: Tensor, highest: Tensor, report: Tensor, tree: bool,
 ) -> None:  # fmt: skip
     """Keep the drafted tokens that equal the target's choices, append what is emitted, and report it. Slots of a tree's
     accepted nodes move to the positions that these have now.
@@ -327,7 +330,7 @@ def settle(
     launch: Any = _settle[(lines.shape[0],)]
     width = 2 * DRAFT
     launch(
-        numbers, tokens, draft, parents, table, lines, plan, choices, highest, report, tokens.shape[1],
+        numbers, tokens, draft, parents, survival, table, lines, plan, choices, highest, report, tokens.shape[1],
         WIDTH=width, TREE=tree, num_warps=1,
     )  # fmt: skip
 
@@ -508,29 +511,31 @@ def keep_chain(numbers: Tensor, draft: Tensor, lines: Tensor, drafts: Tensor, dr
 
 
 @triton.jit
-def _keep_tree(numbers, draft, parents, lines, drafts, tokens, above, survival, NODES: tl.constexpr, source):
+def _keep_tree(numbers, draft, parents, kept, lines, drafts, tokens, above, survival, NODES: tl.constexpr, source):
     i, j = tl.program_id(0), tl.arange(0, _DRAFT)
-    possible = tl.load(survival + i * NODES + j, mask=j < NODES, other=0.0) > 0
-    count = tl.minimum(tl.load(drafts + i), tl.sum(possible.to(tl.int32), 0))
+    claim = tl.load(survival + i * NODES + j, mask=j < NODES, other=0.0)
+    count = tl.minimum(tl.load(drafts + i), tl.sum((claim > 0).to(tl.int32), 0))
     if count > 0:
         line = tl.load(lines + i).to(tl.int64)
         tl.store(draft + line * _DRAFT + j, tl.load(tokens + i * NODES + j, mask=j < NODES, other=0).to(tl.int32))
         parent = tl.load(above + i * NODES + j, mask=j < NODES, other=-1)
         tl.store(parents + line * _DRAFT + j, parent.to(tl.int32))
+        tl.store(kept + line * _DRAFT + j, claim.to(tl.float32))
         _set(numbers, line, _DRAFTED, count)
         _set(numbers, line, _SOURCE, tl.full((), 0, tl.int32) + source)
 
 
 def keep_tree(
-    numbers: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, drafts: Tensor, nodes: tuple[Tensor, ...],
-    source: int,
+    numbers: Tensor, draft: Tensor, parents: Tensor, survival: Tensor, lines: Tensor, drafts: Tensor,
+    nodes: tuple[Tensor, ...], source: int,
 ) -> None:  # fmt: skip
     """Trees become the sequences' drafts, the first drafts[i] nodes of each.
 
     nodes: tokens, parents int64 and survival float64, [B, M] each, best first; one with survival 0 is left out.
     """
     launch: Any = _keep_tree[(lines.shape[0],)]
-    launch(numbers, draft, parents, lines, drafts, *nodes, NODES=nodes[0].shape[1], source=source, num_warps=1)
+    lists = (numbers, draft, parents, survival, lines, drafts)
+    launch(*lists, *nodes, NODES=nodes[0].shape[1], source=source, num_warps=1)
 
 
 @triton.jit

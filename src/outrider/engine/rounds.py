@@ -1,0 +1,93 @@
+"""Rounds: what a device does that drafts, verifies and appends by itself, and how the host keeps pace with it.
+
+The host starts a round before it has read the last one and reads late; what it reads are `RoundResult`s. It does not
+know how a device runs a round (`backends.cuda.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..types import Sequence, Tree, Turn
+from .cache import Row
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a round did for one sequence."""
+
+    row: Row  # the sequence's, when the round was started
+    length: int  # tokens before the round
+    drafted: list[int]  # tokens that were verified
+    source: str  # of the draft
+    late_from: int | None  # a host draft: how many of its tokens had been emitted already
+    survival: list[float] | None  # of the nodes, where the device knows it
+    parents: list[int] | None  # of a tree's nodes; None: a chain
+    path: list[int]  # accepted nodes
+    tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
+    sound: bool  # False: some logit was NaN or infinite
+
+
+class PendingRound(Protocol):
+    """A running round."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase, after `wait`."""
+        ...
+
+    def wait(self) -> list[RoundResult]: ...
+
+
+class Rounds(Protocol):
+    """A loop on a device: rounds are started before earlier ones are read."""
+
+    def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
+        """Draft, run the pass, choose, compare and append, all on the device. late[i] follows what the host has read of
+        sequence i; the device verifies the rest of it, if the beginning is what it has emitted meanwhile."""
+        ...
+
+    def drives(self, seq: Sequence) -> bool:
+        """Whether the device alone can continue this sequence."""
+        ...
+
+    def forget_lines(self) -> None:
+        """Steps outside of rounds have continued the sequences."""
+        ...
+
+
+class HostPace:
+    """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round.
+
+    The time for drafting grows while the host waits for rounds to end, and shrinks as soon as it does not.
+    """
+
+    SLACK = 0.1  # of a round's time that the host should be left waiting
+    GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
+
+    def __init__(self) -> None:
+        self.seconds = 0.001  # for drafting in one round
+        self.each = 0.0  # of one sequence's draft, moving average
+        self._turn = 0  # sequences take turns
+
+    def drafted(self, sequences: int, seconds: float) -> None:
+        self.each += 0.2 * (seconds / sequences - self.each)
+
+    def waited(self, seconds: float, device: dict[str, float]) -> None:
+        """The host waited so long for a round with these device times."""
+        slack = self.SLACK * sum(device.values())
+        if seconds < slack:
+            self.seconds *= self.CUT
+        else:
+            self.seconds = min(self.seconds + self.GROWTH * (seconds - slack), sum(device.values()))
+
+    def affordable(self, wanted: list[int]) -> list[int]:
+        """As many of these as there is time for, others the next time."""
+        most = int(self.seconds / self.each) if self.each else len(wanted)
+        if most >= len(wanted):
+            return wanted
+        start = self._turn % len(wanted)
+        self._turn += most
+        return sorted((wanted[start:] + wanted[:start])[:most])
