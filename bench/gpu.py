@@ -48,6 +48,7 @@ from gpu_floor import floor_section, plain_section
 from gpu_head import head_section
 from gpu_hf import hf_section
 from gpu_loop import loop_section
+from gpu_never import never_section
 from gpu_spec import batch_section, spec_section
 from gpu_timeline import timeline_section
 from gpu_verify import verify_section
@@ -64,6 +65,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "head": head_section,
     "timeline": timeline_section,
     "loop": loop_section,
+    "never": never_section,
 }
 
 

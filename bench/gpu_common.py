@@ -100,11 +100,11 @@ class Lab:
                 kept.append(question)
         return kept
 
-    def crowd(self, n: int) -> list[EncodedPrompt]:
+    def crowd(self, n: int, of: list[EncodedPrompt] | None = None) -> list[EncodedPrompt]:
         """n different prompts; where there are too few, copies are numbered."""
-        found = []
+        questions, found = of or self.questions, []
         for i in range(n):
-            q, lap = self.questions[i % len(self.questions)], i // len(self.questions)
+            q, lap = questions[i % len(questions)], i // len(questions)
             mark = self.llm.tokenizer.encode(f"{lap}. ") if lap else []
             found.append(EncodedPrompt(q.ids[: len(q.ids) // 2] + mark + q.ids[len(q.ids) // 2 :], q.category))
         return found

@@ -17,7 +17,7 @@ TREE = {"tree": True, "tree_width": 5, "tree_depth": 6}
 KINDS: list[tuple[str, str, int | str, dict[str, Any]]] = [
     ("plain", "off", 0, {}), ("ngram K=4", "ngram", 4, {}), ("auto", "auto", "auto", {}),
     ("model K=8", "model", 8, {}), ("model auto", "model", "auto", {}),
-    ("head K=6", "head", 6, {}), ("head tree of 24", "head", 24, TREE),
+    ("head K=6", "head", 6, {"tree": False}), ("head tree of 24", "head", 24, TREE), ("head auto", "head", "auto", {}),
 ]  # fmt: skip
 
 

@@ -49,7 +49,9 @@ def all_contenders(lab: Lab) -> list[Contender]:
 
 
 def with_head(lab: Lab) -> list[Entry]:
-    found: list[Entry] = [("head chain", "head", "auto", {}), *((f"head K={k}", "head", k, {}) for k in (6, 8))]
+    chain = {"tree": False}
+    found: list[Entry] = [("head chain", "head", "auto", chain), *((f"head K={k}", "head", k, chain) for k in (6, 8))]
+    found.append(("head auto", "head", "auto", {}))
     shapes = {
         "": ("auto", 6, 6),
         " of 16": (16, 4, 6),

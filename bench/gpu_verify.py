@@ -15,8 +15,8 @@ from gpu_race import forget
 from outrider import LLM, SamplingParams
 from outrider.measure.verify import TokenDivergence
 
-DRAFTERS = ("model", "suffix", "ngram")
-SLOTS, CROWD = 16, 24  # of the mixed batch, and requests that share them
+DRAFTERS = ("model", "head", "suffix", "ngram", "auto")
+SLOTS, CROWD = 32, 72  # of the mixed batch, and requests that share them
 ALONE = 8  # requests of a lap that run one at a time
 
 
@@ -39,10 +39,12 @@ Request = tuple[list[int], SamplingParams]
 
 
 def verify_section(lab: Lab) -> dict[str, Any]:
-    drafters = [name for name in DRAFTERS if name != "model" or lab.draft is not None]
-    alone = {name: lab.using(name, lab.options.verify_k) for name in drafters}
+    has = {"model": lab.draft is not None, "head": bool(lab.options.head)}
+    drafters = [name for name in DRAFTERS if has.get(name, True)]
+    ks = {name: "auto" if name == "auto" else lab.options.verify_k for name in ("off", *drafters)}
+    alone = {name: lab.using(name, ks[name]) for name in drafters}
     widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
-    crowded = {n: lab.using(n, lab.options.verify_k, SLOTS, SLOTS * widest) for n in ("off", *drafters)}
+    crowded = {n: lab.using(n, ks[n], SLOTS, SLOTS * widest) for n in ("off", *drafters)}
     plain = lab.using("off")
     settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {SLOTS}, T mixed": (crowded, (0.0, 0.8))}
     cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}

@@ -1,0 +1,109 @@
+"""Never slower, on a GPU: whole requests with each drafter against plain decoding, by batch size and kind of text.
+
+Two of the drafters are adversaries: always wrong and sure of it, at once or after a while. Every slot of a batch has a
+request of one kind of text; contenders take turns, each with the memory of earlier kinds that a server would have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from gpu_common import Lab, sweep_up
+from gpu_race import Run, run
+from outrider import Draft, SamplingParams
+from outrider.drafters import Drafter, DraftRequest, Traits
+from outrider.measure.bench import EncodedPrompt
+from outrider.types import chain
+
+LEAST = 0.98  # of plain decoding
+
+
+class Wrong(Drafter):
+    """Claims to be right 99 times of 100, and never is but by accident."""
+
+    name = "always wrong"
+    traits = Traits(dry=True, late=True)
+    seconds = 0.0  # of a call
+
+    def draft(self, request: DraftRequest) -> Draft:
+        time.sleep(self.seconds)
+        return Draft.pack(
+            self._chain(seq.tokens, budget) for seq, budget in zip(request.seqs, request.budgets, strict=True)
+        )
+
+    def _chain(self, tokens: list[int], budget: int) -> Any:
+        vocabulary = self.space.target.config.vocab_size
+        guesses = [(7919 * (len(tokens) + i) + tokens[-1] + 1) % vocabulary for i in range(budget)]
+        return chain(guesses, [0.99 ** (i + 1) for i in range(budget)], source=self.name)
+
+
+class WrongAndSlow(Wrong):
+    """The same after two milliseconds: half of a pass."""
+
+    name = "wrong and slow"
+    seconds = 0.002
+
+
+def never_section(lab: Lab) -> dict[str, Any]:
+    cells: list[dict[str, Any]] = []
+    for size in (int(b) for b in lab.options.batches.split(",")):
+        if not lab.late:
+            cells += one_size(lab, size)
+        sweep_up()
+    cells.sort(key=lambda cell: cell["ratio"])
+    below = [cell for cell in cells if cell["ratio"] < LEAST]
+    lab.table(
+        f"Whole requests, × plain: the lowest of {len(cells)} cells; {len(below)} are below {LEAST}",
+        ("sequences", "drafter", "kind", "× plain", "lowest round", "τ", "other texts", "why"),
+        [
+            (str(c["sequences"]), c["drafter"], c["kind"], c["ratio"], c["lowest"], c["tau"], c["divergent"], c["why"])
+            for c in cells[:24]
+        ],
+    )
+    return {"cells": cells, "lowest": cells[0]["ratio"] if cells else None, "below": len(below)}
+
+
+def contenders(lab: Lab) -> dict[str, tuple[Any, dict[str, Any]]]:
+    found: dict[str, tuple[Any, dict[str, Any]]] = {"plain": ("off", {})}
+    found |= {name: (name, {}) for name in ("suffix", "ngram", "auto")}
+    if lab.options.head:
+        found |= {"head": ("head", {}), "auto, head": ("auto", {"head": lab.head})}
+    if lab.draft is not None:
+        found["model"] = ("model", {})
+    return found | {"always wrong": (Wrong, {}), "wrong and slow": (WrongAndSlow, {})}
+
+
+def one_size(lab: Lab, size: int) -> list[dict[str, Any]]:
+    kinds: dict[str, list[EncodedPrompt]] = defaultdict(list)
+    for question in lab.questions:
+        kinds[question.category].append(question)
+    crowds = {kind: [q.ids for q in lab.crowd(size, of)] for kind, of in kinds.items()}
+    params = SamplingParams(max_tokens=lab.options.tokens)
+    slots = size * (max(len(ids) for crowd in crowds.values() for ids in crowd) + lab.options.tokens + 96)
+    engines = {name: lab.using(who, batch=size, tokens=slots, **more) for name, (who, more) in contenders(lab).items()}
+    runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for llm in engines.values():
+        run(llm, next(iter(crowds.values())), params)
+    for number in range(lab.options.rounds):
+        for kind, crowd in crowds.items():
+            for name in list(engines) if number % 2 else list(engines)[::-1]:
+                if not lab.late or not number:
+                    runs[name, kind].append(run(engines[name], crowd, params))
+    return [cell(size, name, kind, runs) for name, kind in runs if name != "plain"]
+
+
+def cell(size: int, name: str, kind: str, runs: dict[tuple[str, str], list[Run]]) -> dict[str, Any]:
+    own, plain = runs[name, kind], runs["plain", kind]
+    seconds = median(r.speed.seconds for r in own)
+    each = [p.speed.seconds / r.speed.seconds for r, p in zip(own, plain, strict=False)]
+    steps = sum(s.steps for r in own for s in r.stats)
+    return {
+        "sequences": size, "drafter": name, "kind": kind, "rounds": len(own),
+        "ratio": median(r.speed.seconds for r in plain) / seconds, "lowest": min(each),
+        "tok_s": own[0].speed.tokens / seconds, "tau": sum(s.emitted for r in own for s in r.stats) / max(steps, 1),
+        "divergent": sum(a != b for r in own for a, b in zip(r.ids, plain[0].ids, strict=True)),
+        "why": own[-1].stats[0].why,
+    }  # fmt: skip
