@@ -312,3 +312,43 @@ def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, l
                 assert rounds.state.table[row.line, : len(row.slots)].tolist() == row.slots
     assert [seq.generated for seq in seqs] == plain["warm"]
     assert [1, 4, 5] in paths
+
+
+class AskingForTheSecond(ScriptedDrafter):
+    """Asks recorded passes for the second sequence; the others get long chains of the host's."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        chains, asked = super().draft(request), request.asked(torch.zeros(64), "scripted")
+        pairs = zip(request.seqs, chains.trees, asked.trees, strict=True)
+        return Draft.pack((unread if seq.id == 2 else late for seq, late, unread in pairs), asked.unread)
+
+
+def test_a_chain_that_is_deeper_than_any_tree_is_cut_in_a_round_with_trees() -> None:
+    """A tree's paths have a largest depth; the sequence that asks is not the first, and drafts are for the first."""
+    tokens, prompts = kernels.DEPTH + 6, PROMPTS[:2]
+    params = SamplingParams(max_tokens=tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "on_gpu", lambda tensor: GPU)
+        alone = build_engine(model(), Config(drafter="off", max_length=96))
+        expected = [Sequence(i + 1, prompt, params) for i, prompt in enumerate(prompts)]
+        for seq in expected:
+            alone.add(seq)
+        while alone.busy:
+            alone.step()
+    AskingForTheSecond.texts = {seq.id: seq.generated for seq in expected}
+    loop = engine(AskingForTheSecond, tokens - 1)
+    assert isinstance(loop.target.rounds, Rounds)
+    Branches(loop.target.rounds, {seq.id: seq.tokens for seq in expected})
+    seqs = [Sequence(i + 1, prompt, params) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        loop.add(seq)
+    accepted: dict[int, int] = {}
+    while loop.busy:
+        step = loop.step()
+        loop.cache.check()
+        for turn, verdict in zip(step.turns, step.verdicts, strict=True):
+            if verdict is not None:
+                accepted[turn.seq.id] = max(accepted.get(turn.seq.id, 0), len(verdict.path))
+    assert [seq.generated for seq in seqs] == [seq.generated for seq in expected]
+    assert accepted[1] == kernels.DEPTH
+    assert accepted[2] == 3

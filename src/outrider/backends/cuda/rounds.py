@@ -43,7 +43,7 @@ from .state import F32, F64, I32, I64, LANES, DeviceState, lanes_for, seconds
 LATE_TOKENS = 64  # of a draft in the late slot
 ALONE = 32  # rows up to which one sequence has recordings of its own
 FILLED = 256  # rows of a round without prompts that are recorded beforehand
-CHAIN = 16  # tokens of chains that are recorded beforehand
+CHAIN = 31  # tokens of chains that are recorded beforehand: the most that pay
 EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
@@ -123,7 +123,8 @@ class RecordedDrafts(Protocol):
         ...
 
     def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
-        """What reads and drafts asks[i] tokens for each turn: phase, recording, how often it runs."""
+        """What reads and drafts asks[i] tokens for each turn: phase, recording, how often it runs. Those that ask for
+        some come first."""
         ...
 
 
@@ -219,13 +220,15 @@ class Rounds:
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
-        shape = self._shape(turns)
+        asked = [i for i, tree in enumerate(late) if turns[i].budget and asks_passes(tree)]
+        order = asked + [i for i in range(len(turns)) if i not in set(asked)] if asked else list(range(len(turns)))
+        turns, late = [turns[i] for i in order], [late[i] for i in order]  # recorded drafts are for the first lanes
+        asks = [turn.budget for turn in turns[: len(asked)]] + [0] * (len(turns) - len(asked))
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
-        recorded = self._round(shape)
-        asks = [turn.budget if asks_passes(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+        recorded = self._round(self._shape(turns, bool(asked)))
         passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks)
         self._fill(turns, rows, late, asks)
         self.inputs.send()
@@ -235,7 +238,7 @@ class Rounds:
                     recording.replay()
         with self.state.timed("verify"):
             recorded.recording.replay()
-        return PendingRound(self, recorded, turns, rows)
+        return PendingRound(self, recorded, turns, rows, order)
 
     def _join(self, seq: Sequence, row: Row) -> None:
         self._owners[row.line] = row
@@ -265,13 +268,13 @@ class Rounds:
         doubt = self.lookup.doubt
         return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
-    def _shape(self, turns: Listing[Turn]) -> RoundShape:
+    def _shape(self, turns: Listing[Turn], asked: bool) -> RoundShape:
         needed = sum(turn.feed + turn.budget for turn in turns)
         wanted = sum(1 + turn.budget for turn in turns if turn.whole)
-        rows, tree = padded_size(needed), self.trees and wanted > len(turns)
+        rows = padded_size(needed)
         lanes = 1 if len(turns) == 1 and rows <= ALONE else self.capacity
         fits = rows if wanted == needed else self._wanted(rows, wanted)
-        return RoundShape(lanes, rows, fits, any(filters(turn.seq) for turn in turns), tree)
+        return RoundShape(lanes, rows, fits, any(filters(turn.seq) for turn in turns), self.trees and asked)
 
     @staticmethod
     def _wanted(rows: int, wanted: int) -> int:
@@ -340,8 +343,11 @@ def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tens
 class PendingRound:
     """A round that was started, and the copy of its report to the host."""
 
-    def __init__(self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row]) -> None:
-        self.rounds, self.turns, self.rows, state = rounds, turns, rows, rounds.state
+    def __init__(
+        self, rounds: Rounds, recorded: RecordedRound, turns: Listing[Turn], rows: list[Row], order: list[int]
+    ) -> None:
+        """order[i] is where the engine has turns[i]."""
+        self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
         self.tree = recorded.shape.tree
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
         self.report = recorded.results.next()["report"]
@@ -351,7 +357,7 @@ class PendingRound:
         self.phases = state.take_phases()
 
     def wait(self) -> list[RoundResult]:
-        """One result for each turn."""
+        """One result for each turn, in the engine's order."""
         self.end.synchronize()
         report = self.report[: len(self.turns)]
         heads: list[list[int]] = report[:, :8].tolist()
@@ -375,7 +381,7 @@ class PendingRound:
                 RoundResult(row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound)
             )
             self.rounds.has_read(turn.seq, row, read)
-        return results
+        return [result for _, result in sorted(zip(self.order, results, strict=True), key=lambda pair: pair[0])]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -424,7 +430,8 @@ class DraftChains:
             passes.append(("read", self._reading(size), -(-backlog // size)))
         if any(asks):
             filtered = any(filters(turn.seq) for turn in turns)
-            passes += [("draft", self._chain(lanes_for(len(turns)), filtered).upto(min(max(asks), DRAFT)), 1)]
+            lanes = lanes_for(sum(asked > 0 for asked in asks))
+            passes += [("draft", self._chain(lanes, filtered).upto(min(max(asks), DRAFT)), 1)]
         for turn, row, asked in zip(turns, rows, asks, strict=True):
             if asked:
                 self._backlog[row.line] = 0

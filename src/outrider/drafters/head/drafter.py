@@ -70,6 +70,9 @@ class Pace:
                 self.confidence += 0.02 * (after / before - self.confidence)
 
 
+ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a token of a chain does
+
+
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
@@ -106,6 +109,8 @@ class TrainedHead(Drafter):
         block = config.kind == "block"
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
+        width, depth = (int(space.option(f"tree_{side}", default=n)) for side, n in ROUND_TREE.items())
+        self.shape_in_rounds = (width, depth)
         floor = space.option("stop_below", default=None)
         self.pace = Pace(None if floor is None else float(floor))
         unread = graphs is not None and not self.tree
@@ -125,9 +130,9 @@ class TrainedHead(Drafter):
             return
         from .rounds import HeadRounds, fits  # need triton
 
-        tree = self.tree_in_rounds and fits(self.width, self.depth)
+        tree = self.tree_in_rounds and fits(*self.shape_in_rounds)
         if tree or not self.tree:
-            shape = (self.width, self.depth) if tree else ()
+            shape = self.shape_in_rounds if tree else ()
             rounds.drafts, self.unread = HeadRounds(rounds, heads, *shape), rounds.state.unread
             self.traits = replace(self.traits, late=True)
 

@@ -81,7 +81,7 @@ class HeadRounds:
         if any(ready):
             greedy = all(turn.seq.params.greedy for turn in turns)
             drawn = not greedy if self.width else any(filters(turn.seq) for turn in turns)
-            shape = DraftShape(lanes_for(len(turns)), feed_size(backlog), drawn)
+            shape = DraftShape(lanes_for(sum(asked > 0 for asked in asks)), feed_size(backlog), drawn)
             passes.append(("draft", self._recorded(shape, max(ready)), 1))
         for turn, row, asked in zip(turns, rows, ready, strict=True):
             if turn.whole:

@@ -35,7 +35,7 @@ _SEED, _TEMPERATURE, _TOP_K = (tl.constexpr(c) for c in (SEED, TEMPERATURE, TOP_
 _TOP_P, _MIN_P = tl.constexpr(TOP_P), tl.constexpr(MIN_P)
 _DRAFTED, _SOURCE, _MATCH, _READ, _ENDS = (tl.constexpr(c) for c in (DRAFTED, SOURCE, MATCH, READ, ENDS))
 _COLUMNS, _MOST_ENDS = tl.constexpr(COLUMNS), tl.constexpr(MOST_ENDS)
-_NONE, _LATE, _LOOKUP, _MODEL = (tl.constexpr(c) for c in (NONE, LATE, LOOKUP, MODEL))
+_NONE, _LATE, _LOOKUP, _MODEL, _HEAD = (tl.constexpr(c) for c in (NONE, LATE, LOOKUP, MODEL, HEAD))
 _DRAFT, _REPORT, _DEPTH = tl.constexpr(DRAFT), tl.constexpr(REPORT), tl.constexpr(DEPTH)
 
 
@@ -101,7 +101,7 @@ def take_late(
 
 
 @triton.jit
-def _counts(numbers, lines, feeds, budgets, i, ok):
+def _counts(numbers, lines, feeds, budgets, i, ok, TREE: tl.constexpr):
     """Of sequences i [B]: tokens n, held tokens, fed rows and drafted rows of this round."""
     line = tl.load(lines + i, mask=ok, other=0).to(tl.int64) * _COLUMNS
     n = tl.load(numbers + line + _LENGTH, mask=ok, other=0).to(tl.int32)
@@ -110,6 +110,9 @@ def _counts(numbers, lines, feeds, budgets, i, ok):
     live = tl.load(numbers + line + _LIVE, mask=ok, other=0) > 0
     feed = tl.where(live, tl.minimum(tl.load(feeds + i, mask=ok, other=0), n - held), 0)
     drafted = tl.load(numbers + line + _DRAFTED, mask=ok, other=0).to(tl.int32)
+    if TREE:  # no path is deeper than DEPTH; a recorded tree has no such paths, a chain is cut
+        source = tl.load(numbers + line + _SOURCE, mask=ok, other=0)
+        drafted = tl.where(source == _HEAD, drafted, tl.minimum(drafted, _DEPTH))
     drafted = tl.minimum(tl.minimum(drafted, tl.load(budgets + i, mask=ok, other=0)), limit - n - 1)
     drafted = tl.where((feed > 0) & (held + feed == n), tl.maximum(drafted, 0), 0)
     return n, held, feed, drafted
@@ -126,7 +129,7 @@ def _lay_out(
     """Program i < batch lays out sequence i; the last one lays out padding."""
     i = tl.program_id(0)
     every = tl.arange(0, BATCH)
-    n, held, feed, drafted = _counts(numbers, lines, feeds, budgets, every, every < batch)  # [B] each
+    n, held, feed, drafted = _counts(numbers, lines, feeds, budgets, every, every < batch, TREE)  # [B] each
     size = feed + drafted
     chosen = tl.where((feed > 0) & (held + feed == n), drafted + 1, 0)  # rows whose logits are needed
     groups = (feed + per_block - 1) // per_block + drafted if TREE else (size + per_block - 1) // per_block
