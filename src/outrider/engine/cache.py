@@ -26,6 +26,8 @@ import torch
 
 from ..types import Sequence, common_prefix
 
+AHEAD = 16  # slots that a sequence on a device gets beyond those that it needs, while half of them are free
+
 
 @dataclass
 class Row:
@@ -158,11 +160,11 @@ class Cache:
         if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
             return False
         if more:
+            if self.changes and len(self._free) > self.slots // 2:  # a device is told seldom, not for every token
+                more = min(more + AHEAD, self.length - end)
             row.spare += self._take(more)
             self._write_table(row, end)
-        if (
-            tokens > start
-        ):  # the first spare slots are theirs: where a device has emitted them, they are written already
+        if tokens > start:  # the first spare slots are theirs, and written already where a device has emitted them
             row.slots += row.spare[: tokens - start]
             row.tokens += seq.tokens[start:tokens]
             del row.spare[: tokens - start]

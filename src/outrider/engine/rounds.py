@@ -7,15 +7,13 @@ know how a device runs a round (`backends.cuda.rounds`).
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..types import Sequence, Tree, Turn
 from .cache import Row
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """What a round did for one sequence."""
 
     row: Row  # the sequence's, when the round was started

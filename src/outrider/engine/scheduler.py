@@ -49,14 +49,18 @@ class Scheduler:
         self._admit()
         room, turns = self.max_rows, []
         going = [seq for seq in self.running if not self._least[seq.id] or seq.room > self._least[seq.id]]
-        # Of a sequence in flight, the token that the host has not read yet is pending.
-        pending = {seq.id: max(len(seq.tokens) - self.cache.sync(seq, self.plane), 1) for seq in going}
+        pending = {seq.id: self._pending(seq) for seq in going}
         for seq in sorted(going, key=lambda s: pending[s.id] > 1):
             feed = min(pending[seq.id], room)
             if feed:
                 turns.append(Turn(seq, feed, whole=feed == pending[seq.id]))
                 room -= feed
         return turns
+
+    def _pending(self, seq: Sequence) -> int:
+        """Tokens that the target has not read. Of a sequence whose prompt was fed in a step in flight it is the one
+        that the host has not read yet."""
+        return 1 if self._least[seq.id] else max(len(seq.tokens) - self.cache.sync(seq, self.plane), 1)
 
     def fit(self, turns: list[Turn]) -> list[Turn]:
         """Reserve slots for every turn; where there are too few, first drop drafts, then preempt the latest."""

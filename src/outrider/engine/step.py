@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ from .scheduler import Scheduler
 from .watchdog import Watchdog
 
 log = logging.getLogger("outrider.engine")
+NO_DRAFT, NO_COINS = Tree([], []), SimpleNamespace(flips={}, draws={})  # of rounds: their rule is `match`
 
 
 class Pending(Protocol):
@@ -223,7 +225,7 @@ class Engine:
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
             verdicts, seconds,
-            flight.starts | self.clock.starts, [-1] * len(turns), [KeyedRandom(turn.seq) for turn in turns],
+            flight.starts | self.clock.starts, [-1] * len(turns), [NO_COINS] * len(turns),
             flight.why, flight.failure, in_round=True,
         )  # fmt: skip
 
@@ -321,7 +323,8 @@ class Engine:
         """The target holds the `fed` tokens before the verdict, and every drafted node."""
         plane = self.target.plane
         plane.advance(seq.id, fed)
-        plane.wrote(seq.id, range(len(tree.tokens)))
+        if tree.tokens:
+            plane.wrote(seq.id, range(len(tree.tokens)))
         self.cache.commit(seq, fed, verdict.path, on_device)
         seq.stats.count(tree, verdict)
 
@@ -423,6 +426,8 @@ def _after(tree: Tree, n: int) -> Tree:
 def _tree_of(result: RoundResult, late: Tree) -> Tree:
     """What a round verified; of a host draft that it took up late, with the survival that the drafter claimed."""
     tokens = result.drafted
+    if not tokens:
+        return NO_DRAFT
     if result.late_from is not None:
         claims = late.survival and late.survival[result.late_from : result.late_from + len(tokens)]
         return chain(tokens, claims, source=late.source)
