@@ -160,7 +160,7 @@ class Cache:
         if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
             return False
         if more:
-            if self.changes and len(self._free) > self.slots // 2:  # a device is told seldom, not for every token
+            if self.changes and len(self._free) >= more + AHEAD + self.slots // 2:  # a device is told seldom
                 more = min(more + AHEAD, self.length - end)
             row.spare += self._take(more)
             self._write_table(row, end)
