@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
-    add("--only", default="", help="spec: contenders beside plain, by prefixes of their names, such as head,auto")
+    add("--only", default="", help="spec, loop: contenders beside plain, by prefixes of their names, as head,auto")
     add(
         "--ignore-eos",
         action="store_true",

@@ -23,10 +23,11 @@ KINDS: list[tuple[str, str, int | str, dict[str, Any]]] = [
 
 def loop_section(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    wanted = tuple(name for name in lab.options.only.split(",") if name) or ("",)
     for size in (int(b) for b in lab.options.batches.split(",")):
         for name, drafter, k, more in KINDS:
             missing = (drafter == "model" and lab.draft is None) or (drafter == "head" and not lab.options.head)
-            if lab.late or missing:
+            if lab.late or missing or not name.startswith(("plain", *wanted)):
                 continue
             found[f"{size} {name}"] = measure(lab, size, drafter, k, more)
             sweep_up()

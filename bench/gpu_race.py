@@ -110,6 +110,7 @@ class Run:
     speed: Speed
     stats: list[Stats] = field(default_factory=list)
     steps: list[Heard] = field(default_factory=list)
+    begin: float = 0.0  # when the request was sent
 
     @property
     def marks(self) -> Marks:
@@ -125,7 +126,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
         results = llm.generate(prompts, params)
     outputs = [result.outputs[0] for result in results]
     ids, stats = [out.token_ids for out in outputs], [out.stats for out in outputs]
-    return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps)
+    return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps, begin)
 
 
 def forget(llm: LLM) -> None:

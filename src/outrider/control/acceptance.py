@@ -42,6 +42,8 @@ class AcceptanceStats:
         self.usual_claims: list[float] = []  # of trees with branches, best node first
         self.source = ""  # of these
         self.trees = self.added = 0  # drafts with branches; drafts
+        self._expected: dict[int, list[float]] = {}  # by nodes, after `_expected_at` drafts of its own and of all
+        self._expected_at = (0, 0)
 
     def survival(self, claim: float, source: str = "") -> float:
         """The survival of a node for which its drafter claims `claim`."""
@@ -61,6 +63,16 @@ class AcceptanceStats:
 
     def expected_survival(self, nodes: int) -> list[float]:
         """Survival of the nodes of the next draft, best first: by the usual claims of trees, else along a chain."""
+        now = (self.added, self.wider.added if self.wider else 0)
+        if now != self._expected_at:
+            self._expected, self._expected_at = {}, now
+        if nodes not in self._expected:
+            self._expected[nodes] = self._expect(nodes)
+        return self._expected[nodes]
+
+    def _expect(self, nodes: int) -> list[float]:
+        if self.wider and not self.added:
+            return self.wider.expected_survival(nodes)
         known = self if self.usual_claims or self.wider is None else self.wider
         if not known.usual_claims:
             return list(accumulate(self.rates(nodes), mul))

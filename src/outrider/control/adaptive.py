@@ -146,6 +146,8 @@ class Adaptive(Controller):
                 return self._trial(eligible, self.TRIED[-1])
             self._refuse(chains[0][0], self._break_even(len(eligible), line))
             return {}
+        expected = 1 + sum(sum(chain[:k]) for chain in chains[:count]) / len(self.turns)
+        self._expect(f"up to {k} nodes for {count}" if len(self.turns) > 1 else f"up to {k} nodes", expected)
         if limited:
             k = self.k_max
         else:
@@ -202,9 +204,7 @@ class Adaptive(Controller):
             elif not kept[i] and min(tree.tokens) >= 0:
                 self.refused[seq.id] = len(seq.tokens), tree
         if total := sum(kept):
-            expected = 1 - sum(chance for chance, _ in order[:total]) / batch
-            unit = "tokens expected" if batch == 1 else "tokens expected for each"
-            self._explain(f"{total} of {len(order)} drafted: about {expected:.1f} {unit}")
+            self._expect(f"{total} of {len(order)} drafted", 1 - sum(chance for chance, _ in order[:total]) / batch)
         else:
             self._refuse(-order[0][0], prices.price(batch) / batch)
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
@@ -221,6 +221,10 @@ class Adaptive(Controller):
 
     def _explain(self, reason: str) -> None:
         self.why = f"{len(self.turns)} sequences: {reason}" if len(self.turns) > 1 else reason
+
+    def _expect(self, drafted: str, tokens: float) -> None:
+        each = "" if len(self.turns) == 1 else " for each"
+        self._explain(f"{drafted}: about {tokens:.1f} tokens expected{each}")
 
     def _refuse(self, survival: float, break_even: float) -> None:
         odds = f"{survival:.0%} likely at best, break-even here is {break_even:.0%}"

@@ -141,23 +141,23 @@ class StepPrices:
         self.limit = math.inf  # the highest price that may be paid
         self.margin = MARGIN * self.deciding  # expected tokens that the drafts of all sequences together must gain
 
-    def prices(self, rows: int) -> list[float]:
-        """[rows + 1] λ · (t(rows of the step + n) − t(rows of the step)) for n from 0 on."""
+    def exact(self, rows: int) -> float:
+        """λ · (t(rows of the step + rows) − t(rows of the step))."""
         (scale, tilt), first = self.costs.correction(self.sequences), self.rows
-        table, unit = self.costs.table(first + rows, self.sequences), self.speed * scale
-        return [max(unit * (table[first + n] - table[first] + tilt * n), 0.0) for n in range(rows + 1)]
+        table = self.costs.table(first + rows, self.sequences)
+        return max(self.speed * scale * (table[first + rows] - table[first] + tilt * rows), 0.0)
 
     def price(self, rows: int) -> float:
         """Infinite beyond the limit."""
-        price = self.prices(rows)[rows]
+        price = self.exact(rows)
         return price if price <= self.limit else math.inf
 
     def best_count(self, survival: list[float], limit: float) -> int:
         """How many of these nodes, likeliest first, gain most beyond the price of their rows, at a price of `limit` at
         most. Costs may be stairs, where one more node loses and three more win: all counts are compared."""
         best, gain, tokens = 0, self.margin, 0.0
-        for n, (chance, price) in enumerate(zip(survival, self.prices(len(survival))[1:], strict=True), start=1):
-            tokens += chance
+        for n, chance in enumerate(survival, start=1):
+            tokens, price = tokens + chance, self.exact(n)
             if price > limit:
                 break
             if tokens - price > gain:
@@ -168,13 +168,12 @@ class StepPrices:
         """How many of these chains, best first, how many nodes of each, and what these gain; (0, 0, 0): nothing.
         They pay for their rows and for seconds[nodes] of drafting, `limit` at most. chains[i][d] is a survival."""
         best, gain, expected = (0, 0), self.margin, [0.0] * len(chains[0])
-        prices = self.prices(len(chains) * len(expected))
         for count, survival in enumerate(chains, start=1):
             expected = list(map(add, expected, accumulate(survival)))
             if count & (count - 1) and count != len(chains):
                 continue  # powers of two and the whole batch are enough
             for k, tokens in enumerate(expected, start=1):
-                price = prices[count * k] + self.speed * seconds[k]
+                price = self.exact(count * k) + self.speed * seconds[k]
                 if price > limit:
                     break
                 if tokens - price > gain:
@@ -184,4 +183,4 @@ class StepPrices:
     @property
     def hopeless(self) -> bool:
         """Whether even a certain, free draft loses."""
-        return all(n - price <= self.margin for n, price in enumerate(self.prices(max(8 * self.deciding, 16))))
+        return all(n - self.exact(n) <= self.margin for n in range(max(8 * self.deciding, 16) + 1))

@@ -28,6 +28,11 @@ class RoundResult(NamedTuple):
     sound: bool  # False: some logit was NaN or infinite
 
 
+def is_asked(tree: Tree) -> bool:
+    """Whether a tree stands for a draft that recorded passes are to make in the round."""
+    return bool(tree.tokens) and tree.tokens[0] < 0
+
+
 class PendingRound(Protocol):
     """A running round."""
 

@@ -45,7 +45,7 @@ from .cache import Cache, Plane
 from .drafter import Drafter, DraftRequest
 from .judge import RULES, fates_of
 from .request_drafts import propose
-from .rounds import HostPace, RoundResult, Rounds
+from .rounds import HostPace, RoundResult, Rounds, is_asked
 from .sampling import KeyedRandom, Target, logprob
 from .scheduler import Scheduler
 from .watchdog import Watchdog
@@ -268,6 +268,9 @@ class Engine:
                 drafted = self._request([turns[i] for i in open_], [budgets[i] for i in open_])
                 unread, failures = drafted.unread, list(drafted.failures)
                 for i, tree in zip(open_, drafted.trees, strict=True):
+                    if self._in_rounds and is_asked(tree):
+                        trees[i] = tree.cut(budgets[i])
+                        continue
                     trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
                     if len(trees[i].tokens) < min(len(tree.tokens), budgets[i]) and tree.source not in REQUEST_DRAFTS:
                         failures.append(f"{self._drafter_name}: {_fault(tree, len(trees[i].tokens))}")
@@ -291,10 +294,12 @@ class Engine:
         return self.drafter.name or type(self.drafter).__name__
 
     def _shorten(self, turns: list[Turn], draft: Draft) -> list[Turn]:
-        """Budgets of a round by what is drafted after the tokens that the steps in flight emit at least."""
+        """Budgets of a round by what is drafted after the tokens that the steps in flight emit at least. Recorded
+        passes were asked for by a budget that was weighed already, unless the drafter chooses among several sources."""
         pairs = zip(turns, draft.trees, strict=True)
         rest = [_after(tree, self.scheduler.ahead(turn.seq)[0]).cut(turn.budget) for turn, tree in pairs]
-        pruned = self.controller.prune(turns, Draft.pack(rest)).trees
+        weighed = not self.drafter.traits.weighs_cost and all(is_asked(tree) for tree in rest if tree.tokens)
+        pruned = rest if weighed else self.controller.prune(turns, Draft.pack(rest)).trees
         return [turn.allow(len(tree.tokens), turn.request_only) for turn, tree in zip(turns, pruned, strict=True)]
 
     def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
@@ -416,7 +421,7 @@ def _after(tree: Tree, n: int) -> Tree:
 
     Unread tokens are drafted in the round itself, after what was emitted meanwhile.
     """
-    if tree.tokens and tree.tokens[0] < 0:
+    if is_asked(tree):
         return tree
     if not tree.is_chain or n >= len(tree.tokens):
         return Tree([], [])

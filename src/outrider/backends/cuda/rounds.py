@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...engine.cache import Plane, Row
-from ...engine.rounds import RoundResult
+from ...engine.rounds import RoundResult, is_asked
 from ...engine.sampling import adjusts, filters
 from ...types import Sequence, Tree, Turn
 from .. import Model, Part
@@ -220,7 +220,7 @@ class Rounds:
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
-        asked = [i for i, tree in enumerate(late) if turns[i].budget and asks_passes(tree)]
+        asked = [i for i, tree in enumerate(late) if turns[i].budget and is_asked(tree)]
         order = asked + [i for i in range(len(turns)) if i not in set(asked)] if asked else list(range(len(turns)))
         turns, late = [turns[i] for i in order], [late[i] for i in order]  # recorded drafts are for the first lanes
         asks = [turn.budget for turn in turns[: len(asked)]] + [0] * (len(turns) - len(asked))
@@ -250,7 +250,7 @@ class Rounds:
     def _is_late(self, tree: Tree) -> bool:
         """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
         known = self.lookup is not None and tree.source == self.lookup.source
-        return bool(tree.tokens) and tree.tokens[0] >= 0 and tree.is_chain and not known
+        return bool(tree.tokens) and not is_asked(tree) and tree.is_chain and not known
 
     def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
         """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
@@ -328,11 +328,6 @@ class Rounds:
         blocks = Blocks(made["info"], made.get("tail", self.state.no_tail), table, self.state.scratch(model))
         want = made["want"] if want is None else want
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
-
-
-def asks_passes(tree: Tree) -> bool:
-    """Whether a tree stands for a chain that recorded passes are to draft."""
-    return bool(tree.tokens) and tree.tokens[0] < 0
 
 
 def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
