@@ -15,7 +15,7 @@ from typing import Any
 
 from gpu_common import Lab, sweep_up
 from gpu_race import Run, run
-from outrider import Draft, SamplingParams
+from outrider import LLM, Draft, SamplingParams
 from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.measure.bench import EncodedPrompt
 from outrider.types import chain
@@ -51,10 +51,20 @@ class WrongAndSlow(Wrong):
 
 def never_section(lab: Lab) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
-    for size in (int(b) for b in lab.options.batches.split(",")):
+    sizes = [int(b) for b in lab.options.batches.split(",")]
+    kinds: dict[str, list[EncodedPrompt]] = defaultdict(list)
+    for question in lab.questions:
+        kinds[question.category].append(question)
+    longest = max(len(q.ids) for q in lab.questions) + lab.options.tokens + 96
+    engines = {
+        name: lab.using(who, batch=max(sizes), tokens=max(sizes) * longest, **more)
+        for name, (who, more) in contenders(lab).items()
+    }
+    for size in sizes:
         if not lab.late:
-            cells += one_size(lab, size)
-        sweep_up()
+            crowds = {kind: [q.ids for q in lab.crowd(size, of)] for kind, of in kinds.items()}
+            cells += one_size(lab, size, engines, crowds)
+    sweep_up()
     cells.sort(key=lambda each: each["ratio"])
     below = [cell for cell in cells if cell["ratio"] < LEAST]
     lab.table(
@@ -87,17 +97,9 @@ def contenders(lab: Lab) -> dict[str, tuple[Any, dict[str, Any]]]:
     return found | {"always wrong": (Wrong, {}), "wrong and slow": (WrongAndSlow, {})}
 
 
-def one_size(lab: Lab, size: int) -> list[dict[str, Any]]:
-    kinds: dict[str, list[EncodedPrompt]] = defaultdict(list)
-    for question in lab.questions:
-        kinds[question.category].append(question)
-    crowds = {kind: [q.ids for q in lab.crowd(size, of)] for kind, of in kinds.items()}
+def one_size(lab: Lab, size: int, engines: dict[str, LLM], crowds: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
     params = SamplingParams(max_tokens=lab.options.tokens)
-    slots = size * (max(len(ids) for crowd in crowds.values() for ids in crowd) + lab.options.tokens + 96)
-    engines = {name: lab.using(who, batch=size, tokens=slots, **more) for name, (who, more) in contenders(lab).items()}
     runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for llm in engines.values():
-        run(llm, next(iter(crowds.values())), params)
     for number in range(lab.options.rounds):
         for kind, crowd in crowds.items():
             for name in list(engines) if number % 2 else list(engines)[::-1]:
