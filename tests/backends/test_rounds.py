@@ -352,3 +352,19 @@ def test_a_chain_that_is_deeper_than_any_tree_is_cut_in_a_round_with_trees() -> 
     assert [seq.generated for seq in seqs] == [seq.generated for seq in expected]
     assert accepted[1] == kernels.DEPTH
     assert accepted[2] == 3
+
+
+def test_a_draft_that_comes_too_late_is_known_to_have_been_wrong() -> None:
+    """A draft whose first token is wrong is never verified in a round: the device has gone another way by then."""
+    ScriptedDrafter.texts, ScriptedDrafter.spoil = {1: list(range(20))}, staticmethod(lambda position: False)
+    loop, seen = engine(ScriptedDrafter, 3), list[tuple[list[int], int]]()
+    seq = Sequence(1, PROMPTS[0], SamplingParams(max_tokens=TOKENS))
+    loop.add(seq)
+    while loop.busy:
+        for missed in loop.step().untaken:
+            if missed is not None:
+                tree, token = missed
+                assert tree.tokens[0] != token
+                assert token in seq.generated
+                seen.append((tree.tokens, token))
+    assert seen

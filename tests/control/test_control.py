@@ -335,3 +335,12 @@ def test_a_free_drafter_is_not_used_where_even_a_certain_draft_would_lose() -> N
     assert "even a certain draft" in controller.why
     controller.credit.tokens = 30.0  # prices may have been wrong: it is tried when enough was gained
     assert all(each.budget for each in controller.budget(turns, Traits()))
+
+
+def test_a_pass_with_drafts_that_is_faster_than_a_plain_one_corrects_the_plain_cost() -> None:
+    """Where every pass has a draft no plain one is seen; an estimate that is too high would make all drafts free."""
+    costs = PassCosts({1: 0.0043, 2: 0.0043, 32: 0.0046})
+    for _ in range(60):
+        costs.refine(32, 0.0042)
+    assert costs(1) < 0.00425
+    assert costs(32) >= costs(1)

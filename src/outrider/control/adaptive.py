@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 from itertools import accumulate, takewhile
 
 from ..engine.drafter import Traits
-from ..types import Draft, Sequence, Step, Tree, Turn
+from ..types import Draft, Sequence, Step, Tree, Turn, Verdict
 from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
@@ -247,22 +247,30 @@ class Adaptive(Controller):
             lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
             self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
-        for turn, tree, verdict in zip(turns, trees, step.verdicts, strict=True):
+        untaken = step.untaken if step.in_round else map(self._refused, turns, step.verdicts)
+        for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, untaken, strict=True):
             if verdict is not None and tree.tokens:
                 self.source = tree.source if turn.asks_drafter else self.source
                 for stats in (self.by_sequence[turn.seq.id], self.overall):
                     stats.add(tree, verdict.path, verdict.fates)
-            elif verdict is not None and verdict.tokens and not step.in_round:
-                self._learn_refused(turn.seq, verdict.tokens, batch)
+            elif verdict is not None and missed is not None:
+                self._learn_unverified(turn.seq, *missed)
+                if not (step.in_round and turn.budget):  # it took no rows
+                    price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
+                    self.credit.forgo((missed[0].tokens[0] == missed[1]) - price)
 
-    def _learn_refused(self, seq: Sequence, tokens: list[int], batch: int) -> None:
-        """What a draft would have gained that was not verified before these tokens, for want of credit or of worth."""
+    def _refused(self, turn: Turn, verdict: Verdict | None) -> tuple[Tree, int] | None:
+        """A draft that was not verified in this step, for want of credit or of worth, and the token that came."""
+        seq = turn.seq
         length, tree = self.refused.get(seq.id, (0, Tree([], [])))
-        if length == len(seq.tokens) - len(tokens) and tree.tokens:  # else it was refused in a later step
-            for stats in (self.by_sequence[seq.id], self.overall):
-                stats.add_unverified(tree, tokens[0])
-            rows = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # the price of one
-            self.credit.forgo((tokens[0] == tree.tokens[0]) - rows)
+        if verdict is None or not verdict.tokens or length != len(seq.tokens) - len(verdict.tokens) or not tree.tokens:
+            return None  # or it was refused in a later step
+        return tree, verdict.tokens[0]
+
+    def _learn_unverified(self, seq: Sequence, tree: Tree, token: int) -> None:
+        """What a draft would have gained that was not verified, or could not be: a device had gone another way."""
+        for stats in (self.by_sequence[seq.id], self.overall):
+            stats.add_unverified(tree, token)
 
     def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
         """Returns the seconds that count: with the first request a prompt is read, once for many steps."""

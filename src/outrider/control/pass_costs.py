@@ -93,6 +93,8 @@ class PassCosts:
     def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
         """A pass took this long. A plain one moves all costs of its sequence count alike: contexts grow, and other work
         slows every pass down, which says nothing about one more row. A pass with drafts moves what its rows add."""
+        if seconds < self(sequences, sequences):  # more rows never cost less: that was the plain pass's cost, at most
+            rows = sequences
         cost, drafted = self(rows, sequences), rows - sequences
         error = min(max(seconds / cost, 0.5), 1.5) - 1
         for count, weight in _neighbours(self._counts, sequences):

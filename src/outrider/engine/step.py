@@ -84,6 +84,7 @@ class Flight:
     failure: str
     batch: Batch | None = None  # None: a round
     first: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of a round: tokens of each sequence that the host had read
 
 
 class Engine:
@@ -175,6 +176,7 @@ class Engine:
         flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure)
         if self._in_rounds:
             assert self.target.rounds is not None
+            flight.lengths = [len(turn.seq.tokens) for turn in turns]
             flight.pending = self.target.rounds.start(turns, draft.trees)
         else:
             self._launch(flight)
@@ -216,17 +218,18 @@ class Engine:
         results = flight.pending.wait()
         device = flight.pending.seconds
         self.pace.waited(self.clock.now() - begin, device)
-        each = zip(flight.turns, results, flight.draft.trees, strict=True)
-        kept = [(turn, result, late) for turn, result, late in each if self._is_current(turn, result)]
+        each = zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True)
+        kept = [(turn, result, late, at) for turn, result, late, at in each if self._is_current(turn, result)]
         with self.clock.time("judge"):
-            turns, trees = [turn for turn, _, _ in kept], [_tree_of(result, late) for _, result, late in kept]
-            verdicts = [self._take(turn, tree, result) for (turn, result, _), tree in zip(kept, trees, strict=True)]
+            turns, trees = [turn for turn, *_ in kept], [_tree_of(result, late) for _, result, late, _ in kept]
+            verdicts = [self._take(turn, tree, result) for (turn, result, *_), tree in zip(kept, trees, strict=True)]
+            untaken = [_untaken(turn, result, late, at) for turn, result, late, at in kept]
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
             verdicts, seconds,
             flight.starts | self.clock.starts, [-1] * len(turns), [NO_COINS] * len(turns),
-            flight.why, flight.failure, in_round=True,
+            flight.why, flight.failure, True, untaken,
         )  # fmt: skip
 
     def _is_current(self, turn: Turn, result: RoundResult) -> bool:
@@ -247,7 +250,8 @@ class Engine:
                 "Please report it with the command that led here."
             )
         self.cache.reserve(seq, length, 0)  # the last tokens' slots were reserved with the round
-        verdict = seq.extend(Verdict(result.path, result.tokens, fates_of(tree, result.path)), tree)
+        fates = fates_of(tree, result.path) if tree.tokens else ""
+        verdict = seq.extend(Verdict(result.path, result.tokens, fates), tree)
         self._commit(seq, length, tree, verdict, on_device=True)
         return verdict
 
@@ -439,6 +443,13 @@ def _tree_of(result: RoundResult, late: Tree) -> Tree:
     if result.parents is None:
         return chain(tokens, result.survival, source=result.source)
     return Tree(tokens, result.parents, result.survival, source=result.source)
+
+
+def _untaken(turn: Turn, result: RoundResult, late: Tree, at: int) -> tuple[Tree, int] | None:
+    """A host draft that follows the first `at` tokens and was not verified, and the token that came there."""
+    if not late.tokens or result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
+        return None
+    return late, turn.seq.tokens[at]
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
