@@ -24,7 +24,10 @@ NASTY: tuple[Any, ...] = (
     "é" * 40, "<|im_end|>", "../../etc/passwd", "{{ 7*7 }}", [], {}, [[]], [None], ["a"], [1, 2], [[1], [2]],
     {"type": "text"}, {"a": {"b": [1]}}, {"enabled": False}, {"k": 2}, {"1": 5, "2": -5},
     [{"role": "user", "content": "fox"}], [{"role": "assistant", "content": None}],
-    [{"role": "user", "content": [{"type": "text", "text": "fox"}]}], "x" * 3000,
+    [{"role": "user", "content": [{"type": "text", "text": "fox"}]}], "x" * 3000, "required",
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f",
+      "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "y"}],
 )  # fmt: skip
 values = st.sampled_from(NASTY) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -37,7 +37,7 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content is 5, but it must be a text or a list."),
         (
             {"messages": [{"role": "king", "content": "x"}]},
-            "messages.0.role is a text, but it must be 'system', 'developer', 'user' or 'assistant'.",
+            "messages.0.role is a text, but it must be 'system', 'developer', 'user', 'assistant' or 'tool'.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
@@ -50,9 +50,11 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         ({"messages": HELLO, "top_p": 0}, "top_p is 0, but it must be more than 0."),
         ({"messages": HELLO, "stream": 3}, "stream is 3, but it must be true or false."),
         ({"messages": HELLO, "speculation": [1]}, "speculation is a list, but it must be an object."),
-        ({"messages": HELLO, "tools": [{}]}, "tools is not supported: leave it out."),
-        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [1]}]}, "messages.1.tool_calls is not supported: "
-         "leave it out."),
+        ({"messages": HELLO, "tools": [{}]}, "tools.0.type is missing; it must be given."),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [1]}]}, "messages.1.tool_calls.0 is 1, but it must "
+         "be an object."),
+        ({"messages": [*HELLO, {"role": "user", "audio": {}}]}, "messages.1.audio is not supported: leave it out."),
+        ({"messages": HELLO, "tool_choice": 5}, "tool_choice is 5, but it must be 'none', 'auto' or 'required'."),
         ({"messages": HELLO, "temprature": 1}, "There is no parameter temprature. Did you mean temperature?"),
         ({"messages": HELLO, "int": 1}, "There is no parameter int."),
         ({"messages": HELLO, "model": "x" * 300}, "model must have at most 256 characters."),

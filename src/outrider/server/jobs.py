@@ -204,7 +204,8 @@ class Job:
         # Raw text is continued in mid-sentence: a first space belongs to it.
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.facts.ends)
-        return Detokenizer(self.tokenizer.stream(continuing=raw), params, ends)
+        shown = frozenset() if self.request.tools is None else self.request.tools.shown
+        return Detokenizer(self.tokenizer.stream(continuing=raw, shown=shown), params, ends)
 
 
 @dataclass(slots=True)

@@ -7,16 +7,19 @@ is opened: `model` is compared with the served name, and messages are data for t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import OutriderError
+from ..models.tool_calls import for_template
 from ..params import SamplingParams
 from .errors import ApiError, bad_request
 from .messages import EngineLink, Facts
 from .settings import Limits
+from .tools import ToolUse, checked_messages, tool_use
 
 SAME = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "seed",
@@ -25,6 +28,8 @@ SAME = (
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=1 << 22)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # of a function
+MAX_TOOLS = 128
 
 
 class StrictModel(BaseModel):
@@ -111,13 +116,47 @@ class SamplingFields(StrictModel):
     prompt_cache_key: str | None = None
 
 
+class Function(StrictModel):
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of type object; none: no arguments")
+    strict: bool | None = Field(None, description="true: schema keywords that are not supported are an error")
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: Name
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(StrictModel):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(StrictModel):
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="of a streamed delta; without effect")
+
+
 class Message(WithContent):
     """One message. Further fields of OpenAI's answers may be sent back if they are empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
     refusal: None = None
-    tool_calls: None = None
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -129,9 +168,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="not supported: must be empty")
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; default true")
 
 
 class CompletionRequest(SamplingFields):
@@ -140,6 +179,14 @@ class CompletionRequest(SamplingFields):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """For a chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -156,6 +203,7 @@ class ParsedRequest:
     plain_reason: str = ""  # why it is decoded without drafts; empty: it is not
     max_draft_tokens: int | None = None  # per step
     trace_level: str = "off"  # of the trace in its stream
+    tools: ToolUse | None = None  # how its answers call tools
 
     def drafter_name(self, facts: Facts) -> str:
         return facts.drafter_of(not self.plain_reason, self.drafter)
@@ -177,7 +225,8 @@ class RequestParser:
                 f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
             )
             raise ApiError(404, message, "model_not_found", "model")
-        prompts = _prompts(request)
+        tools = self._tools(request)
+        prompts = self._prompts(request, offered=tools is not None)
         self._check_limits(request, len(prompts) * (request.n or 1))
         options = request.speculation or Speculation()
         if options.trace not in (None, "off") and not request.stream:
@@ -185,7 +234,7 @@ class RequestParser:
         values = {name: value for name in SAME if (value := getattr(request, name)) is not None}
         values["temperature"] = 1.0 if request.temperature is None else request.temperature
         values["max_tokens"] = self._max_tokens(request)
-        values |= _logprobs(request) | self._logit_bias(request) | _guide(request)
+        values |= _logprobs(request) | self._logit_bias(request) | _guide(request, tools)
         if request.prediction is not None:
             values["prediction"] = self.engine.tokenizer.encode(request.prediction.text)
         try:
@@ -194,15 +243,40 @@ class RequestParser:
             raise bad_request(str(error)) from error
         self._check_lengths(encoded)
         drafter, plain_reason = self._drafter(options)
-        return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off")
+        return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off", tools)
+
+    def _tools(self, request: ChatRequest | CompletionRequest) -> ToolUse | None:
+        if not isinstance(request, ChatRequest):
+            return None
+        choice = request.tool_choice
+        try:
+            return tool_use(
+                _plain(request.tools), choice.model_dump() if isinstance(choice, NamedTool) else choice,
+                request.parallel_tool_calls is not False, self.engine.tokenizer,
+            )  # fmt: skip
+        except OutriderError as error:  # the template's form is not known
+            raise bad_request(str(error), "tools") from error
+
+    def _prompts(self, request: ChatRequest | CompletionRequest, offered: bool) -> list[Any]:
+        """Texts, token ids or conversations. `offered`: the model is told of the tools."""
+        if isinstance(request, ChatRequest):
+            messages = [_message(message) for message in request.messages]
+            return [Conversation(messages, _plain(request.tools) if offered else [])]
+        prompt: Any = request.prompt
+        single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return [prompt] if single else list(prompt)
 
     def _encode(self, prompt: Any) -> Prompt:
-        """From a text, token ids or messages."""
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             return Prompt(tokenizer.encode_prompt(prompt), raw=True)
-        chat = bool(prompt) and isinstance(prompt[0], dict)
-        return Prompt(tokenizer.encode_chat(prompt) if chat else list(prompt))
+        if not isinstance(prompt, Conversation):
+            return Prompt(list(prompt))
+        messages, tools = checked_messages(prompt.messages), prompt.tools
+        if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            return Prompt(tokenizer.encode_chat(messages))
+        messages, template_tools = for_template(messages, tools, tokenizer.chat_template)
+        return Prompt(tokenizer.encode_chat(messages, tools=template_tools))
 
     def _check_lengths(self, prompts: list[Prompt]) -> None:
         longest, limit = max((len(prompt.ids) for prompt in prompts), default=0), self.limits.prompt_tokens
@@ -255,28 +329,28 @@ class RequestParser:
         return options.drafter if options.drafter not in (None, own) else "", ""
 
 
-def _guide(request: SamplingFields) -> dict[str, Any]:
-    """`response_format`, `guided_regex` or `guided_grammar`. The engine compiles it before the answer begins."""
+def _guide(request: SamplingFields, tools: ToolUse | None) -> dict[str, Any]:
+    """`response_format`, `guided_regex`, `guided_grammar` or tools. The engine compiles it before the answer begins."""
     guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
     forms = [{name: value} for name, value in guided.items() if value is not None]
     if request.response_format is not None:
         forms.append(request.response_format)
+    if tools is not None and request.response_format != {"type": "text"}:
+        forms.append(tools.guide)
     if len(forms) > 1:
-        raise bad_request("Only one of response_format, guided_regex and guided_grammar may be given.")
+        raise bad_request("Only one of response_format, guided_regex, guided_grammar and tools may be given.")
     return {"guide": forms[0]} if forms else {}
 
 
-def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:
-    if isinstance(request, ChatRequest):
-        return [[_message(message) for message in request.messages]]
-    prompt: Any = request.prompt
-    single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
-    return [prompt] if single else list(prompt)
-
-
-def _message(message: Message) -> dict[str, str]:
+def _message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role  # what chat templates call it
-    return {"role": role, "content": message.text} | ({"name": message.name} if message.name else {})
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": _plain(message.tool_calls)}
+    return {"role": role, "content": message.text} | {name: value for name, value in optional.items() if value}
+
+
+def _plain(models: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
+    """As JSON values, without what was not given."""
+    return [model.model_dump(exclude_none=True, exclude={"index"}) for model in models or ()]
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..models.tool_calls import CallPart, CallReader
 from ..types import TokenLogprob
 from .errors import ApiError
 from .jobs import Choice, Delta, Job
@@ -44,23 +45,25 @@ class ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
     _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
+    _readers: dict[int, CallReader] = field(default_factory=dict)  # of choices that may call tools
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response of a request that does not stream: one delta per choice."""
-        choices = [self._choice(delta, "message", {"refusal": None}) for delta in deltas]
+        choices = [self._choice(delta, whole=True) for delta in deltas]
         measured = self._measured(self.job.choices)
         return self._head(chunk=False) | {"choices": choices, "usage": self.usage(), **measured}
 
     def chunk(self, delta: Delta, trace: list[Line] | None = None) -> Json:
-        choice = self._choice(delta, "delta", {})
+        choice = self._choice(delta, whole=False)
         measured = self._measured([self.job.choices[delta.index]]) if delta.finish else {}
         traced = {} if trace is None else {"trace": trace}
         return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
 
     def event(self, delta: Delta, trace: list[Line] | None = None) -> bytes:
         """A chunk as an event. Most differ in text and ids only, and are written without building the objects."""
-        index, logprobs = delta.index, self.job.request.params.logprobs
-        if index not in self.offsets or delta.finish is not None or trace is not None or logprobs is not None:
+        index, request = delta.index, self.job.request
+        special = request.params.logprobs is not None or request.tools is not None
+        if special or index not in self.offsets or delta.finish is not None or trace is not None:
             return _event(self.chunk(delta, trace))
         if index not in self._templates:
             self._templates[index] = self._template(index)
@@ -88,19 +91,32 @@ class ResponseBuilder:
         head = {"id": self.job.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"system_fingerprint": fingerprint, "seed": self.job.choices[0].seed}
 
-    def _choice(self, delta: Delta, name: str, extra: Json) -> Json:
-        """One of `choices`. `name` is the field of a chat's text: message or delta."""
-        index, first = delta.index, delta.index not in self.offsets
+    def _choice(self, delta: Delta, whole: bool) -> Json:
+        """One of `choices`."""
+        index, finish, first = delta.index, delta.finish, delta.index not in self.offsets
         content: Json = {"text": delta.text}
         if self.kind == "chat.completion":
+            message, finish = self._message(delta, whole)
             role = {"role": "assistant"} if first else {}
-            content = {name: role | {"content": delta.text} | extra}
+            content = {"message" if whole else "delta": role | message}
         choice = {"index": index, **content, "logprobs": self._logprobs(index, delta.logprobs)}
-        choice["finish_reason"] = delta.finish
+        choice["finish_reason"] = finish
         if self.with_ids:
             prompt = {"prompt_token_ids": self.job.choices[index].prompt} if first else {}
             choice |= {"token_ids": delta.tokens} | prompt
         return choice
+
+    def _message(self, delta: Delta, whole: bool) -> tuple[Json, str | None]:
+        """A chat's message, or what is new in it, and its finish_reason."""
+        extra: Json = {"refusal": None} if whole else {}
+        if self.job.request.tools is None:
+            return {"content": delta.text} | extra, delta.finish
+        reader = self._readers.setdefault(delta.index, CallReader(self.job.request.tools.form))
+        part = reader.push(delta.text)
+        content = part.content + (reader.finish().content if delta.finish else "")
+        calls = {"tool_calls": [_call(each, whole) for each in part.calls]} if part.calls else {}
+        finish = "tool_calls" if delta.finish == "stop" and reader.count else delta.finish
+        return {"content": content or (None if calls else "")} | extra | calls, finish
 
     def usage(self) -> Json:
         prompts = self.job.choices[:: self.job.request.params.n]  # a prompt counts once, whatever its n
@@ -142,6 +158,13 @@ class ResponseBuilder:
     def _measured(self, choices: list[Choice]) -> Json:
         speculation = _speculation(self.engine.facts, self.job.request, choices)
         return {"metrics": {"speculative_decoding": speculation}, "timings": _timings(choices)}
+
+
+def _call(part: CallPart, whole: bool) -> Json:
+    """One of `tool_calls`, or what is new in it."""
+    named = {"id": part.id, "type": "function"} if part.id else {}
+    function = ({"name": part.name} if part.id else {}) | {"arguments": part.arguments}
+    return ({} if whole else {"index": part.index}) | named | {"function": function}
 
 
 def _finite(value: float) -> float:

@@ -79,7 +79,7 @@ class Service:
             await accepted(job, self.worker, deadline)
         except ApiError as error:  # the engine calls any form of text a guide
             if error.param == "guide":
-                error.param = "response_format" if request.response_format else None
+                error.param = "tools" if parsed.tools else "response_format" if request.response_format else None
             raise
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
