@@ -214,3 +214,19 @@ def test_a_template_without_tools_gets_a_system_message(tokenizer: Tokenizer) ->
 def test_phis_template_gets_its_functions_in_the_system_message() -> None:
     (system, *rest), tools = for_template(TURNS[:1], [CLOCK], TEMPLATES[PHI])
     assert (json.loads(system["tools"]), rest, tools) == ([CLOCK["function"]], TURNS[:1], None)
+
+
+def test_control_tokens_of_a_call_belong_to_the_text(tokenizer: Tokenizer) -> None:
+    """With our tokenizer, and with one that only transformers runs."""
+    transformers = pytest.importorskip("transformers")
+    from outrider.models.foreign import SlowTokenizer
+
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._core, bos_token="<s>", eos_token="</s>")
+    hf.add_special_tokens({"additional_special_tokens": list(CONTROLS)})
+    marker, other = (tokenizer.token_to_id(text) for text in ("[TOOL_CALLS]", "<|tool_call|>"))
+    assert marker is not None
+    assert other is not None
+    for each in (tokenizer, SlowTokenizer(hf)):
+        ids = [*tokenizer.encode("a fox"), marker, other, *tokenizer.encode("{}")]
+        assert each.stream(shown=frozenset({marker})).push(ids) == "a fox[TOOL_CALLS]{}"
+        assert each.stream().push(ids) == "a fox{}"
