@@ -221,7 +221,7 @@ class LLM(Listener):
             raise ConfigError(f"The second argument is SamplingParams, or a list of them, but this is of type {wrong}.")
         if len(each) != len(several):
             raise ConfigError(f"There are {len(several)} prompts but {len(each)} sampling parameters.")
-        ids = [self._encode(prompt) for prompt in several]
+        ids = [self.encode(prompt) for prompt in several]
         raw = [isinstance(prompt, str) for prompt in several]
         batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
         self._shared.run([seq for seqs in batch for seq in seqs])
@@ -295,7 +295,7 @@ class LLM(Listener):
         text: Any = prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             text = self.tokenizer.encode_chat(check_messages(prompt))
-        seqs = self._sequences(self._encode(text), params, speculate, isinstance(text, str))
+        seqs = self._sequences(self.encode(text), params, speculate, isinstance(text, str))
         for seq in seqs:
             seq.most_drafted, seq.only = most_drafted, only
         return seqs
@@ -304,8 +304,10 @@ class LLM(Listener):
     def _eos(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids | self.target.config.eos_ids)
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(_checked(prompt))
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt; ConfigError if it is none, or does not fit."""
+        prompt = _checked(prompt)
+        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one token.")

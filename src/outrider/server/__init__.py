@@ -8,7 +8,7 @@
     messages   what both sides tell each other      links      to an engine on a thread or in a process
     host       the one thread that drives the engine, and its queue
     notes      steps for traces, copied there       tracing    traces, streamed and recorded
-    telemetry  Prometheus, log, spans
+    telemetry  Prometheus, log, spans               async_llm  the library for an event loop, without HTTP
 
 HTTP and text are on one side of `messages`, the engine is on the other: only `host` and `notes` call it. The package
 needs the `serve` extra; the library does not.
