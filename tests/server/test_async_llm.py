@@ -60,6 +60,7 @@ def test_results_are_the_librarys(folder: Path, llm: LLM) -> None:
         pieces = [piece async for piece in each.stream(HELLO, LONG)]
         assert "".join(piece.text for piece in pieces) == llm.chat(HELLO, LONG)[0].text
         assert all(len(piece.origins) == len(piece.token_ids) == len(piece.texts) for piece in pieces)
+        assert len((await each.generate(HELLO, max_new_tokens=3, seed=1)).token_ids) == 3
         plain = await each.generate(PROMPTS[0], LONG, speculate=False)
         assert (plain.token_ids, plain.stats.drafted) == (llm.generate(PROMPTS[0], LONG)[0].token_ids, 0)
         form = SamplingParams(guide={"choice": ["yes", "no"]}, prediction="yes")

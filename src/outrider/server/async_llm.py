@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, OutriderError
 from ..llm import LLM, Completion, Messages, Result, check_messages
 from ..models.detokenizer import Piece
-from ..params import SamplingParams
+from ..params import SamplingParams, sampling_params
 from .errors import ApiError
 from .host import HostOptions
 from .jobs import Choice, Delta, Job
@@ -60,10 +60,15 @@ class AsyncLLM:
         return self.llm.tokenizer
 
     async def generate(
-        self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
+        self,
+        prompt: str | list[int] | Messages,
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        **names: Any,
     ) -> Result:
         """Continue a prompt, or answer messages. A cancelled task ends its request before the next step."""
-        job = await self._submit(prompt, params or SamplingParams(), speculate, streams=False)
+        params = sampling_params(params, names) or SamplingParams()
+        job = await self._submit(prompt, params, speculate, streams=False)
         try:
             left = len(job.choices)
             while left:
@@ -75,13 +80,18 @@ class AsyncLLM:
         return Result(text, ids, [_completion(choice) for choice in job.choices])
 
     async def stream(
-        self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
+        self,
+        prompt: str | list[int] | Messages,
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        **names: Any,
     ) -> AsyncIterator[Piece]:
         """Continue a prompt, or answer messages: one piece for each step, or for several where the reader is slow.
 
         Leaving the loop cancels the request. `rejected` of the pieces is empty.
         """
-        job = await self._submit(prompt, replace(params or SamplingParams(), n=1), speculate, streams=True)
+        params = sampling_params(params, names) or SamplingParams()
+        job = await self._submit(prompt, replace(params, n=1), speculate, streams=True)
         try:
             finish = None
             while finish is None:
@@ -156,5 +166,5 @@ def _library_error(error: ApiError) -> OutriderError:
 
 def _completion(choice: Choice) -> Completion:
     logprobs = choice.logprobs if choice.job.request.params.logprobs is not None else None
-    text = "".join(choice.reader.texts)
-    return Completion(text, choice.tokens, choice.finish, choice.origins, choice.stats, choice.seed, logprobs)
+    texts, stats = list(choice.reader.texts), choice.stats
+    return Completion("".join(texts), choice.tokens, choice.finish, choice.origins, stats, choice.seed, logprobs, texts)
