@@ -11,12 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.server.errors import ApiError
 from outrider.server.requests import ChatRequest, CompletionRequest
+from outrider.server.responses_api import ResponsesRequest
 from outrider.server.validation import validation_error
 
 from support.examples import examples
 
 HELLO = [{"role": "user", "content": "hello"}]
-FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
+FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields]
 
 
 def refused(model: type[BaseModel], body: Any) -> ApiError | None:
@@ -24,7 +25,7 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         model.model_validate_json(json.dumps(body))
     except ValidationError as error:
         located: list[Any] = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
-        return validation_error(located, FIELDS)
+        return validation_error(located, [*model.model_fields])
     return None
 
 
@@ -95,7 +96,12 @@ FOREIGN = ("constrained", "validation", "should", "valid ", "Input", "Extra", "i
 @examples(300)
 @given(st.sampled_from(FIELDS), JSON)
 def test_no_value_brings_up_the_schema_librarys_words(field: str, value: Any) -> None:
-    for model, body in ((ChatRequest, {"messages": HELLO}), (CompletionRequest, {"prompt": "x"})):
+    usual = (
+        (ChatRequest, {"messages": HELLO}),
+        (CompletionRequest, {"prompt": "x"}),
+        (ResponsesRequest, {"input": "x"}),
+    )
+    for model, body in usual:
         error = refused(model, body | {field: value})
         if error is not None:
             assert not any(word in error.message for word in FOREIGN), error.message

@@ -75,8 +75,19 @@ class Prediction(WithContent):
     content: Content
 
 
-class SamplingFields(StrictModel):
-    """Fields of both endpoints."""
+class IgnoredFields(StrictModel):
+    """Accepted for compatibility."""
+
+    user: str | None = Field(None, description="without effect")
+    metadata: dict[str, Any] | None = Field(None, description="without effect")
+    store: bool | None = Field(None, description="without effect: nothing is stored")
+    service_tier: str | None = Field(None, description="without effect")
+    safety_identifier: str | None = Field(None, description="without effect")
+    prompt_cache_key: str | None = Field(None, description="without effect: prefixes are shared by themselves")
+
+
+class SamplingFields(IgnoredFields):
+    """Fields of chats and completions."""
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy")
@@ -107,13 +118,6 @@ class SamplingFields(StrictModel):
     guided_regex: str | None = Field(None, max_length=4096, description="a regular expression that the text must match")
     guided_grammar: str | None = Field(None, max_length=65_536, description="a grammar in Lark's notation")
     prediction: Prediction | None = Field(None, description="the expected answer; its tokens are drafted")
-    # Accepted for compatibility, without effect.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class Function(StrictModel):
@@ -181,6 +185,22 @@ class CompletionRequest(SamplingFields):
     suffix: None = None
 
 
+class TokenizeRequest(StrictModel):
+    """vLLM's fields: a prompt, or messages with the tools that the model is told of."""
+
+    model: str | None = Field(None, max_length=256)
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool = Field(True, description="BOS before a prompt, where the model's texts begin with it")
+    add_generation_prompt: bool = Field(True, description="what precedes the assistant's answer, after messages")
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = Field(None, max_length=256)
+    tokens: list[Id] = Field(max_length=1 << 20)
+
+
 @dataclass(frozen=True)
 class Conversation:
     """For a chat template."""
@@ -220,11 +240,7 @@ class RequestParser:
         self.engine, self.name, self.limits, self.any_name = engine, name, limits, any_name
 
     def parse(self, request: ChatRequest | CompletionRequest) -> ParsedRequest:
-        if request.model not in (None, self.name) and not self.any_name:
-            message = (
-                f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
-            )
-            raise ApiError(404, message, "model_not_found", "model")
+        self._check_model(request.model)
         tools = self._tools(request)
         prompts = self._prompts(request, offered=tools is not None)
         self._check_limits(request, len(prompts) * (request.n or 1))
@@ -244,6 +260,37 @@ class RequestParser:
         self._check_lengths(encoded)
         drafter, plain_reason = self._drafter(options)
         return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off", tools)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The token ids of a prompt or of messages, as a request with them would have."""
+        self._check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("Give a prompt or messages, and not both.", "prompt")
+        try:
+            if request.messages is not None:
+                conversation = Conversation([_message(each) for each in request.messages], _plain(request.tools))
+                return self._encode_chat(conversation, request.add_generation_prompt)
+            tokenizer = self.engine.tokenizer
+            encode = tokenizer.encode_prompt if request.add_special_tokens else tokenizer.encode
+            ids: list[int] = encode(request.prompt)
+            return ids
+        except OutriderError as error:
+            raise bad_request(str(error)) from error
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """The text of token ids, control tokens included."""
+        self._check_model(request.model)
+        vocabulary = self.engine.facts.vocabulary
+        if max(request.tokens, default=0) >= vocabulary:
+            raise bad_request(f"A token is outside the vocabulary of {vocabulary} ids.", "tokens")
+        return str(self.engine.tokenizer.decode(request.tokens, skip_special=False))
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self.name) and not self.any_name:
+            message = (
+                f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
+            )
+            raise ApiError(404, message, "model_not_found", "model")
 
     def _tools(self, request: ChatRequest | CompletionRequest) -> ToolUse | None:
         if not isinstance(request, ChatRequest):
@@ -272,11 +319,17 @@ class RequestParser:
             return Prompt(tokenizer.encode_prompt(prompt), raw=True)
         if not isinstance(prompt, Conversation):
             return Prompt(list(prompt))
-        messages, tools = checked_messages(prompt.messages), prompt.tools
-        if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-            return Prompt(tokenizer.encode_chat(messages))
-        messages, template_tools = for_template(messages, tools, tokenizer.chat_template)
-        return Prompt(tokenizer.encode_chat(messages, tools=template_tools))
+        return Prompt(self._encode_chat(prompt))
+
+    def _encode_chat(self, conversation: Conversation, generation_prompt: bool = True) -> list[int]:
+        messages, tools = checked_messages(conversation.messages), conversation.tools
+        tokenizer = self.engine.tokenizer
+        options: dict[str, Any] = {"add_generation_prompt": generation_prompt}
+        if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            messages, told = for_template(messages, tools, tokenizer.chat_template)
+            options["tools"] = told
+        ids: list[int] = tokenizer.encode_chat(messages, **options)
+        return ids
 
     def _check_lengths(self, prompts: list[Prompt]) -> None:
         longest, limit = max((len(prompt.ids) for prompt in prompts), default=0), self.limits.prompt_tokens

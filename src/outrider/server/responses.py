@@ -1,7 +1,7 @@
 """Responses: OpenAI's objects as dictionaries, sent whole or as server-sent events.
 
 Promise: however a request ends (last token, deadline, disconnect, bug), its job is cancelled, so that its slots are
-free. A stream that has started ends with an error and [DONE], or with [DONE].
+free. A stream that has started ends with its last event, or with an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -42,10 +42,16 @@ class ResponseBuilder:
     job: Job
     with_ids: bool
     kind: str = "chat.completion"  # or text_completion
+    with_usage: bool = False  # the last event of a stream reports it
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
     _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
     _readers: dict[int, CallReader] = field(default_factory=dict)  # of choices that may call tools
+    _traces: list[TraceStream] = field(init=False)  # one per choice, where a trace is requested
+
+    def __post_init__(self) -> None:
+        traced, job = self.job.request.trace_level != "off", self.job
+        self._traces = [TraceStream(self.engine, job.request, each) for each in job.choices] if traced else []
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response of a request that does not stream: one delta per choice."""
@@ -59,9 +65,21 @@ class ResponseBuilder:
         traced = {} if trace is None else {"trace": trace}
         return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
 
-    def event(self, delta: Delta, trace: list[Line] | None = None) -> bytes:
+    def begin(self) -> bytes:
+        """What a stream starts with."""
+        return b""
+
+    def end(self) -> bytes:
+        usage = _event(self._head(chunk=True) | {"choices": [], "usage": self.usage()}) if self.with_usage else b""
+        return usage + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(error.body()) + DONE
+
+    def event(self, delta: Delta) -> bytes:
         """A chunk as an event. Most differ in text and ids only, and are written without building the objects."""
         index, request = delta.index, self.job.request
+        trace = self._traces[index].lines(delta) if self._traces else None
         special = request.params.logprobs is not None or request.tools is not None
         if special or index not in self.offsets or delta.finish is not None or trace is not None:
             return _event(self.chunk(delta, trace))
@@ -79,9 +97,6 @@ class ResponseBuilder:
         )
         between, _, after = after.partition(_json(slots))
         return before, between, after
-
-    def usage_chunk(self) -> Json:
-        return self._head(chunk=True) | {"choices": [], "usage": self.usage()}
 
     def _head(self, chunk: bool) -> Json:
         kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
@@ -156,8 +171,12 @@ class ResponseBuilder:
         return {"token": piece, "logprob": _finite(value), "bytes": data}
 
     def _measured(self, choices: list[Choice]) -> Json:
-        speculation = _speculation(self.engine.facts, self.job.request, choices)
-        return {"metrics": {"speculative_decoding": speculation}, "timings": _timings(choices)}
+        return measured(self.engine.facts, self.job.request, choices)
+
+
+def measured(facts: Facts, request: ParsedRequest, choices: list[Choice]) -> Json:
+    """What a whole answer, and the last chunk of a streamed one, say of their speed."""
+    return {"metrics": {"speculative_decoding": _speculation(facts, request, choices)}, "timings": _timings(choices)}
 
 
 def _call(part: CallPart, whole: bool) -> Json:
@@ -265,15 +284,27 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class StreamBuilder(Protocol):
+    """Turns what is new in a job into events."""
+
+    job: Job
+
+    def begin(self) -> bytes: ...
+
+    def event(self, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes: ...
+
+
 class EventStream(StreamingResponse):
-    """One chunk per step, the usage if requested, and [DONE]."""
+    """One or more events per step, and those of the end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, builder: ResponseBuilder, worker: Worker, deadline: float, with_usage: bool) -> None:
-        self.builder, self.worker, self.deadline, self.with_usage = builder, worker, deadline, with_usage
-        job, traced = builder.job, builder.job.request.trace_level != "off"
-        self.traces = [TraceStream(builder.engine, job.request, each) for each in job.choices] if traced else []
+    def __init__(self, builder: StreamBuilder, worker: Worker, deadline: float) -> None:
+        self.builder, self.worker, self.deadline = builder, worker, deadline
         super().__init__(self._events(), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,20 +314,21 @@ class EventStream(StreamingResponse):
             self.worker.cancel(self.builder.job)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        job, left = self.builder.job, len(self.builder.job.choices)
+        builder, left = self.builder, len(self.builder.job.choices)
+        if begin := builder.begin():
+            yield begin
         try:
             while left:
-                delta = await next_delta(job, self.deadline)
+                delta = await next_delta(builder.job, self.deadline)
                 if delta is None:
                     yield b": waiting\n\n"
                     continue
                 left -= delta.finish is not None
-                yield self.builder.event(delta, self.traces[delta.index].lines(delta) if self.traces else None)
-            if self.with_usage:
-                yield _event(self.builder.usage_chunk())
+                yield builder.event(delta)
         except ApiError as error:
-            yield _event(error.body())
-        yield DONE
+            yield builder.failed(error)
+            return
+        yield builder.end()
 
 
 def _event(data: Json) -> bytes:
