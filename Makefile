@@ -32,7 +32,7 @@ test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
 test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an environment of its own (minutes)
 	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/export/test_vllm_live.py tests/drafters/head/test_export_head.py
 
-test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
+test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes: by Ray's own schemas, and started with vLLM's CPU build (minutes)
 	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
 
 test-examples: $(VENV)/.tested $(FRAMEWORKS)/.installed ## LangChain, LlamaIndex and LiteLLM against a server, with the real packages
@@ -83,17 +83,19 @@ $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 	@$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
-$(RAY)/.installed: pyproject.toml
+# vLLM, which the application runs, is the other environment's: its packages come after Ray's own.
+$(RAY)/.installed: $(VLLM)/.installed
 	@echo "Installing Ray into $(RAY) ..."
 	@$(PYTHON) -m venv $(RAY)
-	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
-	@$(RAY)/bin/pip install --quiet --editable .
+	@ls -d $(abspath $(VLLM))/lib/python*/site-packages > $$(echo $(RAY)/lib/python*/site-packages)/vllm.pth
+	@$(RAY)/bin/pip install --quiet 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
+	@$(RAY)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
 $(FRAMEWORKS)/.installed:
 	@echo "Installing LangChain, LlamaIndex and LiteLLM into $(FRAMEWORKS) ..."
 	@$(PYTHON) -m venv $(FRAMEWORKS)
-	@$(FRAMEWORKS)/bin/pip install --quiet langchain-openai llama-index-llms-openai-like litellm mcp
+	@$(FRAMEWORKS)/bin/pip install --quiet langchain-openai llama-index-llms-openai-like litellm mcp llm
 	@touch $@
 
 clean:                   ## remove the environment and caches of this folder

@@ -57,3 +57,20 @@ def test_a_framework_needs_nothing_but_the_url(url: tuple[str, str], framework: 
     if framework == "langchain":
         assert said["text"] == said["stream"]
         assert said["object"].startswith("name='")
+
+
+@pytest.mark.examples
+def test_the_command_line_tool_llm(url: tuple[str, str], tmp_path: Path) -> None:
+    """Text, and an object of a schema."""
+    models = (EXAMPLES / "extra-openai-models.yaml").read_text()
+    assert url[1] in models
+    (tmp_path / "extra-openai-models.yaml").write_text(models.replace("http://127.0.0.1:8000/v1", url[0]))
+    environment = {"LLM_USER_PATH": str(tmp_path), "PATH": os.environ["PATH"]}
+    command = [str(Path(PYTHON).with_name("llm")), "-m", "outrider", "-o", "temperature", "0", "-o", "max_tokens", "24"]
+    for more, begins in (([], ""), (["--schema", "name, length int"], '{"name": "')):
+        done = subprocess.run(
+            [*command, *more, "A river"], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.strip().startswith(begins)
+        assert done.stdout.strip()

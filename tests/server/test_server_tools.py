@@ -7,13 +7,14 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
 from outrider import LLM
 from outrider.models.tool_calls import FORMS, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallForm
@@ -186,6 +187,37 @@ def test_n_answers_and_logprobs(client: OpenAI, llm: LLM) -> None:
         assert len(choice.logprobs.content) == len(choice.model_extra["token_ids"])
 
 
+@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=lambda form: form.name)
+def test_a_call_or_an_object_in_the_requested_form(client: OpenAI, llm: LLM, form: CallForm) -> None:
+    use(llm, form)
+    schema = arguments(sky={"enum": ["blue", "grey"]})
+    wanted = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}}
+    call = ask(client, response_format=wanted, logit_bias=bias_to_call(llm, form), parallel_tool_calls=False)
+    assert len(calls_of(call)) == 1
+    text = ask(client, response_format=wanted, logit_bias={str(llm.tokenizer.encode("{")[0]): 60})
+    jsonschema_rs.validate(schema, json.loads(text.choices[0].message.content))
+    assert (text.choices[0].message.tool_calls, text.choices[0].finish_reason) == (None, "stop")
+    assert calls_of(ask(client, response_format=wanted, tool_choice=NAMED))
+    use(llm, LLAMA)
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools"):
+        ask(client, response_format=wanted)
+
+
+class Trip(BaseModel):
+    city: Literal["Rome", "Oslo"]
+    days: int
+
+
+def test_tools_made_of_models(client: OpenAI, llm: LLM) -> None:
+    """The client's own: a strict schema of a pydantic model, and arguments parsed by it."""
+    use(llm, HERMES)
+    answer = client.chat.completions.parse(
+        model="any", messages=HELLO, tools=[openai.pydantic_function_tool(Trip)], tool_choice="required", seed=5,
+        max_tokens=200, parallel_tool_calls=False,
+    )  # fmt: skip
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Trip)
+
+
 # ---------------------------------------------------------------- refusals
 
 CALLED = {"role": "assistant", "content": None, "tool_calls": [
@@ -226,7 +258,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "always"}, "tool_choice", "must be 'none', 'auto' or 'required'"),
     ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice", "is not one of tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools."),
-    ({"response_format": {"type": "json_object"}}, "None", "Only one of response_format"),
+    ({"extra_body": {"guided_regex": "a"}}, "None", "Only one of tools, guided_regex and guided_grammar"),
+    ({"response_format": {"type": "poem"}}, "response_format", "There is no response format"),
     ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id", "is not the id of a call"),
     ({"messages": [*HELLO, CALLED, {"role": "tool", "content": "x", "tool_call_id": "b"}]}, "messages.2.tool_call_id",
      "is not the id of a call"),

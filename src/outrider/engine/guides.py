@@ -75,7 +75,7 @@ def format_of(spec: Mapping[str, Any] | None) -> Format | None:
 
 
 def _response_format(spec: Mapping[str, Any]) -> Format | None:
-    kind = spec["type"]
+    kind = spec.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -108,11 +108,20 @@ def _schema(schema: Any, lenient: bool = False) -> Format:
 
 def schema_term(schema: Any, lenient: bool = False) -> str:
     """A JSON schema as a term of a Lark grammar: `start: "<a>" TERM "</a>"`. ConfigError if it cannot be used."""
-    form = _schema(schema, lenient)
+    return _term(_schema(schema, lenient))
+
+
+def format_term(spec: Mapping[str, Any] | None) -> str:
+    """A response format as such a term; empty where any text is allowed."""
+    form = None if spec is None else _response_format(spec)
+    return "" if form is None else _term(form)
+
+
+def _term(form: Format) -> str:
     wrong, problems = LLMatcher.validate_grammar_with_warnings(_source(form), limits=_limits())
     if wrong:
         raise ConfigError(f"The JSON schema cannot be used as a guide: {_reason(problems[0])}")
-    return "%json " + json.dumps(json.loads(form.text) | {"x-guidance": _ONE_LINE | {"lenient": lenient}})
+    return "%json " + json.dumps(json.loads(form.text) | {"x-guidance": _ONE_LINE | {"lenient": form.lenient}})
 
 
 def _check_parts(schema: Any) -> None:

@@ -172,6 +172,7 @@ class CallGrammar:
     controls: Mapping[str, int]  # those of the form's controls that are control tokens of the vocabulary
     text: bool = True  # the answer may be, or begin with, text
     several: bool = True
+    whole_text: str = ""  # a term for an answer without calls, which then has this form and no text before calls
 
     def __str__(self) -> str:
         form, marker = self.form, self.form.marker
@@ -186,14 +187,17 @@ class CallGrammar:
         return "\n".join([*rules, *self._text_rules()])
 
     def _begin(self) -> str:
+        calls = f"{self._literal(self.form.marker)} after"
         if not self.text:
-            return f"{self._literal(self.form.marker)} after"
+            return calls
+        if self.whole_text:
+            return f"{self.whole_text} | {calls}"
         return "TEXT | head after" if self.form.marker else "TEXT? | after"
 
     def _text_rules(self) -> Iterator[str]:
         """Text ends at the first marker, spelled by a control token or by others."""
         marker = self.form.marker
-        if not self.text:
+        if not self.text or self.whole_text:
             return
         if not marker:
             yield r"TEXT: /[^{\s](.|\n)*/"

@@ -299,7 +299,7 @@ class RequestParser:
         try:
             return tool_use(
                 _plain(request.tools), choice.model_dump() if isinstance(choice, NamedTool) else choice,
-                request.parallel_tool_calls is not False, self.engine.tokenizer,
+                request.parallel_tool_calls is not False, self.engine.tokenizer, request.response_format,
             )  # fmt: skip
         except OutriderError as error:  # the template's form is not known
             raise bad_request(str(error), "tools") from error
@@ -386,12 +386,13 @@ def _guide(request: SamplingFields, tools: ToolUse | None) -> dict[str, Any]:
     """`response_format`, `guided_regex`, `guided_grammar` or tools. The engine compiles it before the answer begins."""
     guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
     forms = [{name: value} for name, value in guided.items() if value is not None]
-    if request.response_format is not None:
-        forms.append(request.response_format)
-    if tools is not None and request.response_format != {"type": "text"}:
+    if tools is not None:  # its guide has the response format inside
         forms.append(tools.guide)
+    elif request.response_format is not None:
+        forms.append(request.response_format)
     if len(forms) > 1:
-        raise bad_request("Only one of response_format, guided_regex, guided_grammar and tools may be given.")
+        names = "tools" if tools is not None else "response_format"
+        raise bad_request(f"Only one of {names}, guided_regex and guided_grammar may be given.")
     return {"guide": forms[0]} if forms else {}
 
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.guides import MAX_CHARACTERS, schema_term
+from ..engine.guides import MAX_CHARACTERS, format_term, schema_term
 from ..errors import OutriderError
 from ..models.tool_calls import CallForm, CallGrammar, Json, call_form
 from .errors import bad_request
@@ -27,8 +27,13 @@ class ToolUse:
     shown: frozenset[int]  # control tokens that belong to the text of a call
 
 
-def tool_use(tools: list[Json], choice: str | Json | None, several: bool, tokenizer: Any) -> ToolUse | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` of a request mean; None: nothing may be called."""
+def tool_use(
+    tools: list[Json], choice: str | Json | None, several: bool, tokenizer: Any, response_format: Json | None = None
+) -> ToolUse | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` of a request mean; None: nothing may be called.
+
+    With a `response_format`, an answer without calls has that form.
+    """
     if not tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools.", "tool_choice")
@@ -45,10 +50,23 @@ def tool_use(tools: list[Json], choice: str | Json | None, several: bool, tokeni
     controls = {text: i for text in form.controls if (i := tokenizer.token_to_id(text)) is not None}
     controls = {text: i for text, i in controls.items() if tokenizer.is_special(i)}
     functions = {tool["function"]["name"]: _arguments(i, tool["function"]) for i, tool in enumerate(tools)}
-    grammar = str(CallGrammar(form, functions, controls, choice in (None, "auto"), several))
+    whole_text = _text_form(response_format, form)
+    grammar = str(CallGrammar(form, functions, controls, choice in (None, "auto"), several, whole_text))
     if len(grammar) > MAX_CHARACTERS:
         raise bad_request(f"The tools' schemas have more than {MAX_CHARACTERS} characters; make them smaller.", "tools")
     return ToolUse(form, {"grammar": grammar}, frozenset(controls.values()))
+
+
+def _text_form(response_format: Json | None, form: CallForm) -> str:
+    """A grammar's term for a response format; empty: any text."""
+    try:
+        term = format_term(response_format)
+    except OutriderError as error:
+        raise bad_request(str(error), "response_format") from error
+    if term and not form.marker:
+        message = "This model calls tools by a JSON object, so that response_format cannot be combined with tools."
+        raise bad_request(message, "response_format")
+    return term
 
 
 def _arguments(index: int, function: Json) -> str:
