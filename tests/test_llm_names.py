@@ -39,6 +39,17 @@ def test_names_of_transformers_and_vllm(llm: LLM, folder: Path) -> None:
     assert (other.dtype, other.config.max_length, other.config.max_batch) == ("float32", 64, 2)
 
 
+def test_a_call_is_transformers_pipeline(llm: LLM) -> None:
+    text = llm.generate(PROMPT, max_tokens=5)[0].text
+    assert llm(PROMPT, max_new_tokens=5) == [{"generated_text": PROMPT + text}]
+    assert llm([PROMPT, PROMPT], max_new_tokens=5, return_full_text=False) == [[{"generated_text": text}]] * 2
+    messages = [{"role": "user", "content": "the fox"}]
+    (answer,) = llm(messages, max_new_tokens=5)
+    assert answer["generated_text"][:-1] == messages
+    assert answer["generated_text"][-1] == {"role": "assistant", "content": llm.chat(messages, max_tokens=5)[0].text}
+    assert llm([messages, messages], max_new_tokens=5) == [[answer]] * 2
+
+
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [

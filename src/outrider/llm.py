@@ -228,6 +228,21 @@ class LLM(Listener):
         ids = [self.tokenizer.encode_chat(check_messages(m)) for m in several]
         return self.generate(ids, params, speculate, **names)
 
+    def __call__(self, inputs: Any, return_full_text: bool = True, **names: Any) -> list[Any]:
+        """As transformers' text-generation pipeline: a text, messages or a list of either to `generated_text`."""
+        chat = bool(inputs) and isinstance(inputs, list) and not isinstance(inputs[0], str)
+        results = self.chat(inputs, **names) if chat else self.generate(inputs, **names)
+        single = isinstance(inputs, str) or (chat and isinstance(inputs[0], dict))
+        several = [inputs] if single else inputs
+        answers = [
+            [
+                {"generated_text": _full_text(given, out.text) if return_full_text else out.text}
+                for out in result.outputs
+            ]
+            for given, result in zip(several, results, strict=True)
+        ]
+        return answers[0] if single else answers
+
     def stream(
         self,
         prompt: str | list[int] | Messages,
@@ -399,6 +414,11 @@ def _checked(prompt: Any) -> Any:
     if isinstance(prompt, Listing) and prompt and isinstance(prompt[0], dict):
         raise ConfigError("These are messages: pass them to `chat`, which applies the model's template.")
     raise ConfigError(f"A prompt is a text or a list of token ids, but this one is {prompt!r:.60}.")
+
+
+def _full_text(given: str | Messages, text: str) -> Any:
+    """A prompt and its answer, or a conversation with it."""
+    return given + text if isinstance(given, str) else [*given, {"role": "assistant", "content": text}]
 
 
 def check_messages(messages: Any) -> Messages:

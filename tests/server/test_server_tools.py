@@ -267,6 +267,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
      "only the assistant calls tools"),
     ({"messages": [*HELLO, called("{")]}, "messages.1.tool_calls.0.function.arguments", "the text of a JSON object"),
     ({"messages": [*HELLO, called("[1]")]}, "messages.1.tool_calls.0.function.arguments", "the text of a JSON object"),
+    ({"messages": [*HELLO, called('{"a":' * 980 + "1" + "}" * 980)]}, "None", "plain JSON values"),
+    ({"tools": [tool(f"t{i}", arguments(a={"enum": [f"{i}.{j}" for j in range(3000)]})) for i in range(60)]}, "tools",
+     "65536 characters"),
     ({"messages": [*HELLO, called("[" * 100_000)]}, "messages.1.tool_calls.0.function.arguments", "JSON object"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "'assistant' or 'tool'"),
 ]  # fmt: skip

@@ -349,5 +349,5 @@ def _plain(value: Any) -> Any:
     """Rebuilt from JSON, so that a template gets no object with methods of its own."""
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ModelError(f"Chat messages must be plain JSON values: {error}.") from error

@@ -7,13 +7,14 @@ the text was not cut off by a limit), with and without speculation. Sizes are li
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..engine.guides import MAX_CHARACTERS, format_term, schema_term
 from ..errors import OutriderError
 from ..models.tool_calls import CallForm, CallGrammar, Json, call_form
-from .errors import bad_request
+from .errors import ApiError, bad_request
 
 NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -46,6 +47,7 @@ def tool_use(
             raise bad_request("tool_choice names a function that is not one of tools.", "tool_choice")
         tools = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
         several = False
+    _check_size(tools)
     form = call_form(tokenizer.chat_template)
     controls = {text: i for text in form.controls if (i := tokenizer.token_to_id(text)) is not None}
     controls = {text: i for text, i in controls.items() if tokenizer.is_special(i)}
@@ -53,8 +55,22 @@ def tool_use(
     whole_text = _text_form(response_format, form)
     grammar = str(CallGrammar(form, functions, controls, choice in (None, "auto"), several, whole_text))
     if len(grammar) > MAX_CHARACTERS:
-        raise bad_request(f"The tools' schemas have more than {MAX_CHARACTERS} characters; make them smaller.", "tools")
+        raise _too_large()
     return ToolUse(form, {"grammar": grammar}, frozenset(controls.values()))
+
+
+def _check_size(tools: list[Json]) -> None:
+    """Before anything is compiled."""
+    size = 0
+    for tool in tools:
+        with suppress(RecursionError):  # it is nested too deeply, which its own check says
+            size += len(json.dumps(tool["function"].get("parameters"), ensure_ascii=False))
+        if size > 2 * MAX_CHARACTERS:  # what a single schema exceeds is told where it is
+            raise _too_large()
+
+
+def _too_large() -> ApiError:
+    return bad_request(f"The tools' schemas have more than {MAX_CHARACTERS} characters; make them smaller.", "tools")
 
 
 def _text_form(response_format: Json | None, form: CallForm) -> str:
