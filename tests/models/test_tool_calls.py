@@ -90,7 +90,7 @@ def answers(draw: st.DrawFn) -> tuple[CallForm, str, list[tuple[str, Any]], list
     return form, text.rstrip() if calls else text, calls, pieces
 
 
-@examples(300)
+@examples(200)
 @given(answers())
 def test_an_answer_is_read_however_it_is_split(answer: tuple[CallForm, str, list[tuple[str, Any]], list[str]]) -> None:
     form, text, calls, pieces = answer

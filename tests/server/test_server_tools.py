@@ -69,7 +69,7 @@ def bias_to_call(llm: LLM, form: CallForm) -> dict[str, float]:
     return {str(first): 60.0}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @every_form
 def test_every_choice_is_followed(client: OpenAI, llm: LLM, form: CallForm) -> None:
     use(llm, form)
@@ -90,7 +90,7 @@ def test_every_choice_is_followed(client: OpenAI, llm: LLM, form: CallForm) -> N
     assert silent.choices[0].message.content == without.choices[0].message.content
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3, 2)
 @every_form
 def test_auto_calls_where_the_model_does(client: OpenAI, llm: LLM, form: CallForm) -> None:
     use(llm, form)
@@ -117,7 +117,7 @@ def gather(chunks: Any) -> tuple[str, list[list[str]], str | None]:
     return text, calls, finish
 
 
-@pytest.mark.one_in(2, 1)
+@pytest.mark.one_in(3, 1)
 @every_form
 def test_a_stream_has_the_same_calls(client: OpenAI, llm: LLM, form: CallForm) -> None:
     use(llm, form)
@@ -155,7 +155,7 @@ def test_one_call_where_the_model_knows_no_more(client: OpenAI, llm: LLM) -> Non
     assert all(len(calls_of(ask(client, tool_choice="required", seed=seed))) == 1 for seed in range(2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form.name if form else "none")
 def test_a_conversation_with_results(client: OpenAI, llm: LLM, form: CallForm | None) -> None:
     use(llm, form)
@@ -275,6 +275,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("body", "param", "sentence"), WRONG, ids=lambda value: str(value)[:40])
 def test_what_is_wrong_gets_a_sentence_at_once(
     client: OpenAI, llm: LLM, body: dict[str, Any], param: str, sentence: str
@@ -324,7 +325,7 @@ def test_many_tools_are_bounded_in_time(llm: LLM) -> None:
 # ---------------------------------------------------------------- generated schemas
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.slow)])
 def test_generated_schemas_are_kept_under_speculation(llm: LLM, count: int) -> None:
     """Arguments match every schema, texts equal plain ones, and forced tokens save passes."""
     from outrider import SamplingParams
