@@ -52,8 +52,7 @@ def test_the_schema_refuses_a_broken_file(tmp_path: Path) -> None:
         schema.ServeDeploySchema.model_validate({"applications": [{"name": "x"}]})
 
 
-# What `serve run FILE` does, on a Ray of its own: with as many logical processors as the application asks for, so that
-# it starts on two cores, and with an end.
+# What `serve run FILE` does, on a Ray of its own with two processors, and with an end.
 START = """
 import importlib, json, sys, urllib.request
 import ray, yaml
@@ -64,7 +63,7 @@ file, port, body = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
 (app,) = ServeDeploySchema.model_validate(yaml.safe_load(open(file))).applications
 module, _, name = app.import_path.partition(":")
 build = getattr(importlib.import_module(module), name)
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init(num_cpus=2, include_dashboard=False)
 try:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build(app.args), name=app.name, route_prefix=app.route_prefix)

@@ -1,7 +1,8 @@
 """Tools of a request: checked, told to the model through its template, and held to their schemas by a grammar.
 
 Promise: in an answer to a request with tools, every call names one of them and its arguments match its schema (where
-the text was not cut off by a limit), with and without speculation. Sizes are limited before anything is compiled.
+the text was not cut off by a limit; without `strict`, by the keywords that llguidance knows), with and without
+speculation. Sizes are limited before anything is compiled.
 """
 
 from __future__ import annotations
