@@ -218,6 +218,14 @@ def test_tools_made_of_models(client: OpenAI, llm: LLM) -> None:
     assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Trip)
 
 
+def test_a_stop_string_that_cuts_a_call_off_is_no_call(client: OpenAI, llm: LLM) -> None:
+    use(llm, HERMES)
+    for stop, finish in (('"city"', "stop"), ("</tool_call>", "tool_calls")):
+        choice = ask(client, tool_choice=NAMED, stop=stop).choices[0]
+        assert choice.finish_reason == finish
+        assert choice.message.tool_calls[0].function.arguments.startswith("{")
+
+
 # ---------------------------------------------------------------- refusals
 
 CALLED = {"role": "assistant", "content": None, "tool_calls": [

@@ -255,6 +255,11 @@ class CallReader:
         self._held = ""
         return part
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the text has ended, so far, in the middle of a call."""
+        return self._state in (self._read_name, self._read_arguments)
+
     # Each state takes what it can from the held text, and returns whether another state may go on.
 
     def _read_text(self, part: AnswerPart) -> bool:

@@ -130,7 +130,8 @@ class ResponseBuilder:
         part = reader.push(delta.text)
         content = part.content + (reader.finish().content if delta.finish else "")
         calls = {"tool_calls": [_call(each, whole) for each in part.calls]} if part.calls else {}
-        finish = "tool_calls" if delta.finish == "stop" and reader.count else delta.finish
+        called = reader.count and not reader.unfinished  # a stop string may cut a call off
+        finish = "tool_calls" if delta.finish == "stop" and called else delta.finish
         return {"content": content or (None if calls else "")} | extra | calls, finish
 
     def usage(self) -> Json:

@@ -209,7 +209,8 @@ class ItemBuilder:
             events += self._open_call(call.id, call.name) if call.id else []
             events += self._add_arguments(call.arguments) if call.arguments else []
         if delta.finish:
-            self.status = "completed" if delta.finish == "stop" else "incomplete"
+            whole = delta.finish == "stop" and not (self._reader is not None and self._reader.unfinished)
+            self.status = "completed" if whole else "incomplete"
             events += self._close(self.status)
         return events
 
