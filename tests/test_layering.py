@@ -21,7 +21,7 @@ REACH = {  # a folder, or a module of the front door -> what it may reach
     "llm": f"{BASE} engine control models backends drafters config", "testing": CORE, "web": BASE,
     "measure": CORE, "train": f"{CORE} measure", "server": f"{CORE} web", "export": CORE,
     "cli": f"{CORE} measure train server export web", "__main__": f"{CORE} measure train server export web cli",
-    "": f"{CORE} export",  # the package's front page imports lazily what users ask for
+    "": f"{CORE} export server web",  # the package's front page imports lazily what users ask for
 }  # fmt: skip
 FEW = {  # what of another folder these may reach, and nothing else of it
     "control": {"engine": "engine.drafter"}, "engine": {"control": "control"},

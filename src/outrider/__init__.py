@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from .export.accelerate import Accelerated, accelerate
     from .llm import LLM, Completion, Result
     from .models.detokenizer import Piece
+    from .server.async_llm import AsyncLLM
     from .types import Draft, SamplingParams, Tree, chain
 
 _HOMES = {
-    "LLM": "llm", "Completion": "llm", "Result": "llm", "Piece": "models.detokenizer", "SamplingParams": "params",
-    "Draft": "types", "Tree": "types", "chain": "types", "Drafter": "drafters", "register": "drafters",
-    "DraftRequest": "drafters", "Traits": "drafters",
+    "LLM": "llm", "AsyncLLM": "server.async_llm", "Completion": "llm", "Result": "llm", "Piece": "models.detokenizer",
+    "SamplingParams": "params", "Draft": "types", "Tree": "types", "chain": "types", "Drafter": "drafters",
+    "register": "drafters", "DraftRequest": "drafters", "Traits": "drafters",
     "accelerate": "export.accelerate", "Accelerated": "export.accelerate",
 }  # fmt: skip
 __all__ = [
-    "LLM", "Accelerated", "Completion", "ConfigError", "Draft", "DraftRequest", "Drafter", "ModelError",
+    "LLM", "Accelerated", "AsyncLLM", "Completion", "ConfigError", "Draft", "DraftRequest", "Drafter", "ModelError",
     "OutriderError", "Piece", "Result", "SamplingParams", "Traits", "Tree", "__version__", "accelerate", "chain",
     "register",
 ]  # fmt: skip
@@ -45,4 +46,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'outrider' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if name != "AsyncLLM":
+            raise
+        text = f"AsyncLLM needs {error.name}, which is not installed: pip install 'outrider[serve]'."
+        raise ModuleNotFoundError(text, name=error.name) from error

@@ -63,6 +63,9 @@ _HUGGING_FACE = (
 )  # fmt: skip
 
 
+_RENAMED = {"torch_dtype": "dtype", "max_model_len": "max_length", "max_num_seqs": "max_batch"}  # theirs: ours
+
+
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     """vLLM's `speculative_config`, as JSON or a dictionary, translated to arguments of `LLM`.
 
@@ -88,7 +91,10 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Translate `assistant_model`, `prompt_lookup_num_tokens`, `device_map` and so on; other arguments stay."""
+    """Translate `assistant_model`, `prompt_lookup_num_tokens`, `torch_dtype` and so on; other arguments stay."""
+    arguments = {_RENAMED.get(name, name): value for name, value in arguments.items()}
+    if "dtype" in arguments:
+        arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
     hf = {name: arguments.get(name) for name in _HUGGING_FACE}
     translated = {name: value for name, value in arguments.items() if name not in _HUGGING_FACE}
     if hf["assistant_model"] is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence as Listing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,41 +36,16 @@ from .engine.step import Engine
 from .engine.trace import Recorder
 from .errors import ConfigError
 from .models.detokenizer import Detokenizer, Piece
+from .models.results import Completion as Completion, Result as Result
 from .models.tuning_profile import load_profile
-from .types import ACCEPTED, Listener, SamplingParams, Sequence, Stats, Step, TokenLogprob
+from .params import sampling_params
+from .types import ACCEPTED, Listener, SamplingParams, Sequence, Step
 
 if TYPE_CHECKING:
     from .engine.guides import Guide
     from .models.checkpoint import Checkpoint
 
 Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    origins: str  # one letter per token: a (accepted) or b (bonus)
-    stats: Stats
-    seed: int
-    logprobs: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """All answers to one prompt; the first one's fields can be read directly: `result.text`."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in Completion.__dataclass_fields__:
-            return getattr(self.outputs[0], name)
-        raise AttributeError(name)
 
 
 class LLM(Listener):
@@ -112,6 +87,11 @@ class LLM(Listener):
         self.drift = Monitor(checkpoint.name)
         self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path | None = None, **arguments: Any) -> LLM:
+        """`LLM(model, …)` by the name that it has elsewhere."""
+        return cls(model, **arguments)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
         self.name, self.tokenizer, self.config = name, tokenizer, config
@@ -212,16 +192,20 @@ class LLM(Listener):
         prompts: str | list[int] | Listing[str | list[int]],
         params: SamplingParams | list[SamplingParams] | None = None,
         speculate: bool = True,
+        **names: Any,
     ) -> list[Result]:
-        """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text."""
-        several = _several(prompts)
+        """Continue each prompt; all of them run as one batch. `speculate=False` is plain decoding of the same text.
+
+        Instead of `params`, its fields may be given here, also by transformers' names (`max_new_tokens`, …).
+        """
+        several, params = _several(prompts), sampling_params(params, names)
         each = params if isinstance(params, list) else [params or SamplingParams()] * len(several)
         if not all(isinstance(one, SamplingParams) for one in each):
             wrong = next(type(one).__name__ for one in each if not isinstance(one, SamplingParams))
             raise ConfigError(f"The second argument is SamplingParams, or a list of them, but this is of type {wrong}.")
         if len(each) != len(several):
             raise ConfigError(f"There are {len(several)} prompts but {len(each)} sampling parameters.")
-        ids = [self._encode(prompt) for prompt in several]
+        ids = [self.encode(prompt) for prompt in several]
         raw = [isinstance(prompt, str) for prompt in several]
         batch = [self._sequences(i, p, speculate, r) for i, p, r in zip(ids, each, raw, strict=True)]
         self._shared.run([seq for seqs in batch for seq in seqs])
@@ -233,17 +217,42 @@ class LLM(Listener):
         ]
 
     def chat(
-        self, messages: Messages | list[Messages], params: SamplingParams | None = None, speculate: bool = True
+        self,
+        messages: Messages | list[Messages],
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        **names: Any,
     ) -> list[Result]:
         """Answer a conversation, or several, under the model's chat template."""
         several: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
-        return self.generate([self.tokenizer.encode_chat(check_messages(m)) for m in several], params, speculate)
+        ids = [self.tokenizer.encode_chat(check_messages(m)) for m in several]
+        return self.generate(ids, params, speculate, **names)
+
+    def __call__(self, inputs: Any, return_full_text: bool = True, **names: Any) -> list[Any]:
+        """As transformers' text-generation pipeline: a text, messages or a list of either to `generated_text`."""
+        chat = bool(inputs) and isinstance(inputs, list) and not isinstance(inputs[0], str)
+        results = self.chat(inputs, **names) if chat else self.generate(inputs, **names)
+        single = isinstance(inputs, str) or (chat and isinstance(inputs[0], dict))
+        several = [inputs] if single else inputs
+        answers = [
+            [
+                {"generated_text": _full_text(given, out.text) if return_full_text else out.text}
+                for out in result.outputs
+            ]
+            for given, result in zip(several, results, strict=True)
+        ]
+        return answers[0] if single else answers
 
     def stream(
-        self, prompt: str | list[int] | Messages, params: SamplingParams | None = None, speculate: bool = True
+        self,
+        prompt: str | list[int] | Messages,
+        params: SamplingParams | None = None,
+        speculate: bool = True,
+        **names: Any,
     ) -> Iterator[Piece]:
         """Continue a prompt (or answer messages), one piece per step. Leaving the loop cancels the request."""
-        (seq,) = self.prepare(prompt, replace(params or SamplingParams(), n=1), speculate)
+        params = sampling_params(params, names) or SamplingParams()
+        (seq,) = self.prepare(prompt, replace(params, n=1), speculate)
         return self._pieces(seq)
 
     def _pieces(self, seq: Sequence) -> Iterator[Piece]:
@@ -295,7 +304,7 @@ class LLM(Listener):
         text: Any = prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             text = self.tokenizer.encode_chat(check_messages(prompt))
-        seqs = self._sequences(self._encode(text), params, speculate, isinstance(text, str))
+        seqs = self._sequences(self.encode(text), params, speculate, isinstance(text, str))
         for seq in seqs:
             seq.most_drafted, seq.only = most_drafted, only
         return seqs
@@ -304,8 +313,10 @@ class LLM(Listener):
     def _eos(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids | self.target.config.eos_ids)
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(_checked(prompt))
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt; ConfigError if it is none, or does not fit."""
+        prompt = _checked(prompt)
+        ids: list[int] = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         room = self.engine.cache.length
         if not ids:
             raise ConfigError("The prompt is empty; give at least one token.")
@@ -369,8 +380,9 @@ class LLM(Listener):
         detokenizer = _detokenizer(seq)
         detokenizer.finish()
         self._rejected.pop(seq.id, None)
-        text, logprobs = "".join(detokenizer.texts), seq.logprobs if seq.params.logprobs is not None else None
-        return Completion(text, seq.generated, seq.finish or "", seq.origins, seq.stats, seq.seed, logprobs)
+        texts, logprobs = list(detokenizer.texts), seq.logprobs if seq.params.logprobs is not None else None
+        finish = seq.finish or ""
+        return Completion("".join(texts), seq.generated, finish, seq.origins, seq.stats, seq.seed, logprobs, texts)
 
     def texts_of(self, seq: Sequence) -> list[str]:
         """The text that each generated token released; joined, they are the answer."""
@@ -402,6 +414,11 @@ def _checked(prompt: Any) -> Any:
     if isinstance(prompt, Listing) and prompt and isinstance(prompt[0], dict):
         raise ConfigError("These are messages: pass them to `chat`, which applies the model's template.")
     raise ConfigError(f"A prompt is a text or a list of token ids, but this one is {prompt!r:.60}.")
+
+
+def _full_text(given: str | Messages, text: str) -> Any:
+    """A prompt and its answer, or a conversation with it."""
+    return given + text if isinstance(given, str) else [*given, {"role": "assistant", "content": text}]
 
 
 def check_messages(messages: Any) -> Messages:

@@ -5,13 +5,21 @@ This module knows numbers and names; `engine.sampling` applies them to logits, `
 
 from __future__ import annotations
 
+import difflib
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from .errors import ConfigError
+
+T = TypeVar("T")
+OTHER_NAMES = {  # transformers', vLLM's and OpenAI's names of fields
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "response_format": "guide",
+    "logits_processor": "logits_processors", "random_seed": "seed",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,14 @@ class SamplingParams:
     kind: str = ""  # the caller's label for this kind of text: acceptance is monitored by kind
     guide: Mapping[str, Any] | None = None  # the form of the text: response_format, {"regex": …}, …
     prediction: str | tuple[int, ...] | None = None  # the expected answer, as text or token ids
+    # Each takes the generated ids and the target's logits [V], a copy, and returns the logits to choose from.
+    logits_processors: tuple[Callable[[list[int], Any], Any], ...] = ()
+
+    def __new__(cls, *values: Any, **fields: Any) -> Self:
+        """Say what to call a field that has another name here."""
+        if unknown := fields.keys() - cls.__dataclass_fields__.keys():
+            raise ConfigError(f"SamplingParams has no field '{min(unknown)}'.{_hint(min(unknown))}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         try:
@@ -65,6 +81,9 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        if not all(map(callable, self.logits_processors)):
+            raise TypeError("a logits processor is a function of the generated ids and the logits")
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         if self.prediction is not None and not isinstance(self.prediction, str):
@@ -88,9 +107,9 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether bias, penalties or min_tokens change the logits."""
+        """Whether bias, penalties, min_tokens or a function change the logits."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return bool(self.logit_bias or self.min_tokens or penalties)
+        return bool(self.logit_bias or self.min_tokens or penalties or self.logits_processors)
 
     @property
     def plain(self) -> bool:
@@ -114,3 +133,30 @@ _RANGES: tuple[tuple[str, type | tuple[type, ...], float, float], ...] = (
     ("n", int, 1, 1024),
     ("logprobs", int, 0, 1000),
 )
+
+
+def sampling_params(params: T, names: Mapping[str, Any]) -> T | SamplingParams:
+    """`params`, or instead of it the fields in `names`, also by transformers' names. ConfigError for both."""
+    if not names:
+        return params
+    if params is not None:
+        raise ConfigError(f"Give {', '.join(sorted(names))} in SamplingParams, or no SamplingParams.")
+    sampled = names.get("do_sample")
+    given = {OTHER_NAMES.get(name, name): value for name, value in names.items() if name != "do_sample"}
+    if unknown := given.keys() - SamplingParams.__dataclass_fields__.keys():
+        raise ConfigError(f"There is no argument '{min(unknown)}'.{_hint(min(unknown))}")
+    if isinstance(given.get("stop_token_ids"), int):
+        given["stop_token_ids"] = (given["stop_token_ids"],)
+    if sampled is False:
+        given["temperature"] = 0.0
+    elif sampled:
+        given.setdefault("temperature", 1.0)
+    return SamplingParams(**given)
+
+
+def _hint(name: str) -> str:
+    fields = [*SamplingParams.__dataclass_fields__]
+    close = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, fields, 1)), None)
+    if name == "do_sample":
+        return " Set temperature: 0 is greedy."
+    return f" Call it {close}." if close else f" It has: {', '.join(fields)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import stat
 import subprocess
 import sys
@@ -145,3 +146,30 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert paths.cache_folder() == tmp_path / "local" / "outrider"
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels have libraries for x86-64")
+def test_without_a_compiler_the_wheels_library_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After the same check on this processor; one that is damaged, or for another processor, is not."""
+    assert COMPILER is not None
+    prebuilt, library = tmp_path / "prebuilt", tmp_path / "prebuilt" / "kernels-v3.so"
+    prebuilt.mkdir()
+    source = Path(native.__file__).with_name("kernels.c")
+    flags = [flag.replace("-O3", "-O0") for flag in (*native.FLAGS, *native.LEVELS["v3"][0])]
+    subprocess.run([COMPILER, *flags, str(source), "-o", str(library), "-lm"], check=True)
+    monkeypatch.setattr(native, "PREBUILT", prebuilt)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    loaded = native.load(tmp_path / "cache")
+    if not native._prebuilt(tmp_path / "cache"):
+        pytest.skip("this processor is older than x86-64-v3")
+    assert loaded.kernels is not None, loaded.reason
+    assert not loaded.kernels.threaded
+    monkeypatch.setattr(native, "_check_in_child", lambda path: pytest.fail("checked again"))
+    assert native.load(tmp_path / "cache").kernels is not None
+    monkeypatch.setattr(native, "_check_in_child", lambda path: "wrong numbers")
+    library.write_bytes(library.read_bytes() + b"x")
+    assert "no C compiler" in native.load(tmp_path / "cache").reason
+    monkeypatch.setattr(native, "_cpu", lambda: "flags : sse2")
+    assert native.load(tmp_path / "cache").kernels is None

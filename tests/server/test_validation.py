@@ -11,12 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.server.errors import ApiError
 from outrider.server.requests import ChatRequest, CompletionRequest
+from outrider.server.responses_api import ResponsesRequest
 from outrider.server.validation import validation_error
 
 from support.examples import examples
 
 HELLO = [{"role": "user", "content": "hello"}]
-FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
+FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields]
 
 
 def refused(model: type[BaseModel], body: Any) -> ApiError | None:
@@ -24,7 +25,7 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         model.model_validate_json(json.dumps(body))
     except ValidationError as error:
         located: list[Any] = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
-        return validation_error(located, FIELDS)
+        return validation_error(located, [*model.model_fields])
     return None
 
 
@@ -37,7 +38,7 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content is 5, but it must be a text or a list."),
         (
             {"messages": [{"role": "king", "content": "x"}]},
-            "messages.0.role is a text, but it must be 'system', 'developer', 'user' or 'assistant'.",
+            "messages.0.role is a text, but it must be 'system', 'developer', 'user', 'assistant' or 'tool'.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
@@ -50,9 +51,11 @@ def refused(model: type[BaseModel], body: Any) -> ApiError | None:
         ({"messages": HELLO, "top_p": 0}, "top_p is 0, but it must be more than 0."),
         ({"messages": HELLO, "stream": 3}, "stream is 3, but it must be true or false."),
         ({"messages": HELLO, "speculation": [1]}, "speculation is a list, but it must be an object."),
-        ({"messages": HELLO, "tools": [{}]}, "tools is not supported: leave it out."),
-        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [1]}]}, "messages.1.tool_calls is not supported: "
-         "leave it out."),
+        ({"messages": HELLO, "tools": [{}]}, "tools.0.type is missing; it must be given."),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [1]}]}, "messages.1.tool_calls.0 is 1, but it must "
+         "be an object."),
+        ({"messages": [*HELLO, {"role": "user", "audio": {}}]}, "messages.1.audio is not supported: leave it out."),
+        ({"messages": HELLO, "tool_choice": 5}, "tool_choice is 5, but it must be 'none', 'auto' or 'required'."),
         ({"messages": HELLO, "temprature": 1}, "There is no parameter temprature. Did you mean temperature?"),
         ({"messages": HELLO, "int": 1}, "There is no parameter int."),
         ({"messages": HELLO, "model": "x" * 300}, "model must have at most 256 characters."),
@@ -93,7 +96,12 @@ FOREIGN = ("constrained", "validation", "should", "valid ", "Input", "Extra", "i
 @examples(300)
 @given(st.sampled_from(FIELDS), JSON)
 def test_no_value_brings_up_the_schema_librarys_words(field: str, value: Any) -> None:
-    for model, body in ((ChatRequest, {"messages": HELLO}), (CompletionRequest, {"prompt": "x"})):
+    usual = (
+        (ChatRequest, {"messages": HELLO}),
+        (CompletionRequest, {"prompt": "x"}),
+        (ResponsesRequest, {"input": "x"}),
+    )
+    for model, body in usual:
         error = refused(model, body | {field: value})
         if error is not None:
             assert not any(word in error.message for word in FOREIGN), error.message

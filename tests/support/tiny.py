@@ -37,11 +37,16 @@ def tokenizer(
 
 
 def save(
-    folder: Path, texts: tuple[str, ...] = TEXTS, seed: int = 1, context: int = 256, poison: str | None = None
-) -> Path:
-    """Write a Llama model of two layers. `poison` names a tensor that gets a NaN."""
+    folder: Path, texts: tuple[str, ...] = TEXTS, seed: int = 1, context: int = 256, poison: str | None = None,
+    controls: tuple[str, ...] = (), added: tuple[str, ...] = (),
+) -> Path:  # fmt: skip
+    """Write a Llama model of two layers. `poison` names a tensor that gets a NaN.
+
+    `controls` are further special tokens, `added` are texts that are one token each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    core = tokenizer(texts)
+    core = tokenizer(texts, SPECIALS + controls, 300 + len(controls))
+    core.add_tokens(list(added))
     core.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -62,7 +67,7 @@ def save(
     source = RandomWeights(config, seed)
     weights = {stored_name(name): source.get(name, torch.float32) for name in expected(config)}
     for piece, i in core.get_vocab().items():
-        if i >= len(SPECIALS) and not (piece.isascii() or piece.strip("ĠĊ").isascii()):
+        if i >= len(SPECIALS + controls) and not (piece.isascii() or piece.strip("ĠĊ").isascii()):
             weights["lm_head.weight"][i] = 0  # so that greedy text has no half characters
     if poison is not None:
         weights[poison].view(-1)[0] = float("nan")

@@ -75,7 +75,7 @@ def format_of(spec: Mapping[str, Any] | None) -> Format | None:
 
 
 def _response_format(spec: Mapping[str, Any]) -> Format | None:
-    kind = spec["type"]
+    kind = spec.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -104,6 +104,24 @@ def _schema(schema: Any, lenient: bool = False) -> Format:
         raise ConfigError(f"The JSON schema is not JSON: {error}.") from error
     _require(len(text) <= MAX_CHARACTERS, f"The JSON schema is longer than {MAX_CHARACTERS} characters")
     return Format(JSON_SCHEMA, text, lenient)
+
+
+def schema_term(schema: Any, lenient: bool = False) -> str:
+    """A JSON schema as a term of a Lark grammar: `start: "<a>" TERM "</a>"`. ConfigError if it cannot be used."""
+    return _term(_schema(schema, lenient))
+
+
+def format_term(spec: Mapping[str, Any] | None) -> str:
+    """A response format as such a term; empty where any text is allowed."""
+    form = None if spec is None else _response_format(spec)
+    return "" if form is None else _term(form)
+
+
+def _term(form: Format) -> str:
+    wrong, problems = LLMatcher.validate_grammar_with_warnings(_source(form), limits=_limits())
+    if wrong:
+        raise ConfigError(f"The JSON schema cannot be used as a guide: {_reason(problems[0])}")
+    return "%json " + json.dumps(json.loads(form.text) | {"x-guidance": _ONE_LINE | {"lenient": form.lenient}})
 
 
 def _check_parts(schema: Any) -> None:
@@ -181,6 +199,36 @@ def _require(condition: Any, problem: str, remedy: str = "make it smaller") -> N
 # ---------------------------------------------------------------- compiling
 
 CACHED_GUIDES = 64  # compiled guides kept per tokenizer
+# One spelling, on one line, as most models write it: more tokens are forced, and no model loops on whitespace.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+
+
+def _limits() -> LLParserLimits:
+    """About 0.1 s for compiling and 0.01 s for each step."""
+    return LLParserLimits(
+        initial_lexer_fuel=2_000_000,
+        step_lexer_fuel=150_000,
+        step_max_items=10_000,
+        max_items_in_row=500,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,  # the request's content does not belong in a log
+    )
+
+
+def _source(form: Format) -> str:
+    """A form in llguidance's own notation."""
+    if form.kind == GRAMMAR:
+        return LLMatcher.grammar_from_lark(form.text)
+    if form.kind == REGEX:
+        return LLMatcher.grammar_from_regex(form.text)
+    overrides: Any = _ONE_LINE | {"lenient": form.lenient}
+    return LLMatcher.grammar_from_json_schema(form.text, overrides=overrides)
+
+
+def _reason(error: str) -> str:
+    """llguidance's error on one line, without the grammar that it repeats."""
+    return " ".join(error.partition("\n<")[0].split())[:400]
 
 
 def guide_for(
@@ -255,33 +303,13 @@ class Guide:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"The {form.kind} cannot be understood: {error}.") from error
         if self._start.is_error():
-            reason = self._start.get_error().partition("\n<")[0].strip()
-            raise ConfigError(f"The {form.kind} cannot be used as a guide: {reason[:400]}")
+            raise ConfigError(f"The {form.kind} cannot be used as a guide: {_reason(self._start.get_error())}")
         if not GrammarState(self, self.new_grammar()).mask([]).any():
             raise ConfigError(f"The {form.kind} allows no text at all; loosen it.")
 
     def new_grammar(self) -> LLMatcher:
         """The grammar at its start. Copies of an LLMatcher share lexer states and their limit; a new one does not."""
-        limits = LLParserLimits(  # about 0.1 s for compiling and 0.01 s for each step
-            initial_lexer_fuel=2_000_000,
-            step_lexer_fuel=150_000,
-            step_max_items=10_000,
-            max_items_in_row=500,
-            max_lexer_states=50_000,
-            max_grammar_size=200_000,
-            verbose_errors=False,  # the request's content does not belong in a log
-        )
-        return LLMatcher(self._tokens, self._source(), log_level=0, limits=limits)
-
-    def _source(self) -> str:
-        if self.form.kind == GRAMMAR:
-            return LLMatcher.grammar_from_lark(self.form.text)
-        if self.form.kind == REGEX:
-            return LLMatcher.grammar_from_regex(self.form.text)
-        # One spelling, on one line, as most models write it: more tokens are forced, and no model loops on whitespace.
-        overrides: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        overrides |= {"coerce_one_of": True, "lenient": self.form.lenient}
-        return LLMatcher.grammar_from_json_schema(self.form.text, overrides=overrides)
+        return LLMatcher(self._tokens, _source(self.form), log_level=0, limits=_limits())
 
     def matcher(self) -> GuideMatcher:
         """For one sequence. The judge's grammar is new: its limits must not depend on what other requests used up."""

@@ -95,6 +95,19 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     return logits
 
 
+def _processed(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+    """What the request's own functions make of the target's adjusted logits [V]. Drafters do without them."""
+    for process in seq.params.logits_processors:
+        shape = logits.shape
+        try:
+            logits = process(seq.generated + emitted, logits)
+        except Exception as error:
+            raise ConfigError(f"A logits processor failed: {type(error).__name__}: {error}.") from error
+        if not isinstance(logits, Tensor) or logits.shape != shape:
+            raise ConfigError(f"A logits processor must return a tensor of {shape[0]} logits.")
+    return logits
+
+
 def adjusts(seq: Sequence) -> bool:
     """Whether the logits are changed before anything is chosen: bias, penalties, bans, a guide."""
     return seq.params.adjusts_logits or seq.matcher is not None or bool(seq.bad_words)
@@ -149,7 +162,7 @@ def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
 
 def choose(logits: Tensor, seq: Sequence, emitted: list[int]) -> int:
     """The token after seq.tokens + emitted; -1 where the guide allows none. logits [V]."""
-    logits, position = adjust(logits, seq, emitted), len(seq.tokens) + len(emitted)
+    logits, position = _processed(adjust(logits, seq, emitted), seq, emitted), len(seq.tokens) + len(emitted)
     if seq.matcher is None:
         return _choose(logits, seq, position)
     generated = seq.generated + emitted
@@ -220,7 +233,7 @@ def _likely_candidates(logits: Tensor, seq: Sequence, width: int) -> tuple[Tenso
 
 def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     """The distribution that `choose` draws from: [V] float64; one-hot at temperature 0; zeros if nothing is allowed."""
-    logits = adjust(logits, seq, emitted)
+    logits = _processed(adjust(logits, seq, emitted), seq, emitted)
     p = torch.zeros(logits.shape[-1], dtype=torch.float64)
     if seq.matcher is not None:
         logits = _masked(logits, seq.matcher.mask(seq.generated + emitted))

@@ -86,7 +86,10 @@ def application(facts: dict[str, Any], scale: Scale, name: str | None = None) ->
     if scale.cpu:
         model["placement_group_config"] = {"bundles": [{"CPU": 1}]}
         model["runtime_env"] = {"env_vars": CPU_ENVIRONMENT}
-    app = {"name": "outrider", "route_prefix": "/", "import_path": IMPORT_PATH, "args": {"llm_configs": [model]}}
+    arguments: dict[str, Any] = {"llm_configs": [model]}
+    if scale.cpu:  # a replica takes two processors: beside it the front would wait for a third for ever
+        arguments["ingress_deployment_config"] = {"ray_actor_options": {"num_cpus": 0}}
+    app = {"name": "outrider", "route_prefix": "/", "import_path": IMPORT_PATH, "args": arguments}
     return {"applications": [app]}
 
 

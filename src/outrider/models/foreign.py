@@ -153,8 +153,10 @@ class SlowTokenizer:
         options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
         return str(self.hf.decode(list(ids), **options))
 
-    def stream(self, skip_special: bool = True, continuing: bool = False) -> SlowStream:
-        return SlowStream(self, skip_special)
+    def stream(
+        self, skip_special: bool = True, continuing: bool = False, shown: frozenset[int] = frozenset()
+    ) -> SlowStream:
+        return SlowStream(self, frozenset(self._special) - shown if skip_special else frozenset())
 
     def id_to_piece(self, token: int) -> str:
         return self.decode([token], skip_special=False)
@@ -175,18 +177,19 @@ class SlowTokenizer:
 class SlowStream:
     """Decodes all ids again at each push, and returns the text that can no longer change."""
 
-    def __init__(self, tokenizer: SlowTokenizer, skip_special: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
+    def __init__(self, tokenizer: SlowTokenizer, silent: frozenset[int]) -> None:
+        """`silent` are tokens without a text."""
+        self._tokenizer, self._silent = tokenizer, silent
         self._ids: list[int] = []
         self._shown = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        self._ids += ids
-        text = self._tokenizer.decode(self._ids, self._skip)
+        self._ids += (i for i in ids if i not in self._silent)
+        text = self._tokenizer.decode(self._ids, skip_special=False)
         return "" if text.endswith("�") else self._show(text)  # an unfinished character
 
     def flush(self) -> str:
-        return self._show(self._tokenizer.decode(self._ids, self._skip))
+        return self._show(self._tokenizer.decode(self._ids, skip_special=False))
 
     def _show(self, text: str) -> str:
         if not text.startswith(self._shown):

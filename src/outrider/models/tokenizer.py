@@ -124,8 +124,11 @@ class Tokenizer:
         stream = Stream(self, skip_special, continuing)
         return stream.push(ids) + stream.flush()
 
-    def stream(self, skip_special: bool = True, continuing: bool = False) -> Stream:
-        return Stream(self, skip_special, continuing)
+    def stream(
+        self, skip_special: bool = True, continuing: bool = False, shown: frozenset[int] = frozenset()
+    ) -> Stream:
+        """`shown` are special tokens that belong to the text."""
+        return Stream(self, skip_special, continuing, shown)
 
     def id_to_piece(self, token: int) -> str:
         """One token as readable text, special ones too; bytes of an unfinished character become U+FFFD."""
@@ -153,15 +156,18 @@ class Tokenizer:
 class Stream:
     """Decodes ids as they arrive; what `push` and `flush` return adds up to `decode` of all of them."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, continuing: bool = False) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, continuing: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._skip, self._shown = tokenizer, skip_special, shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of an unfinished character
         self._strip = 0 if continuing else tokenizer.strip
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; may be empty."""
         t = self._tokenizer
-        parts = [t.id_to_bytes(i) for i in ids if not (self._skip and t.is_special(i))]
+        parts = [t.id_to_bytes(i) for i in ids if not (self._skip and t.is_special(i) and i not in self._shown)]
         return self._stripped(self._utf8.decode(b"".join(parts)))
 
     def flush(self) -> str:
@@ -343,5 +349,5 @@ def _plain(value: Any) -> Any:
     """Rebuilt from JSON, so that a template gets no object with methods of its own."""
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ModelError(f"Chat messages must be plain JSON values: {error}.") from error

@@ -30,7 +30,9 @@ from .jobs import Listener
 from .links import LocalEngine
 from .messages import EngineLink
 from .pages import pages
+from .reference import reference
 from .requests import ChatRequest, CompletionRequest, RequestParser
+from .responses_api import ResponsesRequest
 from .routes import Service, api_router
 from .settings import Settings
 from .telemetry import Metrics, RequestLog, spans_for
@@ -78,7 +80,7 @@ def make_app(llm: LLM | EngineLink, settings: Settings | None = None) -> Applica
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(api_router(service))
-    app.include_router(pages(keyed=bool(settings.keys)))
+    app.include_router(pages(keyed=bool(settings.keys), reference=lambda: reference(app.openapi())))
     _add_error_handlers(app)
     if settings.origins:
         headers = ["authorization", "content-type"]
@@ -88,15 +90,16 @@ def make_app(llm: LLM | EngineLink, settings: Settings | None = None) -> Applica
 
 def _add_error_handlers(app: FastAPI) -> None:
     """Send every error, the framework's own included, in OpenAI's form."""
-    names = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
+    chat, completion, responses = ([*body.model_fields] for body in (ChatRequest, CompletionRequest, ResponsesRequest))
+    fields = {"/v1/chat/completions": chat, "/v1/completions": completion, "/v1/responses": responses}
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         return internal_error().response()  # Starlette raises it again, for the log
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return validation_error(error.errors(), names).response()
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors(), fields.get(request.url.path, [])).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

@@ -14,7 +14,7 @@ from typing import Any
 from ..engine.request_drafts import Prediction
 from ..engine.trace import cut_line
 from ..models.detokenizer import Detokenizer
-from ..types import Stats, TokenLogprob
+from ..types import ACCEPTED, BONUS, Stats, TokenLogprob
 from .errors import ApiError
 from .messages import Accepted, Facts, Line, Progress
 from .requests import ParsedRequest
@@ -33,6 +33,7 @@ class Delta:
     finish: str | None  # stop or length; None while it goes on
     texts: list[str]  # the text that each token released; joined, they are `text`
     lines: list[Line]  # of its trace, where that is requested
+    origins: str = ""  # one letter per token: accepted from the draft, or the target's own bonus
 
 
 class EventQueue:
@@ -100,6 +101,7 @@ class Choice:
     seed: int = 0
     stats: Stats = field(default_factory=Stats)
     tokens: list[int] = field(default_factory=list)
+    origins: str = ""  # one letter per token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)  # that were not taken yet
     taken: int = 0  # tokens in the deltas so far
@@ -123,6 +125,7 @@ class Choice:
         if seq in progress.logprobs:
             self.logprobs += progress.logprobs[seq][:kept]
         accepted, rejected = min(progress.accepted[i], kept), progress.rejected_at[i]
+        self.origins += ACCEPTED * accepted + BONUS * (kept - accepted)
         walked = accepted + (rejected >= 0 and (whole or rejected < kept))
         self.stats.add(progress.drafted[i], accepted, kept, walked)
         if self.prediction is not None:
@@ -155,7 +158,10 @@ class Choice:
             self.lines = []
         new = texts[taken:]
         finish = None if self.finish in BROKEN_OFF or not self.ended else self.finish
-        return Delta(self.index, "".join(new), self.tokens[taken:], self.logprobs[taken:], finish, new, lines)
+        return Delta(
+            self.index, "".join(new), self.tokens[taken:], self.logprobs[taken:], finish, new, lines,
+            self.origins[taken:],
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -204,7 +210,8 @@ class Job:
         # Raw text is continued in mid-sentence: a first space belongs to it.
         params = self.request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.facts.ends)
-        return Detokenizer(self.tokenizer.stream(continuing=raw), params, ends)
+        shown = frozenset() if self.request.tools is None else self.request.tools.shown
+        return Detokenizer(self.tokenizer.stream(continuing=raw, shown=shown), params, ends)
 
 
 @dataclass(slots=True)

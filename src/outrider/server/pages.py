@@ -7,6 +7,7 @@ security policy lets the page run only these files and contact only this server.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ HEADERS = {
     "cache-control": "no-cache",  # revalidate: a newer Outrider has newer files
 }
 ROOT = "/web/"
+DOCS = "/docs"
 INDEX = "index.html"
 
 
@@ -57,7 +59,7 @@ class File:
 
 def is_page(path: str) -> bool:
     """Whether a path belongs to the page, which needs no key. What the page requests from the API does."""
-    return path == "/" or path.startswith(ROOT)
+    return path in ("/", DOCS) or path.startswith(ROOT)
 
 
 def read_files(folder: Path, front: str, keyed: bool) -> dict[str, File]:
@@ -68,7 +70,8 @@ def read_files(folder: Path, front: str, keyed: bool) -> dict[str, File]:
     return found | {INDEX: File.of(front.encode(), ".html")}
 
 
-def pages(keyed: bool) -> APIRouter:
+def pages(keyed: bool, reference: Callable[[], str]) -> APIRouter:
+    """The page, and the reference of the API, which is made when it is first read."""
     router, served = APIRouter(), read_files(files(), index(live=True), keyed)
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -81,5 +84,11 @@ def pages(keyed: bool) -> APIRouter:
         if name not in served:
             raise ApiError(404, "The page has no such file.", "not_found")
         return served[name].response(request.headers.get("if-none-match", ""))
+
+    @router.api_route(DOCS, methods=["GET", "HEAD"], include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        if DOCS not in served:
+            served[DOCS] = File.of(reference().encode(), ".html")
+        return served[DOCS].response(request.headers.get("if-none-match", ""))
 
     return router

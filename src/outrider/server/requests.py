@@ -7,16 +7,19 @@ is opened: `model` is compared with the served name, and messages are data for t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import OutriderError
+from ..models.tool_calls import for_template
 from ..params import SamplingParams
 from .errors import ApiError, bad_request
 from .messages import EngineLink, Facts
 from .settings import Limits
+from .tools import ToolUse, checked_messages, tool_use
 
 SAME = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "seed",
@@ -25,6 +28,8 @@ SAME = (
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=1 << 22)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # of a function
+MAX_TOOLS = 128
 
 
 class StrictModel(BaseModel):
@@ -70,8 +75,19 @@ class Prediction(WithContent):
     content: Content
 
 
-class SamplingFields(StrictModel):
-    """Fields of both endpoints."""
+class IgnoredFields(StrictModel):
+    """Accepted for compatibility."""
+
+    user: str | None = Field(None, description="without effect")
+    metadata: dict[str, Any] | None = Field(None, description="without effect")
+    store: bool | None = Field(None, description="without effect: nothing is stored")
+    service_tier: str | None = Field(None, description="without effect")
+    safety_identifier: str | None = Field(None, description="without effect")
+    prompt_cache_key: str | None = Field(None, description="without effect: prefixes are shared by themselves")
+
+
+class SamplingFields(IgnoredFields):
+    """Fields of chats and completions."""
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy")
@@ -102,22 +118,49 @@ class SamplingFields(StrictModel):
     guided_regex: str | None = Field(None, max_length=4096, description="a regular expression that the text must match")
     guided_grammar: str | None = Field(None, max_length=65_536, description="a grammar in Lark's notation")
     prediction: Prediction | None = Field(None, description="the expected answer; its tokens are drafted")
-    # Accepted for compatibility, without effect.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+
+
+class Function(StrictModel):
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of type object; none: no arguments")
+    strict: bool | None = Field(None, description="true: schema keywords that are not supported are an error")
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: Name
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(StrictModel):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(StrictModel):
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="of a streamed delta; without effect")
 
 
 class Message(WithContent):
     """One message. Further fields of OpenAI's answers may be sent back if they are empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
     refusal: None = None
-    tool_calls: None = None
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -129,9 +172,9 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="not supported: must be empty")
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; default true")
 
 
 class CompletionRequest(SamplingFields):
@@ -140,6 +183,30 @@ class CompletionRequest(SamplingFields):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+
+class TokenizeRequest(StrictModel):
+    """vLLM's fields: a prompt, or messages with the tools that the model is told of."""
+
+    model: str | None = Field(None, max_length=256)
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool = Field(True, description="BOS before a prompt, where the model's texts begin with it")
+    add_generation_prompt: bool = Field(True, description="what precedes the assistant's answer, after messages")
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = Field(None, max_length=256)
+    tokens: list[Id] = Field(max_length=1 << 20)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """For a chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -156,6 +223,7 @@ class ParsedRequest:
     plain_reason: str = ""  # why it is decoded without drafts; empty: it is not
     max_draft_tokens: int | None = None  # per step
     trace_level: str = "off"  # of the trace in its stream
+    tools: ToolUse | None = None  # how its answers call tools
 
     def drafter_name(self, facts: Facts) -> str:
         return facts.drafter_of(not self.plain_reason, self.drafter)
@@ -172,12 +240,9 @@ class RequestParser:
         self.engine, self.name, self.limits, self.any_name = engine, name, limits, any_name
 
     def parse(self, request: ChatRequest | CompletionRequest) -> ParsedRequest:
-        if request.model not in (None, self.name) and not self.any_name:
-            message = (
-                f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
-            )
-            raise ApiError(404, message, "model_not_found", "model")
-        prompts = _prompts(request)
+        self._check_model(request.model)
+        tools = self._tools(request)
+        prompts = self._prompts(request, offered=tools is not None)
         self._check_limits(request, len(prompts) * (request.n or 1))
         options = request.speculation or Speculation()
         if options.trace not in (None, "off") and not request.stream:
@@ -185,7 +250,7 @@ class RequestParser:
         values = {name: value for name in SAME if (value := getattr(request, name)) is not None}
         values["temperature"] = 1.0 if request.temperature is None else request.temperature
         values["max_tokens"] = self._max_tokens(request)
-        values |= _logprobs(request) | self._logit_bias(request) | _guide(request)
+        values |= _logprobs(request) | self._logit_bias(request) | _guide(request, tools)
         if request.prediction is not None:
             values["prediction"] = self.engine.tokenizer.encode(request.prediction.text)
         try:
@@ -194,15 +259,77 @@ class RequestParser:
             raise bad_request(str(error)) from error
         self._check_lengths(encoded)
         drafter, plain_reason = self._drafter(options)
-        return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off")
+        return ParsedRequest(encoded, params, drafter, plain_reason, options.k, options.trace or "off", tools)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The token ids of a prompt or of messages, as a request with them would have."""
+        self._check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("Give a prompt or messages, and not both.", "prompt")
+        try:
+            if request.messages is not None:
+                conversation = Conversation([_message(each) for each in request.messages], _plain(request.tools))
+                return self._encode_chat(conversation, request.add_generation_prompt)
+            tokenizer = self.engine.tokenizer
+            encode = tokenizer.encode_prompt if request.add_special_tokens else tokenizer.encode
+            ids: list[int] = encode(request.prompt)
+            return ids
+        except OutriderError as error:
+            raise bad_request(str(error)) from error
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """The text of token ids, control tokens included."""
+        self._check_model(request.model)
+        vocabulary = self.engine.facts.vocabulary
+        if max(request.tokens, default=0) >= vocabulary:
+            raise bad_request(f"A token is outside the vocabulary of {vocabulary} ids.", "tokens")
+        return str(self.engine.tokenizer.decode(request.tokens, skip_special=False))
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self.name) and not self.any_name:
+            message = (
+                f"There is no such model here: this server has '{self.name}'. With --any-model-name it answers all."
+            )
+            raise ApiError(404, message, "model_not_found", "model")
+
+    def _tools(self, request: ChatRequest | CompletionRequest) -> ToolUse | None:
+        if not isinstance(request, ChatRequest):
+            return None
+        choice = request.tool_choice
+        try:
+            return tool_use(
+                _plain(request.tools), choice.model_dump() if isinstance(choice, NamedTool) else choice,
+                request.parallel_tool_calls is not False, self.engine.tokenizer, request.response_format,
+            )  # fmt: skip
+        except OutriderError as error:  # the template's form is not known
+            raise bad_request(str(error), "tools") from error
+
+    def _prompts(self, request: ChatRequest | CompletionRequest, offered: bool) -> list[Any]:
+        """Texts, token ids or conversations. `offered`: the model is told of the tools."""
+        if isinstance(request, ChatRequest):
+            messages = [_message(message) for message in request.messages]
+            return [Conversation(messages, _plain(request.tools) if offered else [])]
+        prompt: Any = request.prompt
+        single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return [prompt] if single else list(prompt)
 
     def _encode(self, prompt: Any) -> Prompt:
-        """From a text, token ids or messages."""
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             return Prompt(tokenizer.encode_prompt(prompt), raw=True)
-        chat = bool(prompt) and isinstance(prompt[0], dict)
-        return Prompt(tokenizer.encode_chat(prompt) if chat else list(prompt))
+        if not isinstance(prompt, Conversation):
+            return Prompt(list(prompt))
+        return Prompt(self._encode_chat(prompt))
+
+    def _encode_chat(self, conversation: Conversation, generation_prompt: bool = True) -> list[int]:
+        messages, tools = checked_messages(conversation.messages), conversation.tools
+        tokenizer = self.engine.tokenizer
+        options: dict[str, Any] = {"add_generation_prompt": generation_prompt}
+        if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            messages, told = for_template(messages, tools, tokenizer.chat_template)
+            options["tools"] = told
+        ids: list[int] = tokenizer.encode_chat(messages, **options)
+        return ids
 
     def _check_lengths(self, prompts: list[Prompt]) -> None:
         longest, limit = max((len(prompt.ids) for prompt in prompts), default=0), self.limits.prompt_tokens
@@ -255,28 +382,29 @@ class RequestParser:
         return options.drafter if options.drafter not in (None, own) else "", ""
 
 
-def _guide(request: SamplingFields) -> dict[str, Any]:
-    """`response_format`, `guided_regex` or `guided_grammar`. The engine compiles it before the answer begins."""
+def _guide(request: SamplingFields, tools: ToolUse | None) -> dict[str, Any]:
+    """`response_format`, `guided_regex`, `guided_grammar` or tools. The engine compiles it before the answer begins."""
     guided = {"regex": request.guided_regex, "grammar": request.guided_grammar}
     forms = [{name: value} for name, value in guided.items() if value is not None]
-    if request.response_format is not None:
+    if tools is not None:  # its guide has the response format inside
+        forms.append(tools.guide)
+    elif request.response_format is not None:
         forms.append(request.response_format)
     if len(forms) > 1:
-        raise bad_request("Only one of response_format, guided_regex and guided_grammar may be given.")
+        names = "tools" if tools is not None else "response_format"
+        raise bad_request(f"Only one of {names}, guided_regex and guided_grammar may be given.")
     return {"guide": forms[0]} if forms else {}
 
 
-def _prompts(request: ChatRequest | CompletionRequest) -> list[Any]:
-    if isinstance(request, ChatRequest):
-        return [[_message(message) for message in request.messages]]
-    prompt: Any = request.prompt
-    single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
-    return [prompt] if single else list(prompt)
-
-
-def _message(message: Message) -> dict[str, str]:
+def _message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role  # what chat templates call it
-    return {"role": role, "content": message.text} | ({"name": message.name} if message.name else {})
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": _plain(message.tool_calls)}
+    return {"role": role, "content": message.text} | {name: value for name, value in optional.items() if value}
+
+
+def _plain(models: Iterable[BaseModel] | None) -> list[dict[str, Any]]:
+    """As JSON values, without what was not given."""
+    return [model.model_dump(exclude_none=True, exclude={"index"}) for model in models or ()]
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Responses: OpenAI's objects as dictionaries, sent whole or as server-sent events.
 
 Promise: however a request ends (last token, deadline, disconnect, bug), its job is cancelled, so that its slots are
-free. A stream that has started ends with an error and [DONE], or with [DONE].
+free. A stream that has started ends with its last event, or with an error.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..models.tool_calls import CallPart, CallReader
 from ..types import TokenLogprob
 from .errors import ApiError
 from .jobs import Choice, Delta, Job
@@ -41,26 +42,46 @@ class ResponseBuilder:
     job: Job
     with_ids: bool
     kind: str = "chat.completion"  # or text_completion
+    with_usage: bool = False  # the last event of a stream reports it
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # choice index -> characters sent so far
     _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
+    _readers: dict[int, CallReader] = field(default_factory=dict)  # of choices that may call tools
+    _traces: list[TraceStream] = field(init=False)  # one per choice, where a trace is requested
+
+    def __post_init__(self) -> None:
+        traced, job = self.job.request.trace_level != "off", self.job
+        self._traces = [TraceStream(self.engine, job.request, each) for each in job.choices] if traced else []
 
     def whole(self, deltas: list[Delta]) -> Json:
         """The response of a request that does not stream: one delta per choice."""
-        choices = [self._choice(delta, "message", {"refusal": None}) for delta in deltas]
+        choices = [self._choice(delta, whole=True) for delta in deltas]
         measured = self._measured(self.job.choices)
         return self._head(chunk=False) | {"choices": choices, "usage": self.usage(), **measured}
 
     def chunk(self, delta: Delta, trace: list[Line] | None = None) -> Json:
-        choice = self._choice(delta, "delta", {})
+        choice = self._choice(delta, whole=False)
         measured = self._measured([self.job.choices[delta.index]]) if delta.finish else {}
         traced = {} if trace is None else {"trace": trace}
         return self._head(chunk=True) | {"choices": [choice], **measured, **traced}
 
-    def event(self, delta: Delta, trace: list[Line] | None = None) -> bytes:
+    def begin(self) -> bytes:
+        """What a stream starts with."""
+        return b""
+
+    def end(self) -> bytes:
+        usage = _event(self._head(chunk=True) | {"choices": [], "usage": self.usage()}) if self.with_usage else b""
+        return usage + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event(error.body()) + DONE
+
+    def event(self, delta: Delta) -> bytes:
         """A chunk as an event. Most differ in text and ids only, and are written without building the objects."""
-        index, logprobs = delta.index, self.job.request.params.logprobs
-        if index not in self.offsets or delta.finish is not None or trace is not None or logprobs is not None:
+        index, request = delta.index, self.job.request
+        trace = self._traces[index].lines(delta) if self._traces else None
+        special = request.params.logprobs is not None or request.tools is not None
+        if special or index not in self.offsets or delta.finish is not None or trace is not None:
             return _event(self.chunk(delta, trace))
         if index not in self._templates:
             self._templates[index] = self._template(index)
@@ -77,9 +98,6 @@ class ResponseBuilder:
         between, _, after = after.partition(_json(slots))
         return before, between, after
 
-    def usage_chunk(self) -> Json:
-        return self._head(chunk=True) | {"choices": [], "usage": self.usage()}
-
     def _head(self, chunk: bool) -> Json:
         kind = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
         fingerprint = (
@@ -88,19 +106,33 @@ class ResponseBuilder:
         head = {"id": self.job.id, "object": kind, "created": self.created, "model": self.model}
         return head | {"system_fingerprint": fingerprint, "seed": self.job.choices[0].seed}
 
-    def _choice(self, delta: Delta, name: str, extra: Json) -> Json:
-        """One of `choices`. `name` is the field of a chat's text: message or delta."""
-        index, first = delta.index, delta.index not in self.offsets
+    def _choice(self, delta: Delta, whole: bool) -> Json:
+        """One of `choices`."""
+        index, finish, first = delta.index, delta.finish, delta.index not in self.offsets
         content: Json = {"text": delta.text}
         if self.kind == "chat.completion":
+            message, finish = self._message(delta, whole)
             role = {"role": "assistant"} if first else {}
-            content = {name: role | {"content": delta.text} | extra}
+            content = {"message" if whole else "delta": role | message}
         choice = {"index": index, **content, "logprobs": self._logprobs(index, delta.logprobs)}
-        choice["finish_reason"] = delta.finish
+        choice["finish_reason"] = finish
         if self.with_ids:
             prompt = {"prompt_token_ids": self.job.choices[index].prompt} if first else {}
             choice |= {"token_ids": delta.tokens} | prompt
         return choice
+
+    def _message(self, delta: Delta, whole: bool) -> tuple[Json, str | None]:
+        """A chat's message, or what is new in it, and its finish_reason."""
+        extra: Json = {"refusal": None} if whole else {}
+        if self.job.request.tools is None:
+            return {"content": delta.text} | extra, delta.finish
+        reader = self._readers.setdefault(delta.index, CallReader(self.job.request.tools.form))
+        part = reader.push(delta.text)
+        content = part.content + (reader.finish().content if delta.finish else "")
+        calls = {"tool_calls": [_call(each, whole) for each in part.calls]} if part.calls else {}
+        called = reader.count and not reader.unfinished  # a stop string may cut a call off
+        finish = "tool_calls" if delta.finish == "stop" and called else delta.finish
+        return {"content": content or (None if calls else "")} | extra | calls, finish
 
     def usage(self) -> Json:
         prompts = self.job.choices[:: self.job.request.params.n]  # a prompt counts once, whatever its n
@@ -140,8 +172,19 @@ class ResponseBuilder:
         return {"token": piece, "logprob": _finite(value), "bytes": data}
 
     def _measured(self, choices: list[Choice]) -> Json:
-        speculation = _speculation(self.engine.facts, self.job.request, choices)
-        return {"metrics": {"speculative_decoding": speculation}, "timings": _timings(choices)}
+        return measured(self.engine.facts, self.job.request, choices)
+
+
+def measured(facts: Facts, request: ParsedRequest, choices: list[Choice]) -> Json:
+    """What a whole answer, and the last chunk of a streamed one, say of their speed."""
+    return {"metrics": {"speculative_decoding": _speculation(facts, request, choices)}, "timings": _timings(choices)}
+
+
+def _call(part: CallPart, whole: bool) -> Json:
+    """One of `tool_calls`, or what is new in it."""
+    named = {"id": part.id, "type": "function"} if part.id else {}
+    function = ({"name": part.name} if part.id else {}) | {"arguments": part.arguments}
+    return ({} if whole else {"index": part.index}) | named | {"function": function}
 
 
 def _finite(value: float) -> float:
@@ -242,15 +285,27 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class StreamBuilder(Protocol):
+    """Turns what is new in a job into events."""
+
+    job: Job
+
+    def begin(self) -> bytes: ...
+
+    def event(self, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def failed(self, error: ApiError) -> bytes: ...
+
+
 class EventStream(StreamingResponse):
-    """One chunk per step, the usage if requested, and [DONE]."""
+    """One or more events per step, and those of the end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, builder: ResponseBuilder, worker: Worker, deadline: float, with_usage: bool) -> None:
-        self.builder, self.worker, self.deadline, self.with_usage = builder, worker, deadline, with_usage
-        job, traced = builder.job, builder.job.request.trace_level != "off"
-        self.traces = [TraceStream(builder.engine, job.request, each) for each in job.choices] if traced else []
+    def __init__(self, builder: StreamBuilder, worker: Worker, deadline: float) -> None:
+        self.builder, self.worker, self.deadline = builder, worker, deadline
         super().__init__(self._events(), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,20 +315,21 @@ class EventStream(StreamingResponse):
             self.worker.cancel(self.builder.job)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        job, left = self.builder.job, len(self.builder.job.choices)
+        builder, left = self.builder, len(self.builder.job.choices)
+        if begin := builder.begin():
+            yield begin
         try:
             while left:
-                delta = await next_delta(job, self.deadline)
+                delta = await next_delta(builder.job, self.deadline)
                 if delta is None:
                     yield b": waiting\n\n"
                     continue
                 left -= delta.finish is not None
-                yield self.builder.event(delta, self.traces[delta.index].lines(delta) if self.traces else None)
-            if self.with_usage:
-                yield _event(self.builder.usage_chunk())
+                yield builder.event(delta)
         except ApiError as error:
-            yield _event(error.body())
-        yield DONE
+            yield builder.failed(error)
+            return
+        yield builder.end()
 
 
 def _event(data: Json) -> bytes:

@@ -14,8 +14,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from .errors import ApiError
 from .jobs import Job
 from .messages import EngineLink
-from .requests import ChatRequest, CompletionRequest, RequestParser
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RequestParser,
+    TokenizeRequest,
+)  # fmt: skip
 from .responses import EventStream, ResponseBuilder, accepted, collect, unless_disconnected
+from .responses_api import ItemBuilder, ResponsesRequest
 from .settings import Settings
 from .telemetry import Metrics
 from .tracing import TraceStore
@@ -66,6 +73,18 @@ class Service:
         """Parse the request, queue it, and respond, whole or as a stream."""
         chat = isinstance(request, ChatRequest)
         kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+        job, deadline = await self._submit(http, request, prefix)
+        with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        builder = ResponseBuilder(self.engine, self.name, job, bool(request.return_token_ids), kind, with_usage)
+        return await self._respond(http, builder, deadline)
+
+    async def respond(self, http: Request, request: ResponsesRequest) -> Response:
+        """As `complete`, in the form of OpenAI's Responses."""
+        job, deadline = await self._submit(http, request.as_chat(), "resp")
+        return await self._respond(http, ItemBuilder(self.engine, self.name, job, request), deadline)
+
+    async def _submit(self, http: Request, request: ChatRequest | CompletionRequest, prefix: str) -> tuple[Job, float]:
+        """A job that the engine has accepted, and its deadline."""
         self.worker.check_capacity(1)  # before any work is done for it
         arrived = time.monotonic()
         parsed = await asyncio.to_thread(self.parser.parse, request)  # tokenising a long prompt takes a while
@@ -74,17 +93,18 @@ class Service:
         limit = self.settings.limits.seconds
         deadline = job.arrived + min(request.timeout or limit, limit)
         self.worker.submit(job)
-        builder = ResponseBuilder(self.engine, self.name, job, bool(request.return_token_ids), kind)
         try:
             await accepted(job, self.worker, deadline)
         except ApiError as error:  # the engine calls any form of text a guide
             if error.param == "guide":
-                error.param = "response_format" if request.response_format else None
+                error.param = "tools" if parsed.tools else "response_format" if request.response_format else None
             raise
-        if request.stream:
-            with_usage = bool(request.stream_options and request.stream_options.include_usage)
-            return EventStream(builder, self.worker, deadline, with_usage)
-        deltas = await unless_disconnected(http, collect(job, self.worker, deadline))
+        return job, deadline
+
+    async def _respond(self, http: Request, builder: ResponseBuilder | ItemBuilder, deadline: float) -> Response:
+        if builder.job.streams:
+            return EventStream(builder, self.worker, deadline)
+        deltas = await unless_disconnected(http, collect(builder.job, self.worker, deadline))
         return JSONResponse(builder.whole(deltas)) if deltas else Response(status_code=CLIENT_CLOSED_REQUEST)
 
     def model_card(self) -> dict[str, Any]:
@@ -116,6 +136,19 @@ def api_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=ERRORS, summary="Text completion")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await service.complete(request, body)
+
+    @router.post("/v1/responses", responses=ERRORS, summary="Response, without state")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await service.respond(request, body)
+
+    @router.post("/tokenize", responses=ERRORS, summary="Token ids of a text, or of messages under the template")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        ids = await asyncio.to_thread(service.parser.tokenize, body)
+        return {"count": len(ids), "max_model_len": service.engine.facts.length, "tokens": ids}
+
+    @router.post("/detokenize", responses=ERRORS, summary="The text of token ids")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        return {"prompt": await asyncio.to_thread(service.parser.detokenize, body)}
 
     @router.get("/v1/models", summary="The served model, as a list of one")
     async def models() -> dict[str, Any]:

@@ -78,6 +78,8 @@ def _sentence(name: str, group: list[Error], fields: Sequence[str]) -> str:
     if kind == "literal_error":
         expected = str(context["expected"]).replace("False", "false").replace("True", "true")
         return f"{name} is {got}, but it must be {expected}."
+    if kind == "string_pattern_mismatch":
+        return f"{name} is {got} that does not match {context['pattern']}."
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return f"{name} is {got}, but it must be {words} {_shown(context[key])}."

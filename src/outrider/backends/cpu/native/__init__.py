@@ -1,4 +1,4 @@
-"""Builds and loads kernels.c with the user's C compiler, once per machine.
+"""Builds and loads kernels.c with the user's C compiler, once per machine; without one, what a wheel has built.
 
 Promise: the library that `load` returns has passed a self-check in a child process (an unsupported instruction kills
 the child, not the caller), and is the very file that passed. If anything goes wrong, the caller gets a reason instead
@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,6 +35,11 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 # OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
+PREBUILT = Path(__file__).with_name("prebuilt")  # in a wheel (`hatch_build.py`): kernels-LEVEL-omp.so, kernels-LEVEL.so
+LEVELS = {  # best first: what a level is compiled with, and what the processor must have
+    "vnni": (("-march=x86-64-v4", "-mavx512vnni"), ("avx512_vnni", "avx512vl", "avx512bw", "avx512dq")),
+    "v3": (("-march=x86-64-v3",), ("avx2", "fma", "bmi2", "f16c")),
+}
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
 
@@ -103,15 +109,47 @@ def load(folder: Path | None = None) -> Native:
 
 
 def _load(folder: Path) -> Native:
-    compiler = _compiler()
+    """Built here for this processor, or by whoever made the wheel for its level; the first that can be used."""
     folder.mkdir(parents=True, exist_ok=True)
-    reasons = []
-    for extra in dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()]):
+    reasons: list[str] = []
+    for threaded, library in [*_builds(folder, reasons), *_prebuilt(folder)]:
         try:
-            return Native(_opened(_built(folder, compiler, (*FLAGS, *extra)), "-fopenmp" in extra))
+            return Native(_opened(library(), threaded))
         except _Unusable as problem:
             reasons.append(str(problem))
     raise _Unusable(reasons[0])
+
+
+def _builds(folder: Path, reasons: list[str]) -> list[tuple[bool, Callable[[], Path]]]:
+    try:
+        compiler = _compiler()
+    except _Unusable as problem:
+        reasons.append(str(problem))
+        return []
+    extras = dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()])
+    return [("-fopenmp" in extra, partial(_built, folder, compiler, (*FLAGS, *extra))) for extra in extras]
+
+
+def _prebuilt(folder: Path) -> list[tuple[bool, Callable[[], Path]]]:
+    """The wheel's libraries for this processor, best first, threaded before others. Reports go to `folder`."""
+    features = set(_cpu().split())
+    levels = [level for level, (_, needed) in LEVELS.items() if features.issuperset(needed)]
+    paths = [(end, PREBUILT / f"kernels-{level}{end}.so") for end in ("-omp", "") for level in levels]
+    return [(bool(end), partial(_checked, folder, path)) for end, path in paths if path.exists()]
+
+
+def _checked(folder: Path, path: Path) -> Path:
+    """A library of the wheel that has passed the check on this processor."""
+    key = hashlib.sha256(f"{_digest(path)}{_cpu()}".encode()).hexdigest()[:16]
+    report = folder / f"prebuilt-{key}.checked"
+    if _result(path, report) is None:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            checked = Path(temporary, "checked")
+            checked.write_text(f"{_digest(path)} {_check_in_child(path)}")
+            os.replace(checked, report)
+    if (result := _result(path, report)) != "ok":
+        raise _Unusable(f"the wheel's library failed its check: {result}")
+    return path
 
 
 def _opened(path: Path, threaded: bool) -> Kernels:
