@@ -37,9 +37,14 @@ def tokenizer(
 
 
 def save(
-    folder: Path, texts: tuple[str, ...] = TEXTS, seed: int = 1, context: int = 256, poison: str | None = None
+    folder: Path,
+    texts: tuple[str, ...] = TEXTS,
+    seed: int = 1,
+    context: int = 256,
+    poison: str | None = None,
+    layers: int = 2,
 ) -> Path:
-    """Write a Llama model of two layers. `poison` names a tensor that gets a NaN."""
+    """Write a Llama model. `poison` names a tensor that gets a NaN."""
     folder.mkdir(parents=True, exist_ok=True)
     core = tokenizer(texts)
     core.save(str(folder / "tokenizer.json"))
@@ -49,7 +54,7 @@ def save(
         "model_type": "llama",
         "vocab_size": core.get_vocab_size(),
         "hidden_size": 32,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,

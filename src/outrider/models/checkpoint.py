@@ -7,7 +7,6 @@ before any weight is used. It knows where models are; it does not know how they 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from ..errors import ConfigError, ModelError
 from .config import FAMILIES, ModelConfig, UnsupportedModel, from_hf, token_ids
-from .fetch import default_model, hub_model
+from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, adapt_tokenizer, foreign_config, open_foreign
 from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .tokenizer import Tokenizer, read_json
 from .weights import Safetensors, Weights, check, find_safetensors, stored_name
 
 DEFAULT = "smollm2"
-_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _CHOICES = f"'{DEFAULT}' (the default), a folder in Hugging Face layout, a .gguf file, or a hub name like owner/name"
 
 
@@ -50,7 +48,7 @@ def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
         return _open_path(path)
     if _looks_like_path(str(model)):
         raise ModelError(f"There is no file or folder {model}; give {_CHOICES}.")
-    if _HUB_NAME.fullmatch(str(model)):
+    if HUB_NAME.fullmatch(str(model)):
         return replace(_open_path(hub_model(str(model))), name=str(model))
     raise ModelError(f"There is no model '{model}'; give {_CHOICES}.")
 

@@ -76,7 +76,13 @@ def _yarn(plain: Tensor, s: RopeScaling, theta: float) -> Tensor:
     return plain * ((1 - ramp) + ramp / s.factor)
 
 
-def _hf_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Angle per position of each of dim/2 rotated pairs: [dim/2] float64."""
+    plain = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return scaling.apply(plain, theta) if scaling else plain
+
+
+def hf_rope(data: Mapping[str, Any]) -> dict[str, Any]:
     """One dictionary from both spellings: transformers 5's rope_parameters, and rope_theta beside rope_scaling."""
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     rope = dict(rope.get("full_attention", rope)) if isinstance(rope, dict) else {}
@@ -178,9 +184,7 @@ class ModelConfig:
 
     def inverse_frequencies(self) -> Tensor:
         """Angle per position of each rotated pair, scaling included: [rotary_dim/2] float64."""
-        steps = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64) / self.rotary_dim
-        plain = self.rope_theta**-steps  # [rotary_dim/2]
-        return self.rope_scaling.apply(plain, self.rope_theta) if self.rope_scaling else plain
+        return inverse_frequencies(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
 
 def supported(architecture: object) -> str:
@@ -205,7 +209,7 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     layers, heads = integer(data, "num_hidden_layers", most=MAX_LAYERS), integer(data, "num_attention_heads")
     hidden, context = integer(data, "hidden_size"), integer(data, "max_position_embeddings", 2048)
     head_dim = integer(data, "head_dim", 128 if family == "qwen3" else hidden // max(heads, 1))
-    rope = _hf_rope(data)
+    rope = hf_rope(data)
     scaling = rope_scaling(rope, context)
     window, window_layers = _hf_window(data, family, layers)
     biased = bool(data.get("attention_bias", False)) and family != "mistral"

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -228,15 +229,14 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 # ------------------------------------------------------------ the hub
 
-_FILES: dict[str, Any] = {
-    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"],
-    "ignore_patterns": ["*/*", "consolidated*", "adapter*"],
-}
+HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
+_PICKLES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # of heads, which are read without running what is in them
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 
 
-def hub_model(name: str) -> Path:
-    """The folder of a hub model, `owner/name` or `owner/name@revision`, through huggingface_hub and its cache."""
+def hub_model(name: str, head: bool = False) -> Path:
+    """The folder of a hub model or head, `owner/name` or `owner/name@revision`, in huggingface_hub's cache."""
     try:
         import huggingface_hub as hub
     except ImportError as error:
@@ -244,8 +244,9 @@ def hub_model(name: str) -> Path:
             f"'{name}' is not a local file or folder, and hub models need huggingface_hub: pip install huggingface_hub."
         ) from error
     repo, _, revision = name.partition("@")
+    files: Any = {"allow_patterns": _FILES + _PICKLES * head, "ignore_patterns": ["*/*", "consolidated*", "adapter*"]}
     try:
-        return Path(hub.snapshot_download(repo, revision=revision or None, **_FILES))
+        return Path(hub.snapshot_download(repo, revision=revision or None, **files))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's errors
         raise ModelError(_hub_message(name, error)) from error
 

@@ -163,7 +163,7 @@ class NativePass(Addresses):
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
         addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
         head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 7)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 8)
         return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
 
     def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
@@ -259,19 +259,21 @@ class Int8Linear:
         self.packed, self.outputs, self.gates = packed, outputs, gates
 
     @classmethod
-    def of(cls, weight: Tensor, gates: bool = False) -> Int8Linear:
-        """From floats [out, in]."""
+    def of(cls, weight: Tensor, gates: bool = False, bias: Tensor | None = None) -> Int8Linear:
+        """From floats [out, in] and [out]; a gated pair has no bias."""
         outputs = weight.shape[0]
         weight = quant.interleave(weight) if gates else weight
         none = torch.zeros(weight.shape[1])
         chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
         packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
-        return cls(Quantised(packed, scale, None, chunks[0].outliers, *weight.shape), outputs, gates)
+        bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, scale.shape[0] - outputs))
+        return cls(Quantised(packed, scale, bias, chunks[0].outliers, *weight.shape), outputs, gates)
 
     def as_tensors(self, name: str) -> dict[str, Tensor]:
         """For `quantise.stored`."""
         q = self.packed
         parts = {"weight": q.weight, "scale": q.scale, "outliers": q.outliers}
+        parts |= {} if q.bias is None else {"bias": q.bias}
         shape = torch.tensor([q.outputs, q.inputs, self.outputs, self.gates])
         return {f"{name}.{part}": tensor for part, tensor in parts.items()} | {f"{name}.shape": shape}
 
@@ -279,7 +281,8 @@ class Int8Linear:
     def from_tensors(cls, tensors: dict[str, Tensor], name: str) -> Int8Linear:
         weight, scale, outliers = (tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers"))
         rows, inputs, outputs, gates = tensors[f"{name}.shape"].tolist()
-        return cls(Quantised(weight, scale, None, outliers, rows, inputs), outputs, bool(gates))
+        bias = tensors.get(f"{name}.bias")
+        return cls(Quantised(weight, scale, bias, outliers, rows, inputs), outputs, bool(gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]

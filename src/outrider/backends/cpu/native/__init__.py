@@ -44,7 +44,7 @@ STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q"
 
 
 class Kernels:
@@ -293,7 +293,7 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
     head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
     model = ctypes.create_string_buffer(
-        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 7)
+        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 8)
     )
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
