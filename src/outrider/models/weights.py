@@ -70,8 +70,11 @@ def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.o_bias:
         shapes["self_attn.o_proj.bias"] = (c.hidden_size,)
     if c.qk_norm:
-        shapes |= {f"self_attn.{n}.weight": (c.head_dim,) for n in ("q_norm", "k_norm")}
-    shapes |= {f"{n}.weight": (c.hidden_size,) for n in ("input_layernorm", "post_attention_layernorm")}
+        wide = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
+        shapes |= {f"self_attn.{n}_norm.weight": (size,) for n, size in zip("qk", wide, strict=True)}
+    norms = ["input_layernorm", "post_attention_layernorm"] if c.pre_norm else []
+    norms += ["attention_post_norm", "mlp_post_norm"] if c.post_norm else []
+    shapes |= {f"{n}.weight": (c.hidden_size,) for n in norms}
     shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in ("gate_proj", "up_proj")}
     shapes["mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
     return shapes
@@ -117,6 +120,110 @@ class Safetensors(Weights):
         handle, stored = self._entries[name]
         tensor: Tensor = handle.get_tensor(stored)
         return tensor.to(dtype)
+
+
+# ------------------------------------------------------------ families that name or store their weights otherwise
+
+_GEMMA = {
+    "post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}  # fmt: skip
+_RENAMED = {  # Hugging Face's part of a layer -> Outrider's: Llama's names, and two for the norms of what is added
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
+    "glm4": {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"},
+}
+_FUSED_QKV, _FUSED_MLP = ("phi3",), ("phi3", "glm4")
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
+
+
+class FamilyWeights(Weights):
+    """A family's tensors under Outrider's names: renamed, cut out of joined ones, q and k in Llama's order of rows.
+
+    source: its own names, of a Hugging Face file without the leading `model.`, or of a GGUF file as `gguf_file` names
+    them (`in_gguf`), whose norms have Gemma's one added already.
+    """
+
+    def __init__(self, source: Any, config: ModelConfig, in_gguf: bool = False) -> None:
+        self.source, self.config, self.in_gguf = source, config, in_gguf
+        stored = {_without_prefix(name): name for name in source.names()}
+        inverse = {} if in_gguf else {new: old for old, new in _RENAMED.get(config.architecture, {}).items()}
+        self._stored: dict[str, tuple[str, slice]] = {}
+        for name in expected(config):
+            named, rows = self._cut(name)
+            layer, part, end = _split(named)
+            own = f"{layer}{inverse.get(part, part)}{end}"
+            if own in stored:
+                self._stored[name] = (stored[own], rows)
+
+    @property
+    def quantised(self) -> bool:
+        return bool(getattr(self.source, "quantised", False))
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored, rows = self._stored[name]
+        first, *rest = self.source.shape(stored)
+        return len(range(*rows.indices(first))), *rest
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        stored, rows = self._stored[name]
+        gain = self.config.architecture.startswith("gemma") and name.endswith("norm.weight") and not self.in_gguf
+        tensor: Tensor = self.source.get(stored, torch.float32 if gain else dtype)[rows]
+        if gain:  # Gemma's files have it minus one
+            return (tensor + 1.0).to(dtype)
+        if self.config.architecture == "glm4" and _split(name)[1] in ("self_attn.q_proj", "self_attn.k_proj"):
+            return halves(tensor, self.config.head_dim, self.config.rotary_dim)
+        return tensor
+
+    def _cut(self, name: str) -> tuple[str, slice]:
+        """The name of the tensor that holds this one, and its rows there."""
+        c, (layer, part, end) = self.config, _split(name)
+        q, kv, wide = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate_size
+        if (
+            c.architecture in _FUSED_QKV
+            and part.startswith("self_attn.")
+            and part[10:] in ("q_proj", "k_proj", "v_proj")
+        ):
+            bounds = {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)}[part[10:]]
+            return f"{layer}self_attn.qkv_proj{end}", slice(*bounds)
+        if c.architecture in _FUSED_MLP and part in ("mlp.gate_proj", "mlp.up_proj"):
+            joined = "mlp.up_proj" if self.in_gguf else "mlp.gate_up_proj"
+            return f"{layer}{joined}{end}", slice(0, wide) if part == "mlp.gate_proj" else slice(wide, 2 * wide)
+        return name, slice(None)
+
+
+def adapted(source: Any, config: ModelConfig, in_gguf: bool = False) -> Any:
+    """The weights under Outrider's names, which most families have already."""
+    own = config.architecture in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
+    return source if own else FamilyWeights(source, config, in_gguf)
+
+
+def halves(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """Rows [heads * d, ...] whose neighbours are rotated together -> rows whose halves are, within each head."""
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    turned = heads[:, :rotary].unflatten(1, (rotary // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, rotary:]], 1).reshape(rows.shape)
+
+
+def _without_prefix(name: str) -> str:
+    """The text half of a model that also reads pictures has its own prefix."""
+    return next((name.removeprefix(prefix) for prefix in _TEXT_PREFIXES if name.startswith(prefix)), name)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """`layers.3.self_attn.q_proj.weight` -> ("layers.3.", "self_attn.q_proj", ".weight")."""
+    stem, dot, end = name.rpartition(".")
+    if not name.startswith("layers."):
+        return "", stem, dot + end
+    _, number, part = stem.split(".", 2)
+    return f"layers.{number}.", part, dot + end
 
 
 def _open(path: Path) -> Any:
