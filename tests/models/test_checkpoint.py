@@ -235,7 +235,7 @@ def test_gguf_llama3_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"), [("split__count", 3, "merge"), ("llama__expert_count", 8, "experts")]
+    ("key", "value", "words"), [("split__count", 3, "merge"), ("llama__expert_count", 8, "expert_used_count")]
 )
 def test_gguf_variants_that_are_refused(tmp_path: Path, key: str, value: int, words: str) -> None:
     write_gguf(tmp_path / "a.gguf", "llama", **{key: value})

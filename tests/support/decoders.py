@@ -48,6 +48,8 @@ CLASSES: dict[str, Any] = {
     "granite": transformers.GraniteConfig,
     "olmo2": transformers.Olmo2Config,
     "glm4": transformers.Glm4Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
 }
 CASES: dict[str, tuple[str, dict[str, object]]] = {}  # name -> family and options; test files add theirs
 

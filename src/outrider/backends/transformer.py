@@ -19,6 +19,7 @@ from ..errors import ModelError
 from ..models.config import ModelConfig
 from ..types import Output
 from . import WHOLE, Model, Part, PlaneShape, ops, with_index
+from .experts import DeviceExperts, Experts, Routing
 from .linear import linear, summed
 from .rows import Rows
 
@@ -44,6 +45,7 @@ class Layer:
     gate_up: Any
     down: Any
     mlp_post_norm: Tensor | None  # [H]
+    experts: Any  # instead of gate_up and down, which are None then
     rope: bool
     local: bool  # rotates as layers with a window do
     window: int  # 0 reads the whole context
@@ -143,6 +145,8 @@ class Transformer(Model):
 
     def _mlp(self, layer: Layer, x: Tensor, delta: Delta) -> Delta:
         h = self._entering(x, delta, layer.mlp_norm)
+        if layer.experts is not None:
+            return self._leaving(layer.experts(h), layer.mlp_post_norm)
         return self._leaving(layer.down(layer.gate_up.gated(h, self.config.activation)), layer.mlp_post_norm)
 
     def _entering(self, x: Tensor, delta: Delta, norm: Tensor | None) -> Tensor:
@@ -227,10 +231,32 @@ class Loader:
             qkv=self.fused(f"{layer}.qkv", attention, ("q_proj", "k_proj", "v_proj")),
             head_norms=norms,
             out=self.fused(f"{layer}.out", attention, ("o_proj",)),
-            gate_up=self.fused(f"{layer}.gate_up", f"{layer}.mlp", ("gate_proj", "up_proj")),
-            down=self.fused(f"{layer}.down", f"{layer}.mlp", ("down_proj",)),
+            **(self.mixture(layer) if c.has_experts(i) else self.dense(layer)),
             **layer_shape(c, i),
         )
+
+    def dense(self, layer: str) -> dict[str, Any]:
+        return {
+            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.mlp", ("gate_proj", "up_proj")),
+            "down": self.fused(f"{layer}.down", f"{layer}.mlp", ("down_proj",)),
+            "experts": None,
+        }
+
+    def mixture(self, layer: str) -> dict[str, Any]:
+        """A layer's experts. Their router is never rounded."""
+        at = f"{layer}.mlp.experts"
+        gate, up, down = (self.tensor(f"{at}.{name}_proj.weight") for name in ("gate", "up", "down"))  # [E, ...]
+        router, routing = linear(self.tensor(f"{layer}.mlp.router.weight")), routing_of(self.config)
+        pairs = torch.cat([gate, up], 1)  # [E, 2I, H]
+        if ops.on_gpu(gate):
+            return {"gate_up": None, "down": None, "experts": DeviceExperts(router, pairs, down, routing)}
+        both = [self.product(f"{layer}.gate_up.{i}", weight, None) for i, weight in enumerate(pairs)]
+        back = [self.product(f"{layer}.down.{i}", weight, None) for i, weight in enumerate(down)]
+        return {"gate_up": None, "down": None, "experts": Experts(router, both, back, routing)}
+
+
+def routing_of(c: ModelConfig) -> Routing:
+    return Routing(c.experts_used, c.normalise_experts, c.activation)
 
 
 def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:

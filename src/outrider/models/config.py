@@ -19,12 +19,14 @@ from ..errors import ModelError
 
 SUPPORTED = (
     "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3 (dense), Gemma 2 and 3 (text), Phi-3 and 4, "
-    "Granite 3, OLMo 2 and GLM-4"
+    "Granite 3, OLMo 2, GLM-4, Mixtral and Qwen3-MoE"
 )
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "glm4",
+    "mixtral", "qwen3_moe",
 )  # fmt: skip
-_TYPES = {"gemma3_text": "gemma3"}  # Hugging Face's model_type, where a family has two
+_TYPES = {"gemma3_text": "gemma3", "qwen3moe": "qwen3_moe"}  # other names of a family
+_EXPERTS = ("mixtral", "qwen3_moe")
 SILU, GELU = "silu", "gelu_tanh"
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU, "gelu_new": GELU}
 MAX_LAYERS = 10_000  # a damaged count must not exhaust the memory
@@ -198,6 +200,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     logit_scale: float = 1.0
+    experts: int = 0  # MLPs of a layer, of which each row uses a few; 0: an ordinary MLP
+    experts_used: int = 0
+    expert_size: int = 0  # the intermediate size of one
+    normalise_experts: bool = True  # the shares of a row's experts add up to one
+    dense_layers: frozenset[int] = frozenset()  # with an ordinary MLP, where others have experts
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -206,6 +213,10 @@ class ModelConfig:
             raise ModelError("The model's configuration has a size that is not positive; download the model again.")
         scaling = self.rope_scaling
         lists = (scaling.factors, scaling.long_factors) if scaling else ()
+        if self.experts and not (0 < self.experts_used <= self.experts and self.expert_size > 0):
+            raise ModelError(
+                f"The model's configuration uses {self.experts_used} of {self.experts} experts; download it again."
+            )
         fits = self.heads % self.kv_heads == 0 and self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim
         if not fits or any(each and len(each) != self.rotary_dim // 2 for each in lists):
             raise ModelError(
@@ -218,6 +229,9 @@ class ModelConfig:
         """The factor on rope's cos and sin: 1 except for yarn and longrope."""
         return self.rope_scaling.attention_factor if self.rope_scaling else 1.0
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
+
     def window(self, layer: int) -> int:
         """The sliding window of a layer in positions; 0: none."""
         return self.sliding_window if layer in self.window_layers else 0
@@ -227,7 +241,7 @@ class ModelConfig:
         """Whether a layer computes what a Llama's does, q/k norms, biases, windows and partial rope included."""
         names = (
             "activation", "pre_norm", "post_norm", "whole_qk_norm", "local_rope_theta", "score_cap", "logit_cap",
-            "embedding_scale", "residual_scale", "logit_scale",
+            "embedding_scale", "residual_scale", "logit_scale", "experts",
         )  # fmt: skip
         defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
         usual = self.attention_scale == self.head_dim**-0.5
@@ -273,33 +287,54 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     family = supported(data.get("model_type"))
     if isinstance(data.get("text_config"), dict):  # the text half of a model that also reads pictures
         data = {**data, **data["text_config"]}
-    _refuse_variants(data)
+    _refuse_variants(data, family)
     layers, heads = integer(data, "num_hidden_layers", most=MAX_LAYERS), integer(data, "num_attention_heads")
     hidden, context = integer(data, "hidden_size"), integer(data, "max_position_embeddings", 2048)
     head_dim = integer(data, "head_dim", _HEAD_DIMS.get(family, hidden // max(heads, 1)))
     rope = hf_rope(data)
     scaling = rope_scaling(rope, context)
     window, window_layers = _hf_window(data, family, layers)
-    biased = bool(data.get("attention_bias", False)) and family not in ("mistral", "phi3")
+    biased = bool(data.get("attention_bias", False)) and family not in ("mistral", "mixtral", "phi3")
     partial = float(rope.get("partial_rotary_factor", 0.5 if family == "glm4" else 1.0))
     return ModelConfig(
         architecture=family, vocab_size=integer(data, "vocab_size"), hidden_size=hidden, layers=layers, heads=heads,
-        kv_heads=integer(data, "num_key_value_heads", 8 if family == "mistral" else heads), head_dim=head_dim,
+        kv_heads=integer(data, "num_key_value_heads", 8 if family in ("mistral", "mixtral") else heads),
+        head_dim=head_dim,
         intermediate_size=integer(data, "intermediate_size"), norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", _THETAS.get(family, 1e4))), rotary_dim=int(head_dim * partial),
         context_length=scaled_context(context, scaling), rope_scaling=scaling,
         no_rope_layers=no_rope_layers(layers, data) if family == "smollm3" else frozenset(),
         tied=bool(data.get("tie_word_embeddings", family in _TIED)),
         qkv_bias=biased or family == "qwen2", o_bias=biased and family != "glm4",
-        qk_norm=family in ("qwen3", "gemma3", "olmo2"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2"),
         sliding_window=window if window_layers else 0, window_layers=window_layers,
         bos_id=next(iter(token_ids(data.get("bos_token_id"))), None),
         eos_ids=token_ids(data.get("eos_token_id")) | token_ids(generation.get("eos_token_id")),
-        activation=_activation(data), **_variants(data, family, hidden, head_dim),
+        activation=_activation(data), **_variants(data, family, hidden), **_experts(data, family, layers),
     )  # fmt: skip
 
 
-def _variants(data: Mapping[str, Any], family: str, hidden: int, head_dim: int) -> dict[str, Any]:
+def _experts(data: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """Mixtral's experts are as wide as its MLP would be; Qwen's layers may have an ordinary MLP."""
+    if family == "mixtral":
+        return {
+            "experts": integer(data, "num_local_experts", 8), "experts_used": integer(data, "num_experts_per_tok", 2),
+            "expert_size": integer(data, "intermediate_size"),
+        }  # fmt: skip
+    if family != "qwen3_moe":
+        return {}
+    every, dense = integer(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
+    count = data.get("num_experts") or data.get("num_local_experts")
+    return {
+        "experts": integer({"num_experts": count}, "num_experts", 128),
+        "experts_used": integer(data, "num_experts_per_tok", 8),
+        "expert_size": integer(data, "moe_intermediate_size", 768),
+        "normalise_experts": bool(data.get("norm_topk_prob", False)),
+        "dense_layers": frozenset(i for i in range(layers) if i in dense or (i + 1) % max(every, 1)),
+    }
+
+
+def _variants(data: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
     """What distinguishes a family's layers from a Llama's."""
     if family == "granite":
         return {
@@ -343,12 +378,12 @@ def _activation(data: Mapping[str, Any]) -> str:
     return _ACTIVATIONS[name]
 
 
-def _refuse_variants(data: Mapping[str, Any]) -> None:
+def _refuse_variants(data: Mapping[str, Any], family: str) -> None:
     if data.get("mlp_bias"):
         raise UnsupportedModel("The model's MLP has biases (mlp_bias), which Outrider does not support.")
     if data.get("use_bidirectional_attention"):
         raise UnsupportedModel("The model's attention looks ahead (use_bidirectional_attention): it embeds texts.")
-    if int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
+    if family not in _EXPERTS and int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
         raise UnsupportedModel("The model is a mixture of experts, which is not supported; use a dense model.")
     if quantised := data.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
@@ -384,19 +419,19 @@ def no_rope_layers(layers: int, data: Mapping[str, Any]) -> frozenset[int]:
 
 def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
     window = data.get("sliding_window") or 0
-    always = ("mistral", "phi3", "gemma2", "gemma3")
+    always = ("mistral", "mixtral", "phi3", "gemma2", "gemma3")
     if family in ("llama", "granite", "olmo2", "glm4") or not window:
         return 0, frozenset()
     if family not in always and not data.get("use_sliding_window", False):
         return 0, frozenset()
     kinds = data.get("layer_types")
-    if kinds and family not in ("mistral", "phi3"):
+    if kinds and family not in ("mistral", "mixtral", "phi3", "qwen3_moe"):
         return window, frozenset(i for i, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
     if family == "smollm3":
         return window, no_rope_layers(layers, data)
     if family in _WINDOW_PATTERNS:
         return window, window_pattern(family, layers, data.get("sliding_window_pattern"))
-    first = 0 if family in always else integer(data, "max_window_layers", 28)
+    first = 0 if family in (*always, "qwen3_moe") else integer(data, "max_window_layers", 28)
     return window, frozenset(range(first, layers))
 
 

@@ -179,10 +179,13 @@ _END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<
 
 def gguf_config(file: GGUF) -> ModelConfig:
     """The configuration in a header. Biases, q/k norms and a tied head follow from which tensors the file has."""
+    named = str(file.metadata.get("general.architecture"))
     family = configs.supported(file.metadata.get("general.architecture"))
-    own = {k[len(family) + 1 :]: v for k, v in file.metadata.items() if k.startswith(family + ".")}
-    if own.get("expert_count"):
-        raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
+    own = {k[len(named) + 1 :]: v for k, v in file.metadata.items() if k.startswith(named + ".")}
+    if own.get("expert_count") and family == "llama":
+        family = "mixtral"
+    if own.get("expert_count") and family not in ("mixtral", "qwen3_moe"):
+        raise ModelError(f"A mixture of experts of the architecture '{named}' is not supported; use a dense model.")
     heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
     layers, context = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "context_length")
@@ -201,16 +204,28 @@ def gguf_config(file: GGUF) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in tensors, qk_norm="blk.0.attn_q_norm.weight" in tensors,
         sliding_window=window, window_layers=window_layers,
         bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
-        eos_ids=gguf_eos_ids(file.metadata), **_variants(own, family, hidden, heads, head_dim, layers),
+        eos_ids=gguf_eos_ids(file.metadata), **_experts(own),
+        **_variants(own, family, hidden, heads, head_dim, layers),
     )  # fmt: skip
+
+
+def _experts(own: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp always normalises the shares of a row's experts in the families that are read here."""
+    if not own.get("expert_count"):
+        return {}
+    size = integer(own, "expert_feed_forward_length", integer(own, "feed_forward_length", 0))
+    count, used = integer(own, "expert_count"), integer(own, "expert_used_count")
+    return {"experts": count, "experts_used": used, "expert_size": size}
 
 
 def _window(own: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
     """Mistral 0.1 is a `llama` with a window in every layer; Gemmas have them in turn; llama.cpp ignores others."""
     window = integer(own, "attention.sliding_window", 0)
-    if not window or family not in ("llama", "gemma2", "gemma3"):
+    if not window or family not in ("llama", "mixtral", "gemma2", "gemma3"):
         return 0, frozenset()
-    return window, frozenset(range(layers)) if family == "llama" else configs.window_pattern(family, layers)
+    return window, frozenset(range(layers)) if family in ("llama", "mixtral") else configs.window_pattern(
+        family, layers
+    )
 
 
 def _variants(
@@ -287,13 +302,12 @@ _BLOCK = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "attn_qkv": "self_attn.qkv_proj", "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
+    "ffn_gate_inp": "mlp.router", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }  # fmt: skip
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
-_PERMUTED = (
-    "llama",
-    "smollm3",
-    "granite",
-)  # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2)
+# llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2).
+_PERMUTED = ("llama", "smollm3", "granite", "mixtral")
 
 
 class GGUFWeights(Weights):

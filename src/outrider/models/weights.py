@@ -57,11 +57,11 @@ def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for i in range(config.layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config).items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, i).items()}
     return shapes
 
 
-def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}.weight": (r, c.hidden_size) for n, r in rows.items()}
@@ -75,6 +75,11 @@ def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     norms = ["input_layernorm", "post_attention_layernorm"] if c.pre_norm else []
     norms += ["attention_post_norm", "mlp_post_norm"] if c.post_norm else []
     shapes |= {f"{n}.weight": (c.hidden_size,) for n in norms}
+    if c.has_experts(i):
+        each = (c.experts, c.expert_size, c.hidden_size)
+        shapes |= {f"mlp.experts.{n}.weight": each for n in ("gate_proj", "up_proj")}
+        shapes["mlp.experts.down_proj.weight"] = (c.experts, c.hidden_size, c.expert_size)
+        return shapes | {"mlp.router.weight": (c.experts, c.hidden_size)}
     shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in ("gate_proj", "up_proj")}
     shapes["mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
     return shapes
@@ -132,8 +137,11 @@ _RENAMED = {  # Hugging Face's part of a layer -> Outrider's: Llama's names, and
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
+    "mixtral": {"block_sparse_moe.gate": "mlp.router", "mlp.gate": "mlp.router"},
+    "qwen3_moe": {"mlp.gate": "mlp.router"},
     "glm4": {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"},
 }
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FUSED_QKV, _FUSED_MLP = ("phi3",), ("phi3", "glm4")
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
 
@@ -148,32 +156,61 @@ class FamilyWeights(Weights):
     def __init__(self, source: Any, config: ModelConfig, in_gguf: bool = False) -> None:
         self.source, self.config, self.in_gguf = source, config, in_gguf
         stored = {_without_prefix(name): name for name in source.names()}
-        inverse = {} if in_gguf else {new: old for old, new in _RENAMED.get(config.architecture, {}).items()}
+        renamed = {} if in_gguf else _RENAMED.get(config.architecture, {})
+        stored = {_renamed(name, renamed): own for name, own in stored.items()}
         self._stored: dict[str, tuple[str, slice]] = {}
+        self._stacked: dict[str, list[str]] = {}  # of experts that have a tensor each
         for name in expected(config):
+            if ".mlp.experts." in name and self._find_experts(name, stored):
+                continue
             named, rows = self._cut(name)
-            layer, part, end = _split(named)
-            own = f"{layer}{inverse.get(part, part)}{end}"
-            if own in stored:
-                self._stored[name] = (stored[own], rows)
+            if named in stored:
+                self._stored[name] = (stored[named], rows)
 
     @property
     def quantised(self) -> bool:
         return bool(getattr(self.source, "quantised", False))
 
+    def _find_experts(self, name: str, stored: dict[str, str]) -> bool:
+        """Where a stack of experts [E, ...] is: a tensor for each expert, or gates and ups side by side."""
+        c, (layer, part, end) = self.config, _split(name)
+        kind = part.rpartition(".")[2]
+        forms = (f"mlp.experts.{{}}.{kind}", f"block_sparse_moe.experts.{{}}.{_MIXTRAL[kind]}")
+        for form in forms:
+            each = [f"{layer}{form.format(i)}{end}" for i in range(c.experts)]
+            if all(one in stored for one in each):
+                self._stacked[name] = [stored[one] for one in each]
+                return True
+        joined = "gate_up_proj" if kind != "down_proj" else "down_proj"
+        if f"{layer}mlp.experts.{joined}" not in stored:
+            return False
+        cut = {"gate_proj": slice(0, c.expert_size), "up_proj": slice(c.expert_size, 2 * c.expert_size)}
+        self._stored[name] = (stored[f"{layer}mlp.experts.{joined}"], cut.get(kind, slice(None)))
+        return True
+
     def names(self) -> frozenset[str]:
-        return frozenset(self._stored)
+        return frozenset(self._stored) | frozenset(self._stacked)
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._stored or name in self._stacked
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._stacked:
+            return len(self._stacked[name]), *self.source.shape(self._stacked[name][0])
         stored, rows = self._stored[name]
+        if ".mlp.experts." in name:
+            count, first, *rest = self.source.shape(stored)
+            return count, len(range(*rows.indices(first))), *rest
         first, *rest = self.source.shape(stored)
         return len(range(*rows.indices(first))), *rest
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        if name in self._stacked:
+            return torch.stack([self.source.get(one, dtype) for one in self._stacked[name]])
         stored, rows = self._stored[name]
+        if ".mlp.experts." in name:
+            experts: Tensor = self.source.get(stored, dtype)[:, rows]
+            return experts
         gain = self.config.architecture.startswith("gemma") and name.endswith("norm.weight") and not self.in_gguf
         tensor: Tensor = self.source.get(stored, torch.float32 if gain else dtype)[rows]
         if gain:  # Gemma's files have it minus one
@@ -217,13 +254,20 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _TEXT_PREFIXES if name.startswith(prefix)), name)
 
 
+def _renamed(name: str, names: dict[str, str]) -> str:
+    layer, part, end = _split(name)
+    return f"{layer}{names.get(part, part)}{end}"
+
+
 def _split(name: str) -> tuple[str, str, str]:
     """`layers.3.self_attn.q_proj.weight` -> ("layers.3.", "self_attn.q_proj", ".weight")."""
     stem, dot, end = name.rpartition(".")
     if not name.startswith("layers."):
         return "", stem, dot + end
-    _, number, part = stem.split(".", 2)
-    return f"layers.{number}.", part, dot + end
+    _, number, *parts = stem.split(".", 2)
+    if not parts:  # a joined tensor without an ending
+        return f"layers.{number}.", end, ""
+    return f"layers.{number}.", parts[0], dot + end
 
 
 def _open(path: Path) -> Any:

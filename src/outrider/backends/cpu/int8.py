@@ -24,8 +24,10 @@ from ...models.config import SILU, ModelConfig
 from ...models.stages import stage
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
+from ..experts import Experts
+from ..linear import linear
 from ..rows import Rows
-from ..transformer import Layer, Transformer, layer_shape, rope_tables
+from ..transformer import Layer, Transformer, layer_shape, rope_tables, routing_of
 from . import native, quantise as quant
 from .quantise import PRODUCTS, Quantised, Settings, Tensors
 
@@ -169,7 +171,17 @@ class Int8Decoder(Transformer):
 
     def _layer(self, i: int) -> Layer:
         c, at, t = self.config, f"layers.{i}.", self.tensors
-        products: dict[str, Any] = {name: int8_product(quant.product(t, at + name, c)) for name in PRODUCTS}
+        names = PRODUCTS[:2] if c.has_experts(i) else PRODUCTS
+        products: dict[str, Any] = {name: int8_product(quant.product(t, at + name, c)) for name in names}
+        if c.has_experts(i):
+            both, back = (
+                [int8_product(quant.product(t, f"{at}{name}.{e}", c)) for e in range(c.experts)]
+                for name in ("gate_up", "down")
+            )
+            products |= {"gate_up": None, "down": None}
+            products["experts"] = Experts(linear(t[f"{at}router"]), both, back, routing_of(c))
+        else:
+            products["experts"] = None
         norms: Any = (t[f"{at}q_norm"], t[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None
         around: dict[str, Any] = {name: t.get(at + name) for name in quant.NORMS}
         return Layer(head_norms=norms, **products, **around, **layer_shape(c, i))

@@ -62,7 +62,7 @@ class Settings:
 
     def outliers(self, name: str, inputs: int) -> int:
         """Outliers of a product, such as "head" or "layers.3.qkv": a multiple of 4."""
-        share: int = getattr(self, name.rpartition(".")[2])
+        share: int = getattr(self, kind_of(name))
         return min(_MOST_OUTLIERS, -(-inputs // share // 4) * 4) if share else 0
 
 
@@ -165,6 +165,8 @@ class _Calibration:
             norms |= {"q_norm": layer.head_norms[0], "k_norm": layer.head_norms[1]}
         vectors = {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
         self.tensors |= vectors
+        if layer.experts is not None:
+            self.tensors[f"layers.{i}.router"] = self.source.get(f"layers.{i}.mlp.router.weight", torch.float32)
         for name, product in products.items():
             self._quantise(name, product.weight, product.bias, product.largest)
 
@@ -176,7 +178,7 @@ class _Calibration:
 
     def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor) -> None:
         outliers = self.settings.outliers(key, weight.shape[1])
-        gated = key.endswith("gate_up") and self.config.llama_like
+        gated = kind_of(key) == "gate_up" and self.config.llama_like
         q = quantise(weight, bias, largest, outliers, gated)
         self.tensors |= {f"{key}.weight": q.weight, f"{key}.scale": q.scale, f"{key}.outliers": q.outliers}
         if q.bias is not None:
@@ -224,16 +226,21 @@ class _Recording(Loader):
         return self.products[name]
 
 
+def kind_of(name: str) -> str:
+    """`layers.3.down` and `layers.3.down.7` (of an expert) -> `down`."""
+    return next(part for part in reversed(name.split(".")) if not part.isdigit())
+
+
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
-    """One product of a model, by its name: "head" or "layers.3.qkv"."""
-    c, kind = config, name.rpartition(".")[2]
-    inner, pair = c.heads * c.head_dim, -(-c.intermediate_size // HALF) * OUTPUTS
-    pair = pair if c.llama_like else 2 * c.intermediate_size
+    """One product of a model, by its name: "head", "layers.3.qkv" or "layers.3.down.7" of an expert."""
+    c, kind, one_of_many = config, kind_of(name), name.rpartition(".")[2].isdigit()
+    inner, middle = c.heads * c.head_dim, c.expert_size if one_of_many else c.intermediate_size
+    pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle
     outputs, inputs = {
         "qkv": (inner + 2 * c.kv_heads * c.head_dim, c.hidden_size),
         "out": (c.hidden_size, inner),
         "gate_up": (pair, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
+        "down": (c.hidden_size, middle),
         "head": (c.vocab_size, c.hidden_size),
     }[kind]
     parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]
