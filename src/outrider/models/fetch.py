@@ -251,6 +251,61 @@ def hub_model(name: str, head: bool = False) -> Path:
         raise ModelError(_hub_message(name, error)) from error
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A repository of the hub on this machine."""
+
+    path: Path
+    files: int
+    checked: int  # files whose SHA-256 is the hub's; small ones have none
+
+
+def fetch_hub(name: str, progress: Callable[[str, float], None] = lambda what, share: None) -> Fetched:
+    """Download a model or a head, or the rest of it, and compare every file with the checksum that the hub names.
+
+    Pickled weights are only taken where there are no others. A file that differs is deleted, so that the next call
+    downloads it again.
+    """
+    path = hub_model(name)
+    if not next(path.glob("*.safetensors"), None):
+        path = hub_model(name, head=True)
+    sums, checked = _hub_checksums(name), 0
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    for number, file in enumerate(files):
+        progress(f"Checking {file.name}", number / len(files))
+        if file.name in sums:
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest != sums[file.name]:
+                _delete_linked(file)
+                raise ModelError(
+                    f"{file.name} of '{name}' is not the hub's file (SHA-256 {digest[:12]}… instead of "
+                    f"{sums[file.name][:12]}…) and was deleted; run `outrider fetch {name}` again."
+                )
+            checked += 1
+    return Fetched(path, len(files), checked)
+
+
+def _hub_checksums(name: str) -> dict[str, str]:
+    """File -> SHA-256, of the files for which the hub has one; none where it cannot be reached."""
+    import huggingface_hub as hub
+
+    repo, _, revision = name.partition("@")
+    try:
+        info = hub.HfApi().model_info(repo, revision=revision or None, files_metadata=True)
+    except Exception:  # offline: what was downloaded before is used as it is
+        return {}
+    sums = {sibling.rfilename: getattr(sibling.lfs, "sha256", None) for sibling in info.siblings or () if sibling.lfs}
+    return {file: digest for file, digest in sums.items() if isinstance(digest, str)}
+
+
+def _delete_linked(file: Path) -> None:
+    """A file of the hub's cache is a link to its content."""
+    content = file.resolve()
+    file.unlink(missing_ok=True)
+    content.unlink(missing_ok=True)
+
+
 def _hub_message(name: str, error: Exception) -> str:
     """Errors are recognised by class names, which survive reorganisations of the library."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
