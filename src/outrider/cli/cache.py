@@ -1,4 +1,4 @@
-"""`outrider cache list | clear`: what Outrider keeps on disk. Everything but what was learnt or trained can be made again."""
+"""`outrider cache list | clear`: what Outrider keeps on disk. All but what was learnt or trained can be made again."""
 
 from __future__ import annotations
 

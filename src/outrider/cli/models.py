@@ -52,7 +52,7 @@ def models(as_json: Json = False) -> None:
         return
     table = Table()
     for column in ("name", "size", "what it is", "head"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for entry, head in found:
         cells = (entry.name, megabytes(entry.bytes), entry.about, "" if head is None else head.name)
         table.add_row(*cells, style="red" * (entry.kind == "unreadable"))

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutriderError
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import DEFAULT, Checkpoint, open_checkpoint
+from .fetch import SMOLLM2
 from .foreign import ForeignWeights
 from .paths import cache_folder
 from .published import is_head, read_json
@@ -68,7 +69,7 @@ def _about_head(folder: Path) -> str:
 
 def _places() -> Iterator[tuple[str, Path]]:
     for path in sorted((cache_folder() / "models").glob("*.gguf")):
-        yield str(path), path
+        yield DEFAULT if path.name == Path(SMOLLM2.member).name else str(path), path
     for path in sorted((cache_folder() / "heads").glob(f"*/{CONFIG}")):
         yield str(path.parent), path.parent
     yield from _hub_snapshots()
