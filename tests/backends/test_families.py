@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
@@ -28,6 +29,7 @@ from outrider.backends.transformer import Transformer
 from outrider.engine.batch import BatchBuilder
 from outrider.errors import OutriderError
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.weights import Safetensors, adapted, mxfp4
 from outrider.testing import check_drafter
 
 from support.decoders import CASES, LAYERS, LENGTH, Bench, doubled, ours, pair, text, their_logits
@@ -47,6 +49,7 @@ GRANITE = {
     "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5,
 }  # fmt: skip
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
+OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8} | WINDOWS
 GLM = {"head_dim": 8, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2": ("gemma2", GEMMA2),
@@ -85,6 +88,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("qwen3_moe", QWEN),
     "qwen3_moe normalised": ("qwen3_moe", QWEN | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe sparse": ("qwen3_moe", QWEN | {"decoder_sparse_step": 2, "head_dim": 16, "attention_bias": True}),
+    "gpt_oss": ("gpt_oss", OSS),
+    "gpt_oss scaled": ("gpt_oss", OSS | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}}),
+    "gpt_oss all full": ("gpt_oss", OSS | {"layer_types": ["full_attention"] * 3, "attention_bias": False}),
 }  # fmt: skip
 CASES |= FAMILIES
 ROWS_ALONE = GPU or _rows_are_independent()  # whether triton's interpreter can show that rows are
@@ -210,6 +218,34 @@ def test_experts_are_chosen_and_added_as_they_should_be() -> None:
     assert added(outputs, torch.ones(1, 3)).tolist() == [[0.0]]
 
 
+def test_four_bit_floats_are_read(tmp_path: Path) -> None:
+    """gpt-oss as it is published: every value of the format, a negative exponent, gates and ups in turn."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)  # [E, N, K / 32, 16]
+    scales = torch.tensor([[[127, 128, 120, 127, 127, 127, 127, 130]] * 2], dtype=torch.uint8)
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values += [-value for value in values]
+    wanted = []
+    for n in range(2):
+        for block in range(8):
+            exponent = 2.0 ** (int(scales[0, n, block]) - 127)
+            for byte in blocks[0, n, block].tolist():
+                wanted += [values[byte % 16] * exponent, values[byte // 16] * exponent]
+    assert mxfp4(blocks, scales, torch.float32).flatten().tolist() == wanted
+    config = replace(pair("gpt_oss")[1], layers=1, hidden_size=256, experts=1, experts_used=1, expert_size=1)
+    save_file(
+        {
+            "model.layers.0.mlp.experts.gate_up_proj_blocks": blocks,
+            "model.layers.0.mlp.experts.gate_up_proj_scales": scales,
+        },
+        tmp_path / "model.safetensors",
+    )
+    weights = adapted(Safetensors([tmp_path / "model.safetensors"]), config)
+    for at, name in enumerate(("gate_proj", "up_proj")):
+        full = f"layers.0.mlp.experts.{name}.weight"
+        assert weights.shape(full) == (1, 1, 256)
+        assert weights.get(full, torch.float32).flatten().tolist() == wanted[256 * at : 256 * (at + 1)]
+
+
 def test_a_pass_over_experts_is_timed_with_different_tokens() -> None:
     """Equal tokens would all read the same experts, and several rows would seem to cost what one does."""
     mixture, dense = (SimpleNamespace(model=ours(case, torch.float32)) for case in ("mixtral", "olmo2"))
@@ -264,7 +300,7 @@ def written(path: Path, case: str) -> Any:
     """A case as llama.cpp's converter would write it; returns the model of transformers."""
     theirs, c, _ = pair(case)
     data, family = theirs.config, c.architecture
-    named = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(family, family)
+    named = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), named)
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == named)
     names = gguf.get_tensor_name_map(arch, LAYERS)
@@ -284,16 +320,20 @@ def written(path: Path, case: str) -> Any:
         writer.add_embedding_scale(data.embedding_multiplier)
         writer.add_residual_scale(data.residual_multiplier)
         writer.add_logit_scale(data.logits_scaling)
-    if family.startswith("gemma"):
+    if family in ("gemma2", "gemma3", "gpt_oss"):
         writer.add_sliding_window(data.sliding_window)
-        if data.attn_logit_softcapping:
-            writer.add_attn_logit_softcapping(data.attn_logit_softcapping)
-            writer.add_final_logit_softcapping(data.final_logit_softcapping)
+    if family.startswith("gemma") and data.attn_logit_softcapping:
+        writer.add_attn_logit_softcapping(data.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(data.final_logit_softcapping)
     if c.experts:
         writer.add_expert_count(c.experts)
         writer.add_expert_used_count(c.experts_used)
         writer.add_expert_feed_forward_length(c.expert_size)
-    if c.rope_scaling is not None:
+    if family == "gpt_oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(c.rope_scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(c.rope_scaling.original_context)
+    elif c.rope_scaling is not None:
         writer.add_rope_scaling_orig_ctx_len(c.rope_scaling.original_context)
         writer.add_rope_scaling_attn_factors(c.rope_scaling.attention_factor)
         for name, factors in (("long", c.rope_scaling.long_factors), ("short", c.rope_scaling.factors)):
@@ -318,7 +358,18 @@ def separate_experts(state: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
     """Gates, ups and downs of all experts apart, as the converter stacks them."""
     named: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        stem, _, end = name.partition("experts.")
+        if c.architecture == "gpt_oss" and end:  # [E, H, 2I], gates and ups in turn
+            kind = "bias" if end.endswith("bias") else "weight"
+            tensor = tensor.transpose(1, 2).contiguous() if kind == "weight" else tensor
+            if end.startswith("down"):
+                named[f"{stem}experts.down_proj.{kind}"] = tensor
+                continue
+            named[f"{stem}experts.gate_proj.{kind}"] = tensor[:, ::2].contiguous()
+            named[f"{stem}experts.up_proj.{kind}"] = tensor[:, 1::2].contiguous()
+        elif name.endswith("sinks"):
+            named[f"{name}.weight"] = tensor
+        elif name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             named |= {f"{stem}gate_proj.weight": tensor[:, : c.expert_size].contiguous()}
             named |= {f"{stem}up_proj.weight": tensor[:, c.expert_size :].contiguous()}
@@ -338,6 +389,7 @@ FILES: dict[str, tuple[str, dict[str, object]]] = {
     "gguf olmo2": ("olmo2", {}),
     "gguf glm4": ("glm4", GLM | {"attention_bias": True}),
     "gguf mixtral": FAMILIES["mixtral"],
+    "gguf gpt_oss": FAMILIES["gpt_oss scaled"],
     "gguf qwen3_moe": ("qwen3_moe", QWEN | {"norm_topk_prob": True}),
 }
 CASES |= {name: (family, changes | {"vocab_size": SIZE}) for name, (family, changes) in FILES.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.rows import Rows
-from outrider.models.config import GELU, SILU
+from outrider.models.config import CLAMPED, SILU
 
 from support.native_builds import Use
 
@@ -262,13 +262,16 @@ def test_add_norm_in_float64(backend: str) -> None:
 
 @pytest.mark.parametrize("width", [1536, 100, 3])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("activation", [SILU, GELU])
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_gate_mul(backend: str, width: int, dtype: torch.dtype, activation: str) -> None:
     gate_up = _random(40, 2 * width, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, 1)
     out = ops.gate_mul(gate_up, activation)
     assert out.dtype is dtype
     wanted = gate * gate.sigmoid() if activation == SILU else torch.nn.functional.gelu(gate, approximate="tanh")
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+        wanted = gate * (1.702 * gate).sigmoid()
     assert torch.allclose(out.double(), wanted * up, rtol=4e-6 if dtype is F32 else 8e-3, atol=2e-7)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)

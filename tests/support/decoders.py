@@ -50,6 +50,7 @@ CLASSES: dict[str, Any] = {
     "glm4": transformers.Glm4Config,
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 CASES: dict[str, tuple[str, dict[str, object]]] = {}  # name -> family and options; test files add theirs
 

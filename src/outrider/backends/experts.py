@@ -64,10 +64,12 @@ def added(outputs: Tensor, shares: Tensor) -> Tensor:
 
 
 class DeviceExperts:
-    """The same on a GPU, with all experts' weights side by side: [E, 2I, H] and [E, H, I]."""
+    """The same on a GPU, with all experts' weights side by side: [E, 2I, H] and [E, H, I], and biases [E, ...]."""
 
-    def __init__(self, router: Any, gate_up: Tensor, down: Tensor, routing: Routing) -> None:
-        self.router, self.gate_up, self.down, self.routing = router, gate_up, down, routing
+    def __init__(
+        self, router: Any, gate_up: Tensor, down: Tensor, biases: tuple[Tensor | None, Tensor | None], routing: Routing
+    ) -> None:
+        self.router, self.gate_up, self.down, self.biases, self.routing = router, gate_up, down, biases, routing
 
     def __call__(self, h: Tensor) -> Any:
         from .cuda.kernels.experts import expert_product
@@ -75,7 +77,7 @@ class DeviceExperts:
         chosen, shares = choose(summed(self.router(h)), self.routing)
         pairs = chosen.flatten().contiguous()  # [T * k]
         rows = torch.arange(pairs.shape[0], device=h.device) // chosen.shape[1]
-        middle = expert_product(h, rows, pairs, self.gate_up, self.routing.activation)  # [T * k, I]
+        middle = expert_product(h, rows, pairs, self.gate_up, self.biases[0], self.routing.activation)  # [T * k, I]
         every = torch.arange(pairs.shape[0], device=h.device)
-        outputs = expert_product(middle, every, pairs, self.down)  # [T * k, H] float32
+        outputs = expert_product(middle, every, pairs, self.down, self.biases[1])  # [T * k, H] float32
         return ops.as_delta(added(outputs.view(*chosen.shape, -1), shares))

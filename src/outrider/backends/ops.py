@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.config import GELU, SILU
+from ..models.config import CLAMPED, GELU, SILU
 from ..models.stages import stage
 from .cpu import native
 from .rows import Rows
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _CHUNK = 16384  # torch splits longer calls between threads, and the bits would depend on their number
+ACTIVATIONS = (SILU, GELU, CLAMPED)  # their numbers in kernels
 Norms = tuple[Tensor, Tensor, float]  # q_weight [d], k_weight [d], eps
 
 
@@ -123,7 +124,7 @@ def gate_mul(gate_up: Tensor, activation: str = SILU) -> Tensor:
     gate_up, bf16 = gate_up.contiguous(), gate_up.dtype is torch.bfloat16
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)  # [T, I]
-    sizes = (rows, width, bf16, activation == GELU, torch.get_num_threads())
+    sizes = (rows, width, bf16, ACTIVATIONS.index(activation), torch.get_num_threads())
     kernels.gate_mul(gate_up.data_ptr(), out.data_ptr(), *sizes)
     return out
 
@@ -318,12 +319,15 @@ def _gate_mul_torch(gate_up: Tensor, activation: str) -> Tensor:
         for start in range(0, width, _CHUNK):
             stop = min(start + _CHUNK, width)
             gate, up = row[start:stop], row[width + start : width + stop]  # [n] each
-            out[t, start:stop] = activated(gate, activation) * up
+            out[t, start:stop] = gated(gate, up, activation)
     return out
 
 
-def activated(gate: Tensor, activation: str) -> Tensor:
-    """The activation of a gate, in torch: g * sigmoid(s), where s is g or twice gelu's inner polynomial."""
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up in torch: g * sigmoid(s) * up, where s is g or, for gelu, twice its inner polynomial."""
     if activation == GELU:
-        return gate * torch.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate**3))
-    return torch.nn.functional.silu(gate)
+        return gate * torch.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate**3)) * up
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return torch.nn.functional.silu(gate) * up

@@ -23,6 +23,7 @@ from .experts import DeviceExperts, Experts, Routing
 from .linear import linear, summed
 from .rows import Rows
 
+NO_BIASES: tuple[Tensor | None, Tensor | None] = (None, None)
 Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None
 
 
@@ -39,6 +40,7 @@ class Layer:
     attention_norm: Tensor | None  # [H]; None: attention reads the stream as it is
     qkv: Any  # a product, as made by `linear`
     head_norms: tuple[Tensor, Tensor, float] | None  # RMS norms of q and k [d], or of all heads [heads * d]; eps
+    sinks: Tensor | None  # [heads]
     out: Any
     attention_post_norm: Tensor | None  # [H] of what attention adds to the stream
     mlp_norm: Tensor | None  # [H]
@@ -140,7 +142,7 @@ class Transformer(Model):
         if c.whole_qk_norm:
             qkv, norms = self._norm_whole(qkv, layer), None
         q = ops.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads, norms)
-        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute, layer.window, c.score_cap)
+        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute, layer.window, c.score_cap, layer.sinks)
         return self._leaving(layer.out(mixed), layer.attention_post_norm)
 
     def _mlp(self, layer: Layer, x: Tensor, delta: Delta) -> Delta:
@@ -230,6 +232,7 @@ class Loader:
             **around,
             qkv=self.fused(f"{layer}.qkv", attention, ("q_proj", "k_proj", "v_proj")),
             head_norms=norms,
+            sinks=self.norm(f"{attention}.sinks.weight") if c.sinks else None,
             out=self.fused(f"{layer}.out", attention, ("o_proj",)),
             **(self.mixture(layer) if c.has_experts(i) else self.dense(layer)),
             **layer_shape(c, i),
@@ -246,13 +249,23 @@ class Loader:
         """A layer's experts. Their router is never rounded."""
         at = f"{layer}.mlp.experts"
         gate, up, down = (self.tensor(f"{at}.{name}_proj.weight") for name in ("gate", "up", "down"))  # [E, ...]
-        router, routing = linear(self.tensor(f"{layer}.mlp.router.weight")), routing_of(self.config)
-        pairs = torch.cat([gate, up], 1)  # [E, 2I, H]
+        router, routing = self.router(layer), routing_of(self.config)
+        pairs, biases = torch.cat([gate, up], 1), NO_BIASES  # [E, 2I, H]
+        if self.config.expert_bias:
+            parts = [self.tensor(f"{at}.{name}_proj.bias") for name in ("gate", "up", "down")]
+            biases = torch.cat(parts[:2], 1), parts[2]  # [E, 2I], [E, H]
         if ops.on_gpu(gate):
-            return {"gate_up": None, "down": None, "experts": DeviceExperts(router, pairs, down, routing)}
-        both = [self.product(f"{layer}.gate_up.{i}", weight, None) for i, weight in enumerate(pairs)]
-        back = [self.product(f"{layer}.down.{i}", weight, None) for i, weight in enumerate(down)]
+            return {"gate_up": None, "down": None, "experts": DeviceExperts(router, pairs, down, biases, routing)}
+        both, back = (
+            [self.product(f"{layer}.{name}.{i}", one, None if each is None else each[i]) for i, one in enumerate(many)]
+            for name, many, each in (("gate_up", pairs, biases[0]), ("down", down, biases[1]))
+        )
         return {"gate_up": None, "down": None, "experts": Experts(router, both, back, routing)}
+
+    def router(self, layer: str) -> Any:
+        """In the dtype of the products, whatever their weights are stored as."""
+        bias = self.tensor(f"{layer}.mlp.router.bias") if self.config.expert_bias else None
+        return linear(self.tensor(f"{layer}.mlp.router.weight"), bias)
 
 
 def routing_of(c: ModelConfig) -> Routing:

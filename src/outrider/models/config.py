@@ -19,15 +19,16 @@ from ..errors import ModelError
 
 SUPPORTED = (
     "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3 (dense), Gemma 2 and 3 (text), Phi-3 and 4, "
-    "Granite 3, OLMo 2, GLM-4, Mixtral and Qwen3-MoE"
+    "Granite 3, OLMo 2, GLM-4, Mixtral, Qwen3-MoE and gpt-oss"
 )
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "glm4",
-    "mixtral", "qwen3_moe",
+    "mixtral", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
-_TYPES = {"gemma3_text": "gemma3", "qwen3moe": "qwen3_moe"}  # other names of a family
-_EXPERTS = ("mixtral", "qwen3_moe")
+_TYPES = {"gemma3_text": "gemma3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # other names of a family
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 SILU, GELU = "silu", "gelu_tanh"
+CLAMPED = "clamped_silu"  # gpt-oss: gate and up are limited to 7, then (up + 1) * gate * sigmoid(1.702 gate)
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU, "gelu_new": GELU}
 MAX_LAYERS = 10_000  # a damaged count must not exhaust the memory
 _NOPE_INTERVAL = 4  # SmolLM3: every fourth layer has no rope; GGUF has no key for it, llama.cpp hard-codes it too
@@ -205,6 +206,8 @@ class ModelConfig:
     expert_size: int = 0  # the intermediate size of one
     normalise_experts: bool = True  # the shares of a row's experts add up to one
     dense_layers: frozenset[int] = frozenset()  # with an ordinary MLP, where others have experts
+    expert_bias: bool = False  # of router and experts
+    sinks: bool = False  # each head of attention has a score that takes its share of the weights and adds nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -241,7 +244,7 @@ class ModelConfig:
         """Whether a layer computes what a Llama's does, q/k norms, biases, windows and partial rope included."""
         names = (
             "activation", "pre_norm", "post_norm", "whole_qk_norm", "local_rope_theta", "score_cap", "logit_cap",
-            "embedding_scale", "residual_scale", "logit_scale", "experts",
+            "embedding_scale", "residual_scale", "logit_scale", "experts", "sinks",
         )  # fmt: skip
         defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
         usual = self.attention_scale == self.head_dim**-0.5
@@ -278,8 +281,8 @@ def from_hf(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None
         raise ModelError(f"The model's config.json is not as it should be ({error}); download it again.") from error
 
 
-_HEAD_DIMS = {"qwen3": 128, "gemma2": 256, "gemma3": 256, "glm4": 128}  # where a file names none
-_THETAS = {"smollm3": 2e6, "gemma3": 1e6}
+_HEAD_DIMS = {"qwen3": 128, "gemma2": 256, "gemma3": 256, "glm4": 128, "gpt_oss": 64}  # where a file names none
+_THETAS = {"smollm3": 2e6, "gemma3": 1e6, "gpt_oss": 150_000.0}
 _TIED = ("smollm3", "gemma2", "gemma3")
 
 
@@ -294,11 +297,11 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     rope = hf_rope(data)
     scaling = rope_scaling(rope, context)
     window, window_layers = _hf_window(data, family, layers)
-    biased = bool(data.get("attention_bias", False)) and family not in ("mistral", "mixtral", "phi3")
+    biased = bool(data.get("attention_bias", family == "gpt_oss")) and family not in ("mistral", "mixtral", "phi3")
     partial = float(rope.get("partial_rotary_factor", 0.5 if family == "glm4" else 1.0))
     return ModelConfig(
         architecture=family, vocab_size=integer(data, "vocab_size"), hidden_size=hidden, layers=layers, heads=heads,
-        kv_heads=integer(data, "num_key_value_heads", 8 if family in ("mistral", "mixtral") else heads),
+        kv_heads=integer(data, "num_key_value_heads", 8 if family in ("mistral", "mixtral", "gpt_oss") else heads),
         head_dim=head_dim,
         intermediate_size=integer(data, "intermediate_size"), norm_eps=float(data.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", _THETAS.get(family, 1e4))), rotary_dim=int(head_dim * partial),
@@ -310,16 +313,18 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         sliding_window=window if window_layers else 0, window_layers=window_layers,
         bos_id=next(iter(token_ids(data.get("bos_token_id"))), None),
         eos_ids=token_ids(data.get("eos_token_id")) | token_ids(generation.get("eos_token_id")),
-        activation=_activation(data), **_variants(data, family, hidden), **_experts(data, family, layers),
+        activation=_activation(data, family), **_variants(data, family, hidden), **_experts(data, family, layers),
     )  # fmt: skip
 
 
 def _experts(data: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """Mixtral's experts are as wide as its MLP would be; Qwen's layers may have an ordinary MLP."""
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
+        many, few = (8, 2) if family == "mixtral" else (32, 4)
+        used = data.get("num_experts_per_tok") or data.get("experts_per_token") or few
         return {
-            "experts": integer(data, "num_local_experts", 8), "experts_used": integer(data, "num_experts_per_tok", 2),
-            "expert_size": integer(data, "intermediate_size"),
+            "experts": integer(data, "num_local_experts", many), "experts_used": used,
+            "expert_size": integer(data, "intermediate_size"), "expert_bias": family == "gpt_oss",
         }  # fmt: skip
     if family != "qwen3_moe":
         return {}
@@ -347,6 +352,8 @@ def _variants(data: Mapping[str, Any], family: str, hidden: int) -> dict[str, An
         return {"pre_norm": False, "post_norm": True, "whole_qk_norm": True}
     if family == "glm4":
         return {"post_norm": True}
+    if family == "gpt_oss":
+        return {"sinks": True}
     if family not in ("gemma2", "gemma3"):
         return {}
     capped = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
@@ -368,7 +375,11 @@ def _local_theta(data: Mapping[str, Any]) -> float:
     return float(local.get("rope_theta") or data.get("rope_local_base_freq") or 10_000.0)
 
 
-def _activation(data: Mapping[str, Any]) -> str:
+def _activation(data: Mapping[str, Any], family: str) -> str:
+    if family == "gpt_oss":
+        if (data.get("swiglu_limit", 7.0), data.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
+            raise UnsupportedModel("The model limits its gates otherwise than gpt-oss does, which is not supported.")
+        return CLAMPED
     name = data.get("hidden_activation") or data.get("hidden_act", "silu")
     if str(data.get("model_type")).startswith("gemma") and name == "gelu":  # files from before the key was split
         name = "gelu_pytorch_tanh"
@@ -383,10 +394,12 @@ def _refuse_variants(data: Mapping[str, Any], family: str) -> None:
         raise UnsupportedModel("The model's MLP has biases (mlp_bias), which Outrider does not support.")
     if data.get("use_bidirectional_attention"):
         raise UnsupportedModel("The model's attention looks ahead (use_bidirectional_attention): it embeds texts.")
-    if family not in _EXPERTS and int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
+    if family not in EXPERTS and int(data.get("num_experts") or data.get("num_local_experts") or 0) > 1:
         raise UnsupportedModel("The model is a mixture of experts, which is not supported; use a dense model.")
     if quantised := data.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        if (family, method) == ("gpt_oss", "mxfp4"):
+            return
         raise ModelError(
             f"The model's weights are quantised ({method}), which is not supported in safetensors; "
             "use the original model, or a GGUF file of it."
@@ -419,7 +432,7 @@ def no_rope_layers(layers: int, data: Mapping[str, Any]) -> frozenset[int]:
 
 def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
     window = data.get("sliding_window") or 0
-    always = ("mistral", "mixtral", "phi3", "gemma2", "gemma3")
+    always = ("mistral", "mixtral", "phi3", "gemma2", "gemma3", "gpt_oss")
     if family in ("llama", "granite", "olmo2", "glm4") or not window:
         return 0, frozenset()
     if family not in always and not data.get("use_sliding_window", False):
@@ -435,7 +448,7 @@ def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     return window, frozenset(range(first, layers))
 
 
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}  # every so many layers one reads the whole context
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt_oss": 2}  # every so many layers one reads the whole context
 
 
 def window_pattern(family: str, layers: int, every: int | None = None) -> frozenset[int]:

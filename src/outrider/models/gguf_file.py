@@ -175,6 +175,7 @@ def _entry(cursor: _Cursor) -> tuple[str, _Entry]:
 _CONTROL = 3  # a token's type
 # End tokens that llama.cpp recognises by their text, because GGUF names only one of them by id.
 _END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
+_END_TEXTS |= {"<|return|>", "<|call|>"}
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
@@ -184,7 +185,7 @@ def gguf_config(file: GGUF) -> ModelConfig:
     own = {k[len(named) + 1 :]: v for k, v in file.metadata.items() if k.startswith(named + ".")}
     if own.get("expert_count") and family == "llama":
         family = "mixtral"
-    if own.get("expert_count") and family not in ("mixtral", "qwen3_moe"):
+    if own.get("expert_count") and family not in configs.EXPERTS:
         raise ModelError(f"A mixture of experts of the architecture '{named}' is not supported; use a dense model.")
     heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
@@ -204,28 +205,27 @@ def gguf_config(file: GGUF) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in tensors, qk_norm="blk.0.attn_q_norm.weight" in tensors,
         sliding_window=window, window_layers=window_layers,
         bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
-        eos_ids=gguf_eos_ids(file.metadata), **_experts(own),
+        eos_ids=gguf_eos_ids(file.metadata), **_experts(own, family),
         **_variants(own, family, hidden, heads, head_dim, layers),
     )  # fmt: skip
 
 
-def _experts(own: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(own: Mapping[str, Any], family: str) -> dict[str, Any]:
     """llama.cpp always normalises the shares of a row's experts in the families that are read here."""
     if not own.get("expert_count"):
         return {}
     size = integer(own, "expert_feed_forward_length", integer(own, "feed_forward_length", 0))
     count, used = integer(own, "expert_count"), integer(own, "expert_used_count")
-    return {"experts": count, "experts_used": used, "expert_size": size}
+    return {"experts": count, "experts_used": used, "expert_size": size, "expert_bias": family == "gpt_oss"}
 
 
 def _window(own: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
-    """Mistral 0.1 is a `llama` with a window in every layer; Gemmas have them in turn; llama.cpp ignores others."""
+    """Mistral 0.1 is a `llama` with a window in every layer; Gemmas and gpt-oss have them in turn."""
     window = integer(own, "attention.sliding_window", 0)
-    if not window or family not in ("llama", "mixtral", "gemma2", "gemma3"):
+    if not window or family not in ("llama", "mixtral", "gemma2", "gemma3", "gpt_oss"):
         return 0, frozenset()
-    return window, frozenset(range(layers)) if family in ("llama", "mixtral") else configs.window_pattern(
-        family, layers
-    )
+    in_turn = family not in ("llama", "mixtral")
+    return window, configs.window_pattern(family, layers) if in_turn else frozenset(range(layers))
 
 
 def _variants(
@@ -243,6 +243,8 @@ def _variants(
         return {"pre_norm": False, "post_norm": True, "whole_qk_norm": True}
     if family == "glm4":
         return {"post_norm": True}
+    if family == "gpt_oss":
+        return {"sinks": True, "activation": configs.CLAMPED}
     if family not in ("gemma2", "gemma3"):
         return {}
     largest = (family, layers) in (("gemma2", 46), ("gemma3", 62))  # the 27B models, as llama.cpp tells them
@@ -269,6 +271,7 @@ def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
     original = int(own.get("rope.scaling.original_context_length") or own.get("context_length") or 0)
     attention = float(own.get("rope.scaling.attn_factor", 1.0)) * configs.yarn_attention({}, factor)
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope["truncate"] = str(file.metadata.get("general.architecture")) != "gpt-oss"
     betas = {key: own.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
     return configs.rope_scaling(rope | betas | {"attention_factor": attention}, original)
 
@@ -303,7 +306,7 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "attn_qkv": "self_attn.qkv_proj", "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
     "ffn_gate_inp": "mlp.router", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks",
 }  # fmt: skip
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
 # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2).
@@ -383,6 +386,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORTENED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")  # llama.cpp's, for files that name none
 
@@ -395,6 +403,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_O200K,),
     "default": _DEFAULT,
 }
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not built by merges

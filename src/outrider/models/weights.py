@@ -72,6 +72,8 @@ def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
     if c.qk_norm:
         wide = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
         shapes |= {f"self_attn.{n}_norm.weight": (size,) for n, size in zip("qk", wide, strict=True)}
+    if c.sinks:
+        shapes["self_attn.sinks.weight"] = (c.heads,)
     norms = ["input_layernorm", "post_attention_layernorm"] if c.pre_norm else []
     norms += ["attention_post_norm", "mlp_post_norm"] if c.post_norm else []
     shapes |= {f"{n}.weight": (c.hidden_size,) for n in norms}
@@ -79,6 +81,9 @@ def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
         each = (c.experts, c.expert_size, c.hidden_size)
         shapes |= {f"mlp.experts.{n}.weight": each for n in ("gate_proj", "up_proj")}
         shapes["mlp.experts.down_proj.weight"] = (c.experts, c.hidden_size, c.expert_size)
+        if c.expert_bias:
+            shapes |= {f"mlp.experts.{n}.bias": each[:2] for n in ("gate_proj", "up_proj")}
+            shapes |= {"mlp.experts.down_proj.bias": (c.experts, c.hidden_size), "mlp.router.bias": (c.experts,)}
         return shapes | {"mlp.router.weight": (c.experts, c.hidden_size)}
     shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in ("gate_proj", "up_proj")}
     shapes["mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
@@ -139,8 +144,10 @@ _RENAMED = {  # Hugging Face's part of a layer -> Outrider's: Llama's names, and
     "olmo2": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
     "mixtral": {"block_sparse_moe.gate": "mlp.router", "mlp.gate": "mlp.router"},
     "qwen3_moe": {"mlp.gate": "mlp.router"},
+    "gpt_oss": {"self_attn": "self_attn.sinks"},  # its name has no ending
     "glm4": {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"},
 }
+_IN_GGUF = {"gpt_oss": {"attention_post_norm": "post_attention_layernorm"}}  # llama.cpp names it after its place
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FUSED_QKV, _FUSED_MLP = ("phi3",), ("phi3", "glm4")
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
@@ -156,8 +163,8 @@ class FamilyWeights(Weights):
     def __init__(self, source: Any, config: ModelConfig, in_gguf: bool = False) -> None:
         self.source, self.config, self.in_gguf = source, config, in_gguf
         stored = {_without_prefix(name): name for name in source.names()}
-        renamed = {} if in_gguf else _RENAMED.get(config.architecture, {})
-        stored = {_renamed(name, renamed): own for name, own in stored.items()}
+        renamed = _IN_GGUF.get(config.architecture, {}) if in_gguf else _RENAMED.get(config.architecture, {})
+        stored = {_renamed(name, renamed).replace("sinks.sinks", "sinks.weight"): own for name, own in stored.items()}
         self._stored: dict[str, tuple[str, slice]] = {}
         self._stacked: dict[str, list[str]] = {}  # of experts that have a tensor each
         for name in expected(config):
@@ -239,7 +246,58 @@ class FamilyWeights(Weights):
 def adapted(source: Any, config: ModelConfig, in_gguf: bool = False) -> Any:
     """The weights under Outrider's names, which most families have already."""
     own = config.architecture in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
+    if config.architecture == "gpt_oss" and not in_gguf:
+        return GptOssWeights(source, config)
     return source if own else FamilyWeights(source, config, in_gguf)
+
+
+class GptOssWeights(FamilyWeights):
+    """gpt-oss in Hugging Face's form: gates and ups of all experts alternate, in four bits (MXFP4) or as floats."""
+
+    def _find_experts(self, name: str, stored: dict[str, str]) -> bool:
+        layer, part, end = _split(name)
+        stem = f"{layer}mlp.experts.{'down_proj' if 'down' in part else 'gate_up_proj'}"
+        stem = f"{stem}_bias" if end == ".bias" else f"{stem}_blocks" if f"{stem}_blocks" in stored else stem
+        if stem in stored:
+            self._stored[name] = (stored[stem], slice(None))
+        return True
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if ".mlp.experts." not in name:
+            return super().shape(name)
+        stored, _ = self._stored[name]
+        first, *rest = self.source.shape(stored)
+        if stored.endswith("_blocks"):  # [E, N, K / 32, 16] bytes
+            rest = [rest[0], 32 * rest[1]]
+        elif name.endswith(".weight"):
+            rest = rest[::-1]
+        return first, rest[0] if ".down_proj" in name else rest[0] // 2, *rest[1:]
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        if ".mlp.experts." not in name:
+            return super().get(name, dtype)
+        stored, _ = self._stored[name]
+        if stored.endswith("_blocks"):
+            scales = self.source.get(stored.removesuffix("blocks") + "scales", torch.uint8)
+            both = mxfp4(self.source.get(stored, torch.uint8), scales, dtype)
+        else:
+            both = self.source.get(stored, dtype)
+            both = both.transpose(1, 2).contiguous() if name.endswith(".weight") else both
+        return both if ".down_proj" in name else both[:, ".up_proj" in name :: 2].contiguous()
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four-bit floats [..., K / 32, 16] bytes with an exponent for each 32 [..., K / 32] -> [..., K].
+
+    The low half of a byte is the first of two neighbours.
+    """
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
+    pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [..., K / 32, 32]
+    values = torch.ldexp(table[pairs.long()], scales[..., None].int() - 127)
+    return values.flatten(-2).to(dtype)
 
 
 def halves(rows: Tensor, head_dim: int, rotary: int) -> Tensor:

@@ -179,11 +179,13 @@ class Int8Decoder(Transformer):
                 for name in ("gate_up", "down")
             )
             products |= {"gate_up": None, "down": None}
-            products["experts"] = Experts(linear(t[f"{at}router"]), both, back, routing_of(c))
+            products["experts"] = Experts(
+                linear(t[f"{at}router.weight"], t.get(f"{at}router.bias")), both, back, routing_of(c)
+            )
         else:
             products["experts"] = None
         norms: Any = (t[f"{at}q_norm"], t[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None
-        around: dict[str, Any] = {name: t.get(at + name) for name in quant.NORMS}
+        around: dict[str, Any] = {name: t.get(at + name) for name in (*quant.NORMS, "sinks")}
         return Layer(head_norms=norms, **products, **around, **layer_shape(c, i))
 
 

@@ -160,13 +160,17 @@ class _Calibration:
         one = Part(start=i, stop=i + 1, head=False)
         self.x = self.model.forward(self.rows, self.plane, one, self.x, taps=(i,)).hidden[i]
         layer = self.model.layers[i]
-        norms = {name: getattr(layer, name) for name in NORMS}
+        norms = {name: getattr(layer, name) for name in (*NORMS, "sinks")}
         if layer.head_norms is not None:
             norms |= {"q_norm": layer.head_norms[0], "k_norm": layer.head_norms[1]}
         vectors = {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
         self.tensors |= vectors
         if layer.experts is not None:
-            self.tensors[f"layers.{i}.router"] = self.source.get(f"layers.{i}.mlp.router.weight", torch.float32)
+            names = ("weight", "bias") if self.config.expert_bias else ("weight",)
+            for name in names:
+                self.tensors[f"layers.{i}.router.{name}"] = self.source.get(
+                    f"layers.{i}.mlp.router.{name}", torch.float32
+                )
         for name, product in products.items():
             self._quantise(name, product.weight, product.bias, product.largest)
 

@@ -66,14 +66,24 @@ int outrider_add_norm(const Norm *a) { return by_blocks(norm_rows, a, a->rows, b
 typedef struct {
     const void *gate_up; /* [T, 2I] */
     void *out; /* [T, I] */
-    int64_t rows, width, bf16, gelu, threads; /* gelu: by its tanh approximation; else silu */
+    int64_t rows, width, bf16, kind, threads; /* kind: 0 silu, 1 gelu by its tanh approximation, 2 silu with limits */
 } Gate;
 
 INLINE int64_t gate_block(int64_t width) { return block_of(4 * width); } /* an exponential costs several sums */
 
-/* Both activations are g * sigmoid(s): s is g, or twice gelu's inner polynomial. */
-INLINE vf steepness(vf g, int64_t gelu) {
-    return gelu ? 1.5957691216057308f * (g + 0.044715f * g * g * g) : g;
+INLINE vf limited(vf x, float low) { /* to low .. 7; NaN stays NaN */
+    x = either((vu)(x > 7.0f), all(7.0f), x);
+    return either((vu)(x < low), all(low), x);
+}
+
+/* All activations are g * sigmoid(s) * u: s is g, twice gelu's inner polynomial, or 1.702 g where both are limited. */
+INLINE vf gated(vf g, vf u, int64_t kind) {
+    if (kind == 2) {
+        g = limited(g, -INFINITY);
+        return g / (1.0f + exp_(-1.702f * g)) * (limited(u, -7.0f) + 1.0f);
+    }
+    const vf s = kind ? 1.5957691216057308f * (g + 0.044715f * g * g * g) : g;
+    return g / (1.0f + exp_(-s)) * u;
 }
 
 static int gate_rows(const void *job, int64_t part) {
@@ -86,8 +96,7 @@ static int gate_rows(const void *job, int64_t part) {
         read_row(gate, at(a->gate_up, a->bf16, 2 * t * n), a->bf16, n);
         read_row(up, at(a->gate_up, a->bf16, (2 * t + 1) * n), a->bf16, n);
         for (int64_t i = 0; i < wide; i += W) {
-            const vf g = load(gate + i);
-            store(gate + i, g / (1.0f + exp_(-steepness(g, a->gelu))) * load(up + i));
+            store(gate + i, gated(load(gate + i), load(up + i), a->kind));
         }
         write_row(at(a->out, a->bf16, t * n), a->bf16, gate, n);
     }

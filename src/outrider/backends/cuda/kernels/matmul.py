@@ -145,7 +145,7 @@ class Product:
         if self.bias is None:
             return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
         gate, up = self(x).total().chunk(2, dim=1)
-        return (ops.activated(gate, activation) * up).to(x.dtype)
+        return ops.gated(gate, up, activation).to(x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:
