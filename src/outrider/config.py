@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from .drafters import Drafter, check_options, lookup
@@ -57,7 +59,18 @@ class Config:
         return max(4 * length if self.cache_tokens is None else self.cache_tokens, length + 64)
 
 
-_VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram", "eagle3": "head"}
+_VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
+_VLLM_METHODS |= dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator"), "head")
+_VLLM_RULES = {"standard": "reject", "block": "block"}
+_VLLM_IGNORED = (  # vLLM's devices, kernels and limits; here the controller and the file decide
+    "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
+    "kv_cache_dtype", "max_model_len", "code_revision", "enforce_eager", "disable_padded_drafter_batch",
+    "disable_eagle_block_drop", "use_local_argmax_reduction", "use_heterogeneous_vocab", "parallel_drafting",
+    "num_speculative_tokens_per_batch_size", "draft_load_config", "draft_sample_method", "disable_by_batch_size",
+    "disable_logprobs", "disable_mqa_scorer", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor", "target_model_config", "target_parallel_config", "draft_model_config",
+    "draft_parallel_config",
+)  # fmt: skip
 _HUGGING_FACE = (
     "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "num_assistant_tokens", "device_map",
 )  # fmt: skip
@@ -69,25 +82,43 @@ _RENAMED = {"torch_dtype": "dtype", "max_model_len": "max_length", "max_num_seqs
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     """vLLM's `speculative_config`, as JSON or a dictionary, translated to arguments of `LLM`.
 
-    Keys that do not concern drafting (parallelism, quantisation, …) are ignored.
+    vLLM's settings of devices, kernels and limits are ignored; a key that vLLM does not have is refused by its name.
     """
     try:
         config = dict(json.loads(text)) if isinstance(text, str) else dict(text)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The speculative configuration is not a JSON object: {error}.") from error
-    model = config.pop("model", None)
-    method = config.pop("method", "draft_model" if model else "ngram")
+    model, revision = config.pop("model", None), config.pop("revision", None)
+    method = config.pop("method", None) or _vllm_method(model)
     if not isinstance(method, str) or method not in _VLLM_METHODS:
         raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
-    arguments: dict[str, Any] = {"drafter": _VLLM_METHODS[method]}
+    drafter = _VLLM_METHODS[method]
+    arguments: dict[str, Any] = {"drafter": drafter}
     if model is not None:
-        arguments["head" if method == "eagle3" else "draft_model"] = model
+        name = f"{model}@{revision}" if revision and not Path(model).exists() else model
+        arguments["head" if drafter == "head" else "draft_model"] = name
     if "num_speculative_tokens" in config:
         arguments["k"] = config.pop("num_speculative_tokens")
-    if "rejection_sample_method" in config:
-        arguments["rule"] = {"standard": "reject", "block": "block"}.get(config.pop("rejection_sample_method"), "match")
-    options = lookup(arguments["drafter"]).traits.options or ()
+    if (rule := config.pop("rejection_sample_method", None)) is not None:
+        if rule not in _VLLM_RULES:
+            raise ConfigError(f"The rejection_sample_method '{rule}' of the speculative configuration is not lossless.")
+        arguments["rule"] = _VLLM_RULES[rule]
+    options = lookup(drafter).traits.options or ()
+    for name in config:
+        if name not in options and name not in _VLLM_IGNORED:
+            near = difflib.get_close_matches(name, [*options, *_VLLM_IGNORED, "num_speculative_tokens", "method"], 1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"The speculative configuration has a key '{name}', which is not known.{hint}")
     return arguments | {name: value for name, value in config.items() if name in options}
+
+
+def _vllm_method(model: Any) -> str:
+    """As vLLM finds it: from the folder, where one is given."""
+    if model is None:
+        return "ngram"
+    from .models.published import is_head
+
+    return "eagle3" if is_head(Path(str(model)).expanduser()) else "draft_model"
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.backends import ops
 from outrider.backends.cuda.kernels import attention, elementwise, matmul
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
 from outrider.backends.cuda.kernels.matmul import Parts, Tiling
+from outrider.models.config import GELU, SILU
 
 from support.kernels import DEVICE, GPU, HALF, row_invariant
 
@@ -40,12 +42,12 @@ def test_a_product_is_the_exact_one_rounded(rows: int, outs: int, ins: int, spli
     assert error(ours, x.double().cpu() @ w.double().cpu().T + bias.double().cpu()) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gated_product(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "activation"), [(HALF, SILU), (torch.float32, SILU), (HALF, GELU)])
+def test_a_gated_product(dtype: torch.dtype, activation: str) -> None:
     x, w = normal(5, 128, dtype=dtype), normal(2 * 70, 128, dtype=dtype) / 11
     both = x.double().cpu() @ w.double().cpu().T
-    exact = torch.nn.functional.silu(both[:, :70]) * both[:, 70:]
-    assert error(matmul.product(x, w, Tiling(64, 1), gated=True), exact) < CLOSE[dtype]
+    exact = ops.gated(both[:, :70], both[:, 70:], activation)
+    assert error(matmul.product(x, w, Tiling(64, 1), None, True, activation), exact) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -177,13 +179,13 @@ class Scene:
             *(torch.tensor(c, dtype=torch.int32, device=DEVICE) for c in columns), self.table.to(DEVICE), scratch
         )
 
-    def run(self, blocks: Blocks, window: int) -> Tensor:
+    def run(self, blocks: Blocks, window: int, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         planes = self.k.to(DEVICE), self.v.to(DEVICE)
-        out = attention.attend(self.q.to(DEVICE), *planes, blocks, self.dim**-0.5, window)
+        out = attention.attend(self.q.to(DEVICE), *planes, blocks, self.dim**-0.5, window, cap, sinks)
         assert not blocks.scratch.finished.any()
         return out
 
-    def exact(self, window: int) -> Tensor:
+    def exact(self, window: int, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         out = torch.empty(len(self.rows), self.heads, self.dim, dtype=torch.float64)
         for t, slots in self.lists():
             slots = slots[-window:] if window else slots
@@ -191,7 +193,10 @@ class Scene:
             k = self.k[slots].double().repeat_interleave(group, 1)  # [n, heads, d]
             v = self.v[slots].double().repeat_interleave(group, 1)
             scores = torch.einsum("hd,nhd->hn", self.q[t].double(), k) * self.dim**-0.5
-            out[t] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+            scores = cap * (scores / cap).tanh() if cap else scores
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().cpu()[:, None]], 1)
+            out[t] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(slots)], v)
         return out.flatten(1)
 
 
@@ -212,6 +217,13 @@ def test_attention_is_the_exact_one_rounded(
     for seed in range(6 if GPU else 1):
         scene = Scene(seed, dtype, *shape, trees)
         assert error(scene.run(scene.device_blocks(pad=3), window), scene.exact(window)) < CLOSE[dtype]
+
+
+def test_limited_scores_and_sinks() -> None:
+    scene, sinks = Scene(3, torch.float32, 4, 2, 8, True), torch.linspace(-2, 3, 4, device=DEVICE)
+    for rows in (256, 1):  # merged by the last program, and in registers
+        blocks = scene.device_blocks(scratch_rows=rows)
+        assert error(scene.run(blocks, 40, 0.7, sinks), scene.exact(40, 0.7, sinks)) < CLOSE[torch.float32]
 
 
 @row_invariant

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.backends import WHOLE, Part
 from outrider.backends.cpu import quantise as quant
-from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, TorchProduct
+from outrider.backends.cpu.int8 import Int8Transformer, TorchPass, TorchProduct, open_int8
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
@@ -362,6 +362,6 @@ def test_perplexity_of_the_default_model() -> None:
         rows = Rows(torch.tensor(ids), at, at, line, (at + 1).int(), table, None, at)
         return math.exp(F.cross_entropy(model.forward(rows, plane, WHOLE).logits[:-1], rows.tokens[1:]))
 
-    ours = Int8Transformer.open(checkpoint, 512)
+    ours = open_int8(checkpoint, 512)
     floats = perplexity(Transformer(checkpoint.config, checkpoint.weights, torch.bfloat16, length=512))
     assert perplexity(ours) < 1.015 * floats

@@ -45,7 +45,7 @@ def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(ops, "_loaded", lambda: loaded)
     assert ops.backend() == f"torch ({loaded.reason})"
-    assert ops.silu_mul(torch.ones(1, 2)).shape == (1, 1)
+    assert ops.gate_mul(torch.ones(1, 2)).shape == (1, 1)
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.rows import Rows
+from outrider.models.config import CLAMPED, SILU
 
 from support.native_builds import Use
 
@@ -67,19 +68,26 @@ class Case:
         self.context = torch.tensor([context for _, context, _ in rows])
         self.table, self.ancestors = table, ancestors if deepest else None
 
-    def run(self, pick: list[int] | None = None, dtype: torch.dtype = F32, window: int = 0) -> Tensor:
+    def run(
+        self, pick: list[int] | None = None, dtype: torch.dtype = F32, window: int = 0, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         pick = list(range(len(self.lists))) if pick is None else pick
         none = torch.zeros(0, dtype=torch.long)
         ancestors = None if self.ancestors is None else self.ancestors[pick]
         rows = Rows(none, none, none, self.lines[pick], self.context[pick], self.table, ancestors, none)
-        return ops.attend(self.q[pick], self.k, self.v, rows, self.q.shape[-1] ** -0.5, dtype, window)
+        return ops.attend(self.q[pick], self.k, self.v, rows, self.q.shape[-1] ** -0.5, dtype, window, cap, sinks)
 
-    def reference(self, window: int = 0) -> Tensor:
+    def reference(self, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         out = []
         for q, keys in zip(self.q.double(), self.lists, strict=True):
             keys = keys[-window:] if window else keys
             k, v = (x[keys].double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (self.k, self.v))
-            p = torch.einsum("hd,nhd->hn", q, k).mul(q.shape[-1] ** -0.5).softmax(-1)
+            scores = torch.einsum("hd,nhd->hn", q, k).mul(q.shape[-1] ** -0.5)
+            scores = cap * (scores / cap).tanh() if cap else scores
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            p = scores.softmax(-1)[:, : len(keys)]
             out.append(torch.einsum("hn,nhd->hd", p, v).flatten())
         return torch.stack(out)
 
@@ -108,6 +116,19 @@ def test_attend_is_right(backend: str, shape: tuple[int, int, int], window: int)
     expected = case.reference(window)
     assert (case.run(window=window).double() - expected).abs().max() < 2e-6
     assert (case.run(dtype=BF16, window=window).double() - expected).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize(("cap", "sunk"), [(1.5, False), (0.0, True), (0.7, True)])
+def test_limited_scores_and_sinks(backend: str, cap: float, sunk: bool) -> None:
+    """Right, and the same alone, among many and in every division of the work."""
+    shape, count = (6, 2, 36), 12
+    case, sinks = _mixed(shape, count), torch.linspace(-2, 3, 6) if sunk else None
+    out = case.run(window=100, cap=cap, sinks=sinks)
+    assert (out.double() - case.reference(100, cap, sinks)).abs().max() < 3e-6
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        alone = torch.cat([case.run([t], window=100, cap=cap, sinks=sinks) for t in range(count)])
+        assert _same(alone, out)
 
 
 @pytest.mark.parametrize(("shape", "window"), [((9, 3, 64), 0), ((6, 2, 36), 100)], ids=str)
@@ -241,22 +262,35 @@ def test_add_norm_in_float64(backend: str) -> None:
 
 @pytest.mark.parametrize("width", [1536, 100, 3])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_silu_mul(backend: str, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_gate_mul(backend: str, width: int, dtype: torch.dtype, activation: str) -> None:
     gate_up = _random(40, 2 * width, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, 1)
-    out = ops.silu_mul(gate_up)
+    out = ops.gate_mul(gate_up, activation)
     assert out.dtype is dtype
-    assert torch.allclose(out.double(), gate * gate.sigmoid() * up, rtol=1e-6 if dtype is F32 else 8e-3, atol=1e-7)
+    wanted = gate * gate.sigmoid() if activation == SILU else torch.nn.functional.gelu(gate, approximate="tanh")
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+        wanted = gate * (1.702 * gate).sigmoid()
+    assert torch.allclose(out.double(), wanted * up, rtol=4e-6 if dtype is F32 else 8e-3, atol=2e-7)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for count in (1, 2, 17, 40):
-            assert _same(ops.silu_mul(gate_up[:count]), out[:count])
-            assert _same(ops.silu_mul(gate_up[-count:]), out[-count:])
+            assert _same(ops.gate_mul(gate_up[:count], activation), out[:count])
+            assert _same(ops.gate_mul(gate_up[-count:], activation), out[-count:])
 
 
-def test_silu_mul_over_the_whole_range(backend: str) -> None:
+def test_logits_are_limited_row_by_row() -> None:
+    logits = _random(7, 40_003) * 20
+    out = ops.soft_cap(logits, 5.0)
+    assert torch.allclose(out.double(), 5 * (logits.double() / 5).tanh(), atol=1e-6)
+    for count in (1, 2, 5):
+        assert _same(ops.soft_cap(logits[:count], 5.0), out[:count])
+
+
+def test_gate_mul_over_the_whole_range(backend: str) -> None:
     gate = torch.cat([torch.linspace(-87, 90, 20001), torch.tensor([-1e4, -100.0, 0.0, 1e4])])
-    out = ops.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0].double()
+    out = ops.gate_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0].double()
     expected = gate.double() * gate.double().sigmoid()
     assert ((out - expected).abs() <= 6e-7 * expected.abs() + 1e-37).all()
 
@@ -303,7 +337,7 @@ def test_no_rows_at_all(backend: str) -> None:
     none, k = torch.zeros(0, dtype=torch.long), torch.zeros(4, 1, 8)
     rows = Rows(none, none, none, none, none, torch.zeros(1, 4, dtype=torch.int32), None, none)
     assert ops.attend(torch.zeros(0, 2, 8), k, k, rows, 1.0, F32).shape == (0, 16)
-    assert ops.silu_mul(torch.zeros(0, 8)).shape == (0, 4)
+    assert ops.gate_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert ops.add_norm(torch.zeros(0, 8), None, torch.ones(8), 1e-5, F32).shape == (0, 8)
     assert ops.rope_store(torch.zeros(0, 32), torch.zeros(0, 4), torch.zeros(0, 4), k, k, none, 2, 1).shape == (0, 2, 8)
 

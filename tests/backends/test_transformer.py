@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from torch import Tensor
 
-from outrider.backends import WHOLE, Part
-from outrider.backends.rows import Rows, rows_of
+from outrider.backends import Part
+from outrider.backends.rows import rows_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.engine.batch import BatchBuilder
-from outrider.engine.cache import Cache, Plane
 from outrider.errors import ModelError
-from outrider.models import config as configs
-from outrider.models.tokenizer import read_json
-from outrider.models.weights import Safetensors, check, find_safetensors
-from outrider.types import Sequence
 
-V, LAYERS, LENGTH = 96, 3, 44
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
-CLASSES = {
-    "llama": transformers.LlamaConfig,
-    "mistral": transformers.MistralConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "smollm3": transformers.SmolLM3Config,
-}
+from support.decoders import CASES, LAYERS, LENGTH, Bench, doubled, ours, pair, text, their_logits
 
 
 def rope(kind: str, **values: float) -> dict[str, object]:
@@ -53,7 +24,7 @@ def rope(kind: str, **values: float) -> dict[str, object]:
 
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-CASES: dict[str, tuple[str, dict[str, object]]] = {
+OWN: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama without groups": ("llama", {"num_key_value_heads": 4}),
@@ -74,87 +45,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-@functools.cache
-def pair(case: str) -> tuple[torch.nn.Module, configs.ModelConfig, Safetensors]:
-    """A random model of transformers, and what Outrider reads of it from the files that transformers wrote."""
-    family, changes = CASES[case]
-    torch.manual_seed(len(case))
-    config = CLASSES[family](**(SIZES | changes))
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, parameter in theirs.named_parameters():
-        # Small and all alike, as they come, nothing that is mixed up would show.
-        torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.2)
-    home = tempfile.TemporaryDirectory(prefix="outrider-tiny-")
-    folder = Path(home.name)
-    theirs.save_pretrained(folder)
-    ours = configs.from_hf(read_json(folder / "config.json"))
-    weights = Safetensors(find_safetensors(folder))
-    weights.home = home  # goes when they go
-    check(weights, ours, folder)
-    return theirs, ours, weights
+CASES |= OWN
 
 
-@functools.cache
-def ours(case: str, dtype: torch.dtype) -> Transformer:
-    _, config, weights = pair(case)
-    return Transformer(config, weights, dtype)
-
-
-@functools.cache
-def doubled(case: str) -> torch.nn.Module:
-    """transformers in float64, with the two things that it computes in float32 in any model done in float64 too."""
-    theirs, config, _ = pair(case)
-    theirs = copy.deepcopy(theirs).double()
-
-    def norm(module: torch.nn.Module, x: Tensor) -> Tensor:
-        return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-
-    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * config.inverse_frequencies()  # [1, T, d/2]
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
-
-    for module in theirs.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(norm, module)
-    theirs.model.rotary_emb.forward = rotary
-    return theirs
-
-
-def text(length: int = LENGTH) -> list[int]:
-    return [(i * i + 3 * i + 7) % V for i in range(length)]
-
-
-def their_logits(model: torch.nn.Module, tokens: list[int]) -> Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0]  # [T, V]
-
-
-class Bench:
-    """A model with a cache of its own, fed by hand."""
-
-    def __init__(self, model: Transformer, tokens: list[int], spare: int = 0) -> None:
-        self.model, self.cache = model, Cache(128, 4, 96)
-        # Slots out of order: nothing may lean on neighbouring positions lying side by side.
-        self.cache._free = self.cache._free[::2] + self.cache._free[1::2]
-        self.plane: Plane = self.cache.add_plane(*model.plane_shape)
-        self.seq = Sequence(1, tokens)
-        self.cache.open(self.seq)
-        assert self.cache.reserve(self.seq, len(tokens), spare)
-
-    def rows(self, start: int, stop: int) -> Rows:
-        packed = BatchBuilder(self.cache)
-        packed.pending(self.seq, start, stop, want=False)
-        packed.want = list(range(stop - start))
-        return rows_of(packed)
-
-    def logits(self, chunk: int = 10**9, part: Part = WHOLE) -> Tensor:
-        n = len(self.seq.tokens)
-        starts = range(0, n, min(chunk, n))
-        return torch.cat([self.model.forward(self.rows(i, min(i + chunk, n)), self.plane, part).logits for i in starts])
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN)
 def test_float32_logits_are_those_of_transformers(case: str) -> None:
     wanted = their_logits(pair(case)[0], text())
     assert wanted.std() > 0.5  # there is something to compare
@@ -164,7 +58,7 @@ def test_float32_logits_are_those_of_transformers(case: str) -> None:
         assert torch.equal(got.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN)
 def test_float64_logits_are_those_of_transformers(case: str) -> None:
     wanted = their_logits(doubled(case), text())
     assert wanted.dtype == torch.float64
@@ -172,7 +66,7 @@ def test_float64_logits_are_those_of_transformers(case: str) -> None:
         torch.testing.assert_close(Bench(ours(case, torch.float64), text()).logits(chunk), wanted, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN)
 def test_bfloat16_is_near(case: str) -> None:
     exact = Bench(ours(case, torch.float64), text()).logits()
     rounded = Bench(ours(case, torch.bfloat16), text()).logits()
@@ -181,14 +75,14 @@ def test_bfloat16_is_near(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN)
 def test_passes_of_any_size_give_the_same_bits(case: str, dtype: torch.dtype) -> None:
     whole = Bench(ours(case, dtype), text()).logits()
     for chunk in (1, 2, 5, 16):
         assert torch.equal(Bench(ours(case, dtype), text()).logits(chunk), whole)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN)
 def test_taps_are_the_hidden_states_of_transformers(case: str) -> None:
     theirs = pair(case)[0]
     with torch.inference_mode():

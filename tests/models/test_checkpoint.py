@@ -160,7 +160,8 @@ def test_generation_config_adds_end_tokens() -> None:
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq.*GGUF"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*yarn"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),
         ({"hidden_size": None}, "hidden_size.*again"),
         ({"hidden_size": "big"}, "hidden_size.*again"),
         ({"num_key_value_heads": 3}, "fit together"),
@@ -234,7 +235,7 @@ def test_gguf_llama3_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"), [("split__count", 3, "merge"), ("llama__expert_count", 8, "experts")]
+    ("key", "value", "words"), [("split__count", 3, "merge"), ("llama__expert_count", 8, "expert_used_count")]
 )
 def test_gguf_variants_that_are_refused(tmp_path: Path, key: str, value: int, words: str) -> None:
     write_gguf(tmp_path / "a.gguf", "llama", **{key: value})

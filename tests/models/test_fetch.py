@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -11,12 +13,20 @@ import time
 import types
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from outrider.cli.app import app
 from outrider.errors import ModelError
 from outrider.models import fetch
+from outrider.models.checkpoint import open_checkpoint
 from outrider.models.fetch import Package, default_model, hub_model
+from outrider.models.speculators import random_head, target_hash, write_head
+
+from support import tiny
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -263,3 +273,116 @@ def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match="pip install huggingface_hub"):
         hub_model("me/tiny")
+
+
+# --- fetch and models ---------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """A hub with one repository, whose downloads land in a folder of links, as in the library's cache."""
+
+    def __init__(self, root: Path, files: dict[str, bytes], claimed: dict[str, str] | None = None) -> None:
+        self.root, self.files, self.asked = root, files, list[list[str]]()
+        self.claimed = claimed or {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        self.HfApi = lambda: self
+        self.snapshot = root / "models--me--tiny" / "snapshots" / "abc"
+
+    def snapshot_download(self, repo: str, revision: str | None = None, **patterns: list[str]) -> str:
+        self.asked.append(patterns["allow_patterns"])
+        (self.root / "models--me--tiny" / "blobs").mkdir(parents=True, exist_ok=True)
+        self.snapshot.mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            wanted = any(fnmatch.fnmatch(name, pattern) for pattern in patterns["allow_patterns"])
+            blob = self.snapshot.parents[1] / "blobs" / name
+            if wanted and not blob.exists():
+                blob.write_bytes(data)
+                (self.snapshot / name).symlink_to(blob)
+        return str(self.snapshot)
+
+    def model_info(self, repo: str, revision: str | None = None, files_metadata: bool = False) -> Any:
+        if not self.claimed.get("reachable", True):
+            raise ConnectionError
+        sums = [(name, sha) for name, sha in self.claimed.items() if not name.endswith(".json")]
+        lfs = [types.SimpleNamespace(rfilename=n, lfs=types.SimpleNamespace(sha256=sha)) for n, sha in sums]
+        return types.SimpleNamespace(siblings=[*lfs, types.SimpleNamespace(rfilename="config.json", lfs=None)])
+
+
+def fetch_command(monkeypatch: pytest.MonkeyPatch, hub: Hub, *arguments: str) -> Any:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
+    monkeypatch.setenv("OUTRIDER_HOME", str(hub.root / "home"))
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["fetch", "me/tiny", *arguments])
+
+
+def tiny_files(tmp_path: Path) -> dict[str, bytes]:
+    folder = tiny.save(tmp_path / "original")
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_model_is_fetched_checked_and_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path, tiny_files(tmp_path))
+    done = fetch_command(monkeypatch, hub, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["kind"], facts["name"], facts["files_checked"], facts["head"]) == ("model", "me/tiny", 1, None)
+    assert facts["about"].startswith("llama, 2 layers of 32")
+    assert not any("bin" in pattern for patterns in hub.asked for pattern in patterns)
+    assert fetch_command(monkeypatch, hub).exit_code == 0  # nothing is downloaded twice
+    hub.claimed = {"reachable": False}  # type: ignore[dict-item]
+    assert json.loads(fetch_command(monkeypatch, hub, "--json").stdout)["files_checked"] == 0
+
+
+def test_a_damaged_file_is_deleted_and_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path, tiny_files(tmp_path))
+    assert fetch_command(monkeypatch, hub).exit_code == 0
+    blob = (hub.snapshot / "model.safetensors").resolve()
+    blob.write_bytes(b"x" + blob.read_bytes()[1:])
+    done = fetch_command(monkeypatch, hub)
+    assert done.exit_code == 1
+    assert "is not the hub's file" in done.output
+    assert not blob.exists()
+    assert fetch_command(monkeypatch, hub).exit_code == 0
+    assert blob.read_bytes() == hub.files["model.safetensors"]
+
+
+def test_pickled_weights_are_taken_where_there_are_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"medusa_num_heads": 1, "base_model_name_or_path": "some/model"}
+    torch.save(
+        {"0.0.linear.weight": torch.zeros(4, 4), "0.1.weight": torch.zeros(9, 4)}, tmp_path / "medusa_lm_head.pt"
+    )
+    files = {"config.json": json.dumps(config).encode()}
+    files["medusa_lm_head.pt"] = (tmp_path / "medusa_lm_head.pt").read_bytes()
+    hub = Hub(tmp_path, files)
+    facts = json.loads(fetch_command(monkeypatch, hub, "--json").stdout)
+    assert (facts["kind"], facts["about"], facts["files_checked"]) == ("head", "published head for some/model", 1)
+
+
+def test_models_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache, a head that belongs to a model, and a folder that cannot be read."""
+    pytest.importorskip("huggingface_hub")
+    cache, home = tmp_path / "hub", tmp_path / "home"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    snapshots = {"me/tiny": cache / "models--me--tiny" / "snapshots" / ("a" * 40)}
+    snapshots["me/broken"] = cache / "models--me--broken" / "snapshots" / ("b" * 40)
+    tiny.save(snapshots["me/tiny"])
+    snapshots["me/broken"].mkdir(parents=True)
+    (snapshots["me/broken"] / "config.json").write_text("{}")
+    target = open_checkpoint(snapshots["me/tiny"])
+    head = random_head(target.config, hash=target_hash(target.config, target.weights))
+    write_head(home / "heads" / "mine", *head)
+    scanned = types.SimpleNamespace(repos=[
+        types.SimpleNamespace(repo_id=name, repo_type="model", revisions=[
+            types.SimpleNamespace(snapshot_path=folder, last_modified=1.0)])
+        for name, folder in snapshots.items()
+    ])  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: scanned)
+    runner = CliRunner(env={"OUTRIDER_HOME": str(home), "COLUMNS": "300"})
+    listed = json.loads(runner.invoke(app, ["models", "--json"]).stdout)["models"]
+    assert [entry["kind"] for entry in listed] == ["model", "head", "unreadable"]
+    assert listed[0]["head"] == str(home / "heads" / "mine")
+    assert listed[2]["name"] == "me/broken"
+    shown = runner.invoke(app, ["models"]).stdout
+    assert "me/tiny" in shown
+    assert "mine" in shown
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: types.SimpleNamespace(repos=[]))
+    empty = CliRunner(env={"OUTRIDER_HOME": str(tmp_path / "none")}).invoke(app, ["models"])
+    assert "no models here yet" in empty.output

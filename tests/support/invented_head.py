@@ -87,7 +87,7 @@ class Requests(Run):
         head: bool = True,
     ) -> None:  # fmt: skip
         self.k, self.chances, self.head = k, right, head
-        patch.setattr(head_module, "load_head", lambda space: fake_head())
+        patch.setattr(head_module, "open_head", lambda space: head_module.OpenedHead(fake_head()))
         super().__init__(drafter, 1, kind)
         self.passed = self.world.now
         self.recorded = len(self.recordings)

@@ -38,9 +38,9 @@ def tokenizer(
 
 def save(
     folder: Path, texts: tuple[str, ...] = TEXTS, seed: int = 1, context: int = 256, poison: str | None = None,
-    controls: tuple[str, ...] = (), added: tuple[str, ...] = (),
+    controls: tuple[str, ...] = (), added: tuple[str, ...] = (), layers: int = 2,
 ) -> Path:  # fmt: skip
-    """Write a Llama model of two layers. `poison` names a tensor that gets a NaN.
+    """Write a Llama model. `poison` names a tensor that gets a NaN.
 
     `controls` are further special tokens, `added` are texts that are one token each.
     """
@@ -54,7 +54,7 @@ def save(
         "model_type": "llama",
         "vocab_size": core.get_vocab_size(),
         "hidden_size": 32,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.config import SILU
 from . import ops
 
 MIN_ROWS = 4  # of a packed product; fewer are padded
@@ -37,9 +38,9 @@ class Linear:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y[:rows] if rows < MIN_ROWS else y
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
-        return ops.silu_mul(self(x))
+    def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
+        """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
+        return ops.gate_mul(self(x), activation)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Any:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,13 @@ from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
 from ..models.foreign import ForeignWeights
-from ..models.gguf_file import GGUFWeights
 from ..models.paths import cache_folder, write_quietly
 from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
 from . import Model
 from .cpu import quantise as quant
-from .cpu.int8 import Int8Transformer
+from .cpu.int8 import Int8Transformer, open_int8
 from .linear import packs
 from .machine import fingerprint
 from .pass_costs import read_seconds
@@ -64,7 +62,7 @@ def load_model(
     else:
         dtype = fastest(checkpoint) if dtype == AUTO else dtype
         if dtype == INT8:
-            model = Int8Transformer.open(checkpoint, length)
+            model = open_int8(checkpoint, length)
         else:
             model = Transformer(config, weights, DTYPES[dtype], length=length)
     model.identity = partial(target_hash, config, weights)
@@ -76,7 +74,7 @@ def fastest(checkpoint: Checkpoint) -> str:
     """The fastest dtype that keeps the file's precision, timed once per machine and shape."""
     config = checkpoint.config
     names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
-    if isinstance(checkpoint.weights, GGUFWeights) and checkpoint.weights.quantised:
+    if getattr(checkpoint.weights, "quantised", False):
         names.append(INT8)
     shape = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
     key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
@@ -95,9 +93,11 @@ def _layer_seconds(config: ModelConfig, dtype: str) -> float:
     """Seconds of passes with `ROWS` rows through layers of this shape: enough layers to exceed the CPU's caches."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
-    one = replace(
-        config, layers=layers, vocab_size=64, tied=True, context_length=64, qkv_bias=False, o_bias=False, qk_norm=False
-    )
+    one = ModelConfig(
+        architecture="llama", vocab_size=64, hidden_size=config.hidden_size, layers=layers, heads=config.heads,
+        kv_heads=config.kv_heads, head_dim=config.head_dim, intermediate_size=config.intermediate_size,
+        norm_eps=config.norm_eps, rope_theta=config.rope_theta, context_length=64, tied=True,
+    )  # fmt: skip
     weights = RandomWeights(one, seed=1)
     if dtype == INT8:
         model: Model = Int8Transformer(one, quant.calibrated(one, weights, list(range(32))), 64)

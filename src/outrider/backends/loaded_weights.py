@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear import summed
+from ..errors import ConfigError
+from .linear import linear, summed
 
 _BASIS = 256  # unit vectors of one product
 
@@ -51,6 +52,9 @@ def output_rows(target: Any, ids: Tensor) -> Tensor:
     config = target.config
     if config.tied:
         return embedding_of(target)[ids.to(embedding_of(target).device)]
+    if hasattr(target, "module"):  # transformers runs it
+        rows: Tensor = target.module.get_output_embeddings().weight.detach()
+        return rows[ids.to(rows.device)].to(target.device)
     if hasattr(target, "head"):
         return product_rows(target.head, config.hidden_size, target.compute, target.device, ids)
     from .cpu import quantise as quant
@@ -70,9 +74,26 @@ def product_rows(product: Any, hidden: int, dtype: torch.dtype, device: torch.de
     return torch.cat(columns).T.contiguous()
 
 
+def output_product(target: Any, dtype: torch.dtype) -> Any:
+    """The output product [V, H] for inputs of this dtype: the target's own where that fits, else a copy."""
+    from .cpu import quantise as quant
+    from .cpu.int8 import Int8Linear
+
+    every = torch.arange(target.config.vocab_size)
+    if dtype is not target.compute:
+        rows = output_rows(target, every)
+        return Int8Linear.of(rows) if dtype is torch.int8 else linear(rows.to(dtype))
+    if dtype is torch.int8:
+        return Int8Linear(quant.product(target.tensors, "head", target.config), len(every))
+    return target.head if hasattr(target, "head") else linear(output_rows(target, every).to(dtype))
+
+
 def output_norm(target: Any) -> Tensor:
     """The weight of the last norm [H]."""
-    norm: Tensor = target.norm if hasattr(target, "norm") else target.tensors["norm"]
+    norm: Tensor | None = getattr(target, "norm", None)
+    norm = getattr(target, "tensors", {}).get("norm") if norm is None else norm
+    if norm is None:
+        raise ConfigError("This drafter needs the target's last norm, which is unknown where transformers runs it.")
     return norm
 
 

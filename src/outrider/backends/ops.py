@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.config import CLAMPED, GELU, SILU
 from ..models.stages import stage
 from .cpu import native
 from .rows import Rows
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _CHUNK = 16384  # torch splits longer calls between threads, and the bits would depend on their number
+ACTIVATIONS = (SILU, GELU, CLAMPED)  # their numbers in kernels
 Norms = tuple[Tensor, Tensor, float]  # q_weight [d], k_weight [d], eps
 
 
@@ -89,39 +91,59 @@ def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
 
 
 def attend(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int = 0
-) -> Tensor:
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int = 0,
+    cap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Each row attends to its line's first `context` slots, then to its drafted ancestors: [T, heads * d] of `dtype`.
 
-    q [T, heads, d]; planes [S, kv_heads, d]. window > 0: only the last `window` keys of that list.
+    q [T, heads, d]; planes [S, kv_heads, d]. window > 0: only the last `window` keys of that list. cap > 0: scores s
+    become cap * tanh(s / cap). sinks [heads]: a score of each head that takes its share of weights and adds nothing.
     """
     if on_gpu(q):
-        return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window)  # type: ignore[no-any-return]
-    kernels = _kernels(q, k_plane, v_plane) if dtype in _FLOATS and _dense(k_plane, v_plane) else None
+        return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window, cap, sinks)  # type: ignore[no-any-return]
+    kernels = _kernels(q, k_plane, v_plane, sinks) if dtype in _FLOATS and _dense(k_plane, v_plane) else None
     if kernels is None:
-        return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window)
+        return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window, cap, sinks)
     q, table, ancestors = q.contiguous(), contiguous(rows.table, torch.int32), rows.ancestors
     lines, context = contiguous(rows.lines, torch.int64), contiguous(rows.context, torch.int64)
     ancestors = None if ancestors is None else contiguous(ancestors, torch.int32)
     depth = 0 if ancestors is None else ancestors.shape[1]
     count, heads, d = q.shape
     out = q.new_empty(count, heads * d, dtype=dtype)  # [T, heads * d]
-    addresses = addresses_of(q, k_plane, v_plane, table, lines, context, ancestors, out)
+    addresses = addresses_of(q, k_plane, v_plane, table, lines, context, ancestors, sinks, out)
     sizes = (table.shape[1], depth, count, heads, k_plane.shape[1], d, window)
-    kernels.attend(*addresses, *sizes, scale, dtype is torch.bfloat16, torch.get_num_threads())
+    kernels.attend(*addresses, *sizes, scale, cap, dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (in float64 for float64)."""
+def gate_mul(gate_up: Tensor, activation: str = SILU) -> Tensor:
+    """activation(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (in float64 for float64)."""
     kernels = _kernels() if _plain(gate_up) else None
     if kernels is None:
-        return _silu_mul_torch(gate_up)
+        return _gate_mul_torch(gate_up, activation)
     gate_up, bf16 = gate_up.contiguous(), gate_up.dtype is torch.bfloat16
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)  # [T, I]
-    kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, bf16, torch.get_num_threads())
+    sizes = (rows, width, bf16, ACTIVATIONS.index(activation), torch.get_num_threads())
+    kernels.gate_mul(gate_up.data_ptr(), out.data_ptr(), *sizes)
     return out
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), [R, V] as it came."""
+    if on_gpu(logits):
+        return cap * torch.tanh(logits / cap)
+    out = torch.empty_like(logits)
+    for row, capped in zip(logits, out, strict=True):
+        for start in range(0, row.shape[0], _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            capped[piece] = cap * torch.tanh(row[piece] / cap)
+    return out
+
+
+def as_delta(total: Tensor) -> Any:
+    """A summed result [T, out] as `add_norm` and `rope_store` take what a product returns."""
+    return _gpu("matmul").Parts(total[None]) if on_gpu(total) else total
 
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,8 +282,9 @@ def _rope_store_torch(
 
 
 def _attend_torch(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int
-) -> Tensor:
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int, cap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     count, heads, d = q.shape
     out = torch.empty((count, heads * d), dtype=dtype, device=q.device)  # [T, heads * d]
     for t, (line, context) in enumerate(zip(rows.lines.tolist(), rows.context.tolist(), strict=True)):
@@ -270,28 +293,41 @@ def _attend_torch(
             own = rows.ancestors[t].long()
             keys = torch.cat([keys, own[(own < 0).cumsum(0) == 0]])
         keys = keys[-window:] if window > 0 else keys
-        out[t] = _attend_row(q[t], k_plane[keys], v_plane[keys], scale).reshape(-1)
+        out[t] = _attend_row(q[t], k_plane[keys], v_plane[keys], scale, cap, sinks).reshape(-1)
     return out
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
     """q [heads, d]; k, v [n, kv_heads, d]; returns [heads, d]. No matrix products: BLAS depends on threads."""
     wide, (heads, d), (n, kv_heads, _) = _wide(q.dtype), q.shape, k.shape
     if not n:
         return torch.zeros((heads, d), dtype=wide, device=q.device)
     grouped = (q.to(wide) * scale).reshape(1, kv_heads, heads // kv_heads, d)
     scores = (grouped * k.to(wide)[:, :, None]).sum(-1)  # [n, kv_heads, group]
-    weights = torch.softmax(scores.permute(1, 2, 0).contiguous(), -1)  # [kv_heads, group, n]
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(wide).view(1, kv_heads, -1)])
+    weights = torch.softmax(scores.permute(1, 2, 0).contiguous(), -1)[..., :n]  # [kv_heads, group, n]
     values = v.to(wide).permute(1, 2, 0).contiguous()  # [kv_heads, d, n]
     return (weights[:, :, None] * values[:, None]).sum(-1).reshape(heads, d)
 
 
-def _silu_mul_torch(gate_up: Tensor) -> Tensor:
+def _gate_mul_torch(gate_up: Tensor, activation: str) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)  # [T, I]
     for t, row in enumerate(gate_up.to(_wide(gate_up.dtype))):
         for start in range(0, width, _CHUNK):
             stop = min(start + _CHUNK, width)
             gate, up = row[start:stop], row[width + start : width + stop]  # [n] each
-            out[t, start:stop] = torch.nn.functional.silu(gate) * up
+            out[t, start:stop] = gated(gate, up, activation)
     return out
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up in torch: g * sigmoid(s) * up, where s is g or, for gelu, twice its inner polynomial."""
+    if activation == GELU:
+        return gate * torch.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate**3)) * up
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return torch.nn.functional.silu(gate) * up

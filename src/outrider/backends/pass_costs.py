@@ -52,7 +52,7 @@ def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), 
     single, most = ((*ROWS, EDGE), MOST_ROWS) if gpu else (ROWS, MOST_CPU_ROWS)
     shapes = _shapes(cache, sequences, single, most)
     before = 0 if gpu else _context(cache, shapes)
-    seqs = [Sequence(SCRATCH - i, [1] * (before + tokens)) for i, tokens in enumerate(_longest(shapes))]
+    seqs = [Sequence(SCRATCH - i, _tokens(runner, i, before + rows)) for i, rows in enumerate(_longest(shapes))]
 
     def sweep() -> Timings:
         return {(count, each): _pass_seconds(runner, cache, seqs[:count], before, each) for count, each in shapes}
@@ -76,6 +76,14 @@ def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), 
     costs = MeasuredCosts(_fastest(timings))
     costs.steady = _is_steady(timings) and not is_overloaded()
     return costs
+
+
+def _tokens(runner: Runner, number: int, count: int) -> list[int]:
+    """What is fed. Rows of a mixture of experts have different tokens: equal ones would all read the same experts."""
+    config: Any = getattr(getattr(runner, "model", None), "config", None)
+    if not getattr(config, "experts", 0):
+        return [1] * count
+    return [(7919 * (i + 1) + 104_729 * (number + 1)) % config.vocab_size for i in range(count)]
 
 
 def _is_steady(timings: list[Timings]) -> bool:

@@ -18,6 +18,7 @@ from .drafter import drafter_forget, drafter_save, drafter_show
 from .export import deploy_ray, export
 from .generate import generate
 from .measure import bench, bench_serve, cost, doctor, tune
+from .models import fetch, models
 from .options import Command, Group, command
 from .serve import serve
 from .trace import explain, trace_html, trace_show
@@ -51,7 +52,7 @@ def _group(name: str, help: str, **commands: Callable[..., None]) -> None:
     app.add_typer(group, name=name)
 
 
-for function in (demo, generate, chat, verify, serve, doctor, cost, tune, invent, export, explain):
+for function in (demo, generate, chat, verify, serve, fetch, models, doctor, cost, tune, invent, export, explain):
     app.command(cls=Command)(command(function))
 app.command(cls=Command)(command(train, SHOWN))
 bench_app = typer.Typer(cls=Group, invoke_without_command=True)

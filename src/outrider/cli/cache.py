@@ -1,4 +1,4 @@
-"""`outrider cache list | clear`: what Outrider keeps on disk. Everything but what was learnt can be made again."""
+"""`outrider cache list | clear`: what Outrider keeps on disk. All but what was learnt or trained can be made again."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ CONTENTS = {
     "models": "downloaded models", "int8": "weights in eight bits", "native": "kernels compiled for this processor",
     "profiles": "measured times of passes", "drift": "records of acceptance", "learnt": "what drafters have learnt",
     "pages": "pages of `outrider explain`", "skips": "sets of layers to skip", "vllm": "files for vLLM",
+    "heads": "trained heads", "readings": "how published heads are read",
 }  # fmt: skip
 
 
@@ -40,14 +41,14 @@ def cache_list(as_json: Json = False) -> None:
 
 
 def cache_clear(
-    parts: Annotated[list[str] | None, Argument(help="The parts to delete. Default: all but what was learnt.")] = None,
+    parts: Annotated[list[str] | None, Argument(help="The parts to delete. Default: all but learnt, heads.")] = None,
 ) -> None:
     """Delete what is kept. It is downloaded, compiled, quantised and measured again when it is needed."""
     folders = {folder.name: folder for folder in _folders()}
     for name in parts or ():
         if name not in folders:
             raise ConfigError(f"There is no part '{name}' in the cache. Choose one of: {', '.join(folders) or 'none'}.")
-    chosen = parts or [name for name in folders if name != "learnt"]
+    chosen = parts or [name for name in folders if name not in ("learnt", "heads")]
     freed = sum(_size(folders[name]) for name in chosen)
     for name in chosen:
         shutil.rmtree(folders[name])

@@ -125,6 +125,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 def doctor(
     options: TargetOptions,
     drafter: DrafterName = None,
+    head: Annotated[str | None, Option(help="Examine this head: a folder, or a name on the hub.")] = None,
     limit: Limit = 7,
     max_tokens: Tokens = 64,
     as_json: Json = False,
@@ -134,7 +135,9 @@ def doctor(
     from ..measure.doctor import KS, advise, examine
     from . import show
 
-    llm = options.load(drafter=drafter)
+    if head is not None and drafter not in (None, "head"):
+        raise ConfigError(f"--head examines a head, but --drafter is {drafter}: leave one of them out.")
+    llm = options.load(drafter=drafter if head is None else "head", head=head)
     with progress_bar() as progress:
         facts = examine(llm, encode_prompts(llm, _pick(None, None, limit)), BenchPlan(max_tokens, rounds=1), progress)
     findings = advise(facts)

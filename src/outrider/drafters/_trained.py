@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends import Model
 from ..errors import ConfigError
+from ..models.published import PerPositionConfig
 from ..models.speculators import HeadConfig
 from . import Workspace
 
@@ -37,7 +38,7 @@ def precision(space: Workspace) -> torch.dtype:
     return space.target.compute if name == "auto" else _DTYPES[name]
 
 
-def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
+def insist_on_target(config: HeadConfig | PerPositionConfig, target: Model, name: str) -> None:
     """Refuse weights that were trained for another target: their drafts would be wrong."""
     sizes = target.config
     reason = ""
@@ -45,8 +46,9 @@ def insist_on_target(config: HeadConfig, target: Model, name: str) -> None:
         reason = f"its target has a hidden size of {config.target_hidden_size}, this one of {sizes.hidden_size}"
     elif config.vocab_size != sizes.vocab_size:
         reason = f"its target has a vocabulary of {config.vocab_size}, this one of {sizes.vocab_size}"
-    elif max(config.taps) >= sizes.layers:
-        reason = f"it reads layer {max(config.taps)}, but this target has {sizes.layers}"
+    elif not 0 <= min(config.taps) <= max(config.taps) < sizes.layers:
+        outside = max(config.taps) if max(config.taps) >= sizes.layers else min(config.taps)
+        reason = f"it reads layer {outside}, but this target has {sizes.layers}"
     elif config.target_hash and (identity := target.identity()) not in (None, config.target_hash):
         reason = f"its target's hash is {config.target_hash}, this one's is {identity}"
     if reason:

@@ -18,6 +18,7 @@ from ..control.expectation import expected_tokens
 from ..control.pass_costs import PassCosts
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
+from ..models.foreign import ForeignWeights
 from ..models.speculators import read_config, target_hash
 
 DEFAULT_K = 5
@@ -64,7 +65,7 @@ def _find_drafter(checkpoint: Checkpoint, name: str, options: Json) -> tuple[str
         return ("head" if _is_head(path) else "model"), path
     name = EQUIVALENTS.get(name, name)
     if name == "auto":
-        head = _head_for(checkpoint)
+        head = head_folder(checkpoint)
         return ("head", head) if head is not None and read_config(head).kind == "eagle3" else ("suffix", None)
     if name in (*LOOKUPS, "layerskip", "off"):
         return name, None
@@ -72,7 +73,7 @@ def _find_drafter(checkpoint: Checkpoint, name: str, options: Json) -> tuple[str
         keys = ("head",) if name == "head" else ("draft_model", "assistant_model")
         folder = next((options[key] for key in keys if options.get(key)), None)
         if folder is None and name == "head":
-            folder = _head_for(checkpoint)
+            folder = head_folder(checkpoint)
         if folder is None or not Path(str(folder)).expanduser().is_dir():
             what = "head" if name == "head" else "draft model"
             raise ConfigError(f"It is not clear which {what} is meant, or its folder is gone; give --drafter DIR.")
@@ -83,9 +84,9 @@ def _find_drafter(checkpoint: Checkpoint, name: str, options: Json) -> tuple[str
     )
 
 
-def _head_for(checkpoint: Checkpoint) -> Path | None:
+def head_folder(checkpoint: Checkpoint) -> Path | None:
     """The folder of a trained head for this target, if there is one."""
-    if "head" not in drafters.names():
+    if "head" not in drafters.names() or isinstance(checkpoint.weights, ForeignWeights):
         return None
     from ..drafters.head import head_for
 

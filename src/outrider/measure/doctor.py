@@ -87,6 +87,7 @@ class Facts:
     failures: int = 0  # steps in which the drafter failed
     failure: str = ""  # how, if its last call did
     ahead: dict[str, Any] | None = None  # the report of the `ahead` drafter, where that is the one examined
+    head: dict[str, Any] | None = None  # what the head's folder is, where the drafter `head` is examined
 
     @property
     def on_gpu(self) -> bool:
@@ -121,6 +122,7 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
         backend=llm.backend, drift=tuple(llm.drift.sentences()), failures=rows[-1].failures, failure=rows[-1].why,
         ahead=_ahead_facts(llm, prompts, plan) if llm.config.drafter_name == "ahead" else None,
+        head=llm.drafting.get("head"),
     )  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def _version(text: str) -> tuple[int, ...]:
 def advise(facts: Facts) -> list[Finding]:
     """The verdict first, then why, then what to change, then what is broken."""
     hints = [Finding(HINT, text) for text in (*_hardware_hints(facts), *_model_hints(facts), *facts.drift)]
-    return [verdict(facts), why(facts), *_ahead(facts), *hints, *_installation(facts)]
+    return [verdict(facts), why(facts), *_head(facts), *_ahead(facts), *hints, *_installation(facts)]
 
 
 def verdict(facts: Facts) -> Finding:
@@ -227,6 +229,16 @@ def why(facts: Facts) -> Finding:
 def _extremes(kinds: list[CategoryResult]) -> tuple[CategoryResult | None, CategoryResult | None]:
     timed = sorted((k for k in kinds if k.speedup is not None), key=lambda k: k.speedup or 0)
     return (timed[-1], timed[0]) if len(timed) > 1 else (None, None)
+
+
+def _head(facts: Facts) -> list[Finding]:
+    """What the head is, whose it is, and how what its file leaves open was read."""
+    head = facts.head
+    if head is None:
+        return []
+    origin = f", trained for {head['trained_for']}" if head["trained_for"] else ""
+    text = f"The head is {head['format']}{origin}; it fits this target."
+    return [Finding(GOOD, f"{text} {head['reading']}".strip())]
 
 
 def _ahead(facts: Facts) -> list[Finding]:

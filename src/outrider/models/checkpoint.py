@@ -7,7 +7,6 @@ before any weight is used. It knows where models are; it does not know how they 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from ..errors import ConfigError, ModelError
 from .config import FAMILIES, ModelConfig, UnsupportedModel, from_hf, token_ids
-from .fetch import default_model, hub_model
+from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, adapt_tokenizer, foreign_config, open_foreign
 from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .tokenizer import Tokenizer, read_json
-from .weights import Safetensors, Weights, check, find_safetensors, stored_name
+from .weights import Safetensors, Weights, adapted, check, find_safetensors
 
 DEFAULT = "smollm2"
-_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _CHOICES = f"'{DEFAULT}' (the default), a folder in Hugging Face layout, a .gguf file, or a hub name like owner/name"
 
 
@@ -50,7 +48,7 @@ def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
         return _open_path(path)
     if _looks_like_path(str(model)):
         raise ModelError(f"There is no file or folder {model}; give {_CHOICES}.")
-    if _HUB_NAME.fullmatch(str(model)):
+    if HUB_NAME.fullmatch(str(model)):
         return replace(_open_path(hub_model(str(model))), name=str(model))
     raise ModelError(f"There is no model '{model}'; give {_CHOICES}.")
 
@@ -86,7 +84,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         config = from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
     except UnsupportedModel as refusal:
         return Checkpoint(folder.resolve().name, folder, *open_foreign(folder, str(refusal)))
-    weights = Safetensors(find_safetensors(folder))
+    weights = adapted(Safetensors(find_safetensors(folder)), config)
     return _checked(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
 
 
@@ -97,7 +95,8 @@ def _open_gguf(path: Path) -> Checkpoint:
         tokenizer = Tokenizer.from_gguf(file)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
-    return _checked(path.stem, path, config, GGUFWeights(file, config), tokenizer)
+    weights = adapted(GGUFWeights(file, config), config, in_gguf=True)
+    return _checked(path.stem, path, config, weights, tokenizer)
 
 
 def _checked(name: str, path: Path, config: ModelConfig, weights: Weights, tokenizer: Tokenizer) -> Checkpoint:
@@ -129,7 +128,8 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
             config = _with_eos_ids(from_hf(module.config.to_dict()), module, tokenizer)
             size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
             use = f"The built-in decoder runs {name} with packed weights of its own, a copy of {size:.0f} MB."
-            return Checkpoint(name, Path(), config, ModuleWeights(module), tokenizer), use
+            weights = adapted(ModuleWeights(module), config)
+            return Checkpoint(name, Path(), config, weights, tokenizer), use
         except UnsupportedModel as refusal:
             if backend == "outrider":
                 raise
@@ -137,21 +137,28 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
             unknown = f"transformers runs {name}: the built-in decoder does not know '{kind}'."
             reason = f"transformers runs {name}. {refusal}" if kind in FAMILIES else unknown
     config = _with_eos_ids(foreign_config(module.config), module, tokenizer)
-    weights = ForeignWeights(Path(), reason, module)
-    return Checkpoint(name, Path(), config, weights, tokenizer), f"{reason} Its weights are shared."
+    shared = ForeignWeights(Path(), reason, module)
+    return Checkpoint(name, Path(), config, shared, tokenizer), f"{reason} Its weights are shared."
 
 
 class ModuleWeights:
-    """A transformers module's weights under the names that the built-in decoder uses."""
+    """A transformers module's weights, without the leading `model.`"""
 
     def __init__(self, module: Any) -> None:
-        self.tensors: dict[str, Tensor] = module.state_dict()
+        tensors: dict[str, Tensor] = module.state_dict()
+        self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
 
     def has(self, name: str) -> bool:
-        return stored_name(name) in self.tensors
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.tensors[stored_name(name)].detach().to("cpu", dtype)
+        return self.tensors[name].detach().to("cpu", dtype)
 
 
 def _with_eos_ids(config: ModelConfig, module: Any, tokenizer: Any) -> ModelConfig:

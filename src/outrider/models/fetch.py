@@ -11,6 +11,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -228,15 +229,14 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 # ------------------------------------------------------------ the hub
 
-_FILES: dict[str, Any] = {
-    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"],
-    "ignore_patterns": ["*/*", "consolidated*", "adapter*"],
-}
+HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
+_PICKLES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # of heads, which are read without running what is in them
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 
 
-def hub_model(name: str) -> Path:
-    """The folder of a hub model, `owner/name` or `owner/name@revision`, through huggingface_hub and its cache."""
+def hub_model(name: str, head: bool = False) -> Path:
+    """The folder of a hub model or head, `owner/name` or `owner/name@revision`, in huggingface_hub's cache."""
     try:
         import huggingface_hub as hub
     except ImportError as error:
@@ -244,10 +244,66 @@ def hub_model(name: str) -> Path:
             f"'{name}' is not a local file or folder, and hub models need huggingface_hub: pip install huggingface_hub."
         ) from error
     repo, _, revision = name.partition("@")
+    files: Any = {"allow_patterns": _FILES + _PICKLES * head, "ignore_patterns": ["*/*", "consolidated*", "adapter*"]}
     try:
-        return Path(hub.snapshot_download(repo, revision=revision or None, **_FILES))
+        return Path(hub.snapshot_download(repo, revision=revision or None, **files))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's errors
         raise ModelError(_hub_message(name, error)) from error
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A repository of the hub on this machine."""
+
+    path: Path
+    files: int
+    checked: int  # files whose SHA-256 is the hub's; small ones have none
+
+
+def fetch_hub(name: str, progress: Callable[[str, float], None] = lambda what, share: None) -> Fetched:
+    """Download a model or a head, or the rest of it, and compare every file with the checksum that the hub names.
+
+    Pickled weights are only taken where there are no others. A file that differs is deleted, so that the next call
+    downloads it again.
+    """
+    path = hub_model(name)
+    if not next(path.glob("*.safetensors"), None):
+        path = hub_model(name, head=True)
+    sums, checked = _hub_checksums(name), 0
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    for number, file in enumerate(files):
+        progress(f"Checking {file.name}", number / len(files))
+        if file.name in sums:
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest != sums[file.name]:
+                _delete_linked(file)
+                raise ModelError(
+                    f"{file.name} of '{name}' is not the hub's file (SHA-256 {digest[:12]}… instead of "
+                    f"{sums[file.name][:12]}…) and was deleted; run `outrider fetch {name}` again."
+                )
+            checked += 1
+    return Fetched(path, len(files), checked)
+
+
+def _hub_checksums(name: str) -> dict[str, str]:
+    """File -> SHA-256, of the files for which the hub has one; none where it cannot be reached."""
+    import huggingface_hub as hub
+
+    repo, _, revision = name.partition("@")
+    try:
+        info = hub.HfApi().model_info(repo, revision=revision or None, files_metadata=True)
+    except Exception:  # offline: what was downloaded before is used as it is
+        return {}
+    sums = {sibling.rfilename: getattr(sibling.lfs, "sha256", None) for sibling in info.siblings or () if sibling.lfs}
+    return {file: digest for file, digest in sums.items() if isinstance(digest, str)}
+
+
+def _delete_linked(file: Path) -> None:
+    """A file of the hub's cache is a link to its content."""
+    content = file.resolve()
+    file.unlink(missing_ok=True)
+    content.unlink(missing_ok=True)
 
 
 def _hub_message(name: str, error: Exception) -> str:

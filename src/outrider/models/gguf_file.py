@@ -174,20 +174,25 @@ def _entry(cursor: _Cursor) -> tuple[str, _Entry]:
 
 _CONTROL = 3  # a token's type
 # End tokens that llama.cpp recognises by their text, because GGUF names only one of them by id.
-_END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}
+_END_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
+_END_TEXTS |= {"<|return|>", "<|call|>"}
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
     """The configuration in a header. Biases, q/k norms and a tied head follow from which tensors the file has."""
+    named = str(file.metadata.get("general.architecture"))
     family = configs.supported(file.metadata.get("general.architecture"))
-    own = {k[len(family) + 1 :]: v for k, v in file.metadata.items() if k.startswith(family + ".")}
-    if own.get("expert_count"):
-        raise ModelError("The model is a mixture of experts, which is not supported; use a dense model.")
+    own = {k[len(named) + 1 :]: v for k, v in file.metadata.items() if k.startswith(named + ".")}
+    if own.get("expert_count") and family == "llama":
+        family = "mixtral"
+    if own.get("expert_count") and family not in configs.EXPERTS:
+        raise ModelError(f"A mixture of experts of the architecture '{named}' is not supported; use a dense model.")
     heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
     layers, context = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "context_length")
     scaling = _rope_scaling(own, file)
-    window = integer(own, "attention.sliding_window", 0) if family == "llama" else 0  # Mistral 0.1; others ignore it
+    window, window_layers = _window(own, family, layers)
+    tensors = file.tensors
     return ModelConfig(
         architecture=family, vocab_size=file.shape("token_embd.weight")[0], hidden_size=hidden, layers=layers,
         heads=heads, kv_heads=integer(own, "attention.head_count_kv", heads), head_dim=head_dim,
@@ -196,17 +201,68 @@ def gguf_config(file: GGUF) -> ModelConfig:
         rope_theta=float(own.get("rope.freq_base", 1e4)), rotary_dim=integer(own, "rope.dimension_count", head_dim),
         context_length=configs.scaled_context(context, scaling), rope_scaling=scaling,
         no_rope_layers=configs.no_rope_layers(layers, {}) if family == "smollm3" else frozenset(),
-        tied="output.weight" not in file.tensors, qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors, qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=window, window_layers=frozenset(range(layers)) if window else frozenset(),
+        tied="output.weight" not in tensors, qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors, qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        sliding_window=window, window_layers=window_layers,
         bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
-        eos_ids=gguf_eos_ids(file.metadata),
+        eos_ids=gguf_eos_ids(file.metadata), **_experts(own, family),
+        **_variants(own, family, hidden, heads, head_dim, layers),
     )  # fmt: skip
+
+
+def _experts(own: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """llama.cpp always normalises the shares of a row's experts in the families that are read here."""
+    if not own.get("expert_count"):
+        return {}
+    size = integer(own, "expert_feed_forward_length", integer(own, "feed_forward_length", 0))
+    count, used = integer(own, "expert_count"), integer(own, "expert_used_count")
+    return {"experts": count, "experts_used": used, "expert_size": size, "expert_bias": family == "gpt_oss"}
+
+
+def _window(own: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
+    """Mistral 0.1 is a `llama` with a window in every layer; Gemmas and gpt-oss have them in turn."""
+    window = integer(own, "attention.sliding_window", 0)
+    if not window or family not in ("llama", "mixtral", "gemma2", "gemma3", "gpt_oss"):
+        return 0, frozenset()
+    in_turn = family not in ("llama", "mixtral")
+    return window, configs.window_pattern(family, layers) if in_turn else frozenset(range(layers))
+
+
+def _variants(
+    own: Mapping[str, Any], family: str, hidden: int, heads: int, head_dim: int, layers: int
+) -> dict[str, Any]:
+    """What distinguishes a family's layers from a Llama's. GGUF has no key for Gemma's scale of scores."""
+    if family == "granite":
+        return {
+            "score_scale": float(own.get("attention.scale") or 0.0),
+            "embedding_scale": float(own.get("embedding_scale") or 1.0),
+            "residual_scale": float(own.get("residual_scale") or 1.0),
+            "logit_scale": 1 / float(own.get("logit_scale") or 1.0),
+        }
+    if family == "olmo2":
+        return {"pre_norm": False, "post_norm": True, "whole_qk_norm": True}
+    if family == "glm4":
+        return {"post_norm": True}
+    if family == "gpt_oss":
+        return {"sinks": True, "activation": configs.CLAMPED}
+    if family not in ("gemma2", "gemma3"):
+        return {}
+    largest = (family, layers) in (("gemma2", 46), ("gemma3", 62))  # the 27B models, as llama.cpp tells them
+    caps = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+    local = float(own.get("rope.freq_base_swa") or 10_000.0) if family == "gemma3" else 0.0
+    return (
+        configs.gemma(hidden)
+        | {field: float(own.get(name) or 0.0) for field, name in caps.items()}
+        | {"score_scale": (hidden // heads if largest else head_dim) ** -0.5, "local_rope_theta": local}
+        | {"activation": configs.GELU}
+    )
 
 
 def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
     kind = str(own.get("rope.scaling.type", "linear" if own.get("rope.scale_linear") else "none"))
     factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
+    if "rope_factors_short.weight" in file.tensors:
+        return _long_factors(own, file)
     if "rope_freqs.weight" in file.tensors:  # llama3's scaling, already computed by the converter
         linear = factor if kind == "linear" else 1.0
         return RopeScaling("factors", factors=tuple(f * linear for f in file.array("rope_freqs.weight").tolist()))
@@ -215,8 +271,20 @@ def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
     original = int(own.get("rope.scaling.original_context_length") or own.get("context_length") or 0)
     attention = float(own.get("rope.scaling.attn_factor", 1.0)) * configs.yarn_attention({}, factor)
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    rope["truncate"] = str(file.metadata.get("general.architecture")) != "gpt-oss"
     betas = {key: own.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
     return configs.rope_scaling(rope | betas | {"attention_factor": attention}, original)
+
+
+def _long_factors(own: Mapping[str, Any], file: GGUF) -> RopeScaling:
+    """Phi-3's: both lists of divisors are tensors."""
+    context = integer(own, "context_length")
+    original = int(own.get("rope.scaling.original_context_length") or context)
+    rope: dict[str, Any] = {
+        f"{name}_factor": file.array(f"rope_factors_{name}.weight").tolist() for name in ("short", "long")
+    }
+    rope["attention_factor"] = own.get("rope.scaling.attn_factor")
+    return configs.longrope(rope, context, original)
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
@@ -236,9 +304,13 @@ _BLOCK = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_qkv": "self_attn.qkv_proj", "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
+    "ffn_gate_inp": "mlp.router", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks",
 }  # fmt: skip
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
-_PERMUTED = ("llama", "smollm3")  # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2)
+# llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2).
+_PERMUTED = ("llama", "smollm3", "granite", "mixtral")
 
 
 class GGUFWeights(Weights):
@@ -314,16 +386,24 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORTENED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")  # llama.cpp's, for files that name none
 
 # The name in `tokenizer.ggml.pre` -> the expressions that split text into words, applied one after another.
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_O200K,),
     "default": _DEFAULT,
 }
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # a word that is a token is not built by merges

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ModelError
-from .config import ModelConfig, to_hf
+from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
+EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
@@ -38,7 +40,7 @@ class TensorSource(Protocol):
 class HeadConfig:
     """The shape of a head or exit adapter, and its target."""
 
-    kind: str  # eagle3, block or exit
+    kind: str  # eagle3, block, eagle1 or exit
     hidden_size: int  # the target's, or less: a narrow head has its own embedding
     intermediate_size: int
     heads: int
@@ -55,17 +57,31 @@ class HeadConfig:
     target_hash: str = ""  # empty: any target
     target_name: str = ""
     target_hidden_size: int = 0  # 0: the same as the head's
+    # Variants that others have published. `outrider train` makes none of them.
+    rope_scaling: RopeScaling | None = None
+    windows: tuple[int, ...] = ()  # sliding window of each layer in rows, 0: none; empty: none has one
+    own_embedding: bool = False  # it embeds tokens itself, although the target's embedding would fit
+    own_output: bool = True  # False: its output matrix is the target's
+    fc_norm: bool = False  # each tapped state has a norm of its own before they are fused
+    norm_before_fc: bool = False  # one norm over all tapped states
+    fc_bias: bool = False
+    norm_before_residual: bool = False  # the residual stream begins with the normed feature
+    norm_output: bool = False  # drafted tokens continue from the normed output
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    logit_scale: float = 1.0
+    target_norm_eps: float = 1e-5  # eagle1 reads the target's states after the target's last norm
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
-        if self.kind not in KINDS:
+        if self.kind not in (*KINDS, EAGLE1):
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
         fits = min(*sizes, self.draft_vocab_size, self.block, self.context_length, self.layers) > 0
         fits = fits and self.heads % max(self.kv_heads, 1) == 0 and self.head_dim % 2 == 0
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
-        if not fits or (self.kind == "eagle3" and self.layers != 1):
+        if not fits or (self.windows and len(self.windows) != self.layers):
             raise ModelError("The head's configuration does not fit together; make the head again.")
         if self.kind == "exit" and self.narrow:
             raise ModelError("An early exit is as wide as its target.")
@@ -79,20 +95,43 @@ class HeadConfig:
         """Whether it embeds tokens itself, because the target's embedding does not fit."""
         return self.hidden_size != self.target_hidden_size
 
+    def window(self, layer: int) -> int:
+        """The sliding window of a layer in rows; 0: none."""
+        return self.windows[layer] if self.windows else 0
+
 
 def shapes(c: HeadConfig) -> Shapes:
     """The names and shapes of all tensors."""
     if c.kind == "exit":
         return _exit_shapes(c)
     h = c.hidden_size
-    named: Shapes = {"fc.weight": (h, len(c.taps) * c.target_hidden_size), "midlayer.hidden_norm.weight": (h,)}
-    if c.narrow:
+    named = _input_shapes(c)
+    if c.narrow or c.own_embedding:
         named["embed_tokens.weight"] = (c.vocab_size, h)
     for i in range(c.layers):
-        named |= {f"{layer_name(i)}.{name}": shape for name, shape in _layer(c, 2 * h if i == 0 else h).items()}
+        layer = _layer(c, 2 * h if i == 0 and c.kind != EAGLE1 else h)
+        if i == 0 and c.kind == EAGLE1:
+            del layer["input_layernorm.weight"]
+        named |= {f"{layer_name(i)}.{name}": shape for name, shape in layer.items()}
     named |= _output_shapes(c)
     if c.kind == "block":
         named |= {"mask_embedding": (h,), "mask_hidden": (h,)}
+    return named
+
+
+def _input_shapes(c: HeadConfig) -> Shapes:
+    """What makes the first layer's input from the target's states and a token."""
+    h, wide = c.hidden_size, c.target_hidden_size
+    if c.kind == EAGLE1:
+        named: Shapes = {"fc.weight": (h, 2 * h), "feature_norm.weight": (wide,)}
+    else:
+        named = {"fc.weight": (h, len(c.taps) * wide), "midlayer.hidden_norm.weight": (h,)}
+    if c.fc_bias:
+        named["fc.bias"] = (h,)
+    if c.fc_norm:
+        named |= {f"fc_norm.{i}.weight": (wide,) for i in range(len(c.taps))}
+    if c.norm_before_fc:
+        named["input_norm.weight"] = (len(c.taps) * wide,)
     return named
 
 
@@ -109,7 +148,10 @@ def _exit_shapes(c: HeadConfig) -> Shapes:
 
 def _output_shapes(c: HeadConfig) -> Shapes:
     draft, h = c.draft_vocab_size, c.hidden_size
-    return {"norm.weight": (h,), "lm_head.weight": (draft, h), "d2t": (draft,), "t2d": (c.vocab_size,)}
+    named: Shapes = {} if c.kind == EAGLE1 else {"norm.weight": (h,)}
+    if c.own_output:
+        named["lm_head.weight"] = (draft, h)
+    return named | {"d2t": (draft,), "t2d": (c.vocab_size,)}
 
 
 def block_name(i: int) -> str:
@@ -128,22 +170,31 @@ def _layer(c: HeadConfig, inputs: int) -> Shapes:
     mlp = {"gate": (wide, h), "up": (wide, h), "down": (h, wide)}
     named: Shapes = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
     named |= {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    if c.qkv_bias:
+        named |= {f"self_attn.{name}_proj.bias": attention[name][:1] for name in "qkv"}
+    if c.qk_norm:
+        named |= {f"self_attn.{name}_norm.weight": (c.head_dim,) for name in "qk"}
     return named | {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
 def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> None:
     """Raise for a missing tensor, a wrong shape, or a draft vocabulary outside the target's."""
-    for name, shape in shapes(config).items():
-        if name not in tensors:
-            raise ModelError(f"{where} has no tensor '{name}', which its configuration needs; make the head again.")
-        if tuple(tensors[name].shape) != shape:
-            actual = list(tensors[name].shape)
-            raise ModelError(f"In {where} the tensor '{name}' has the shape {actual} instead of {list(shape)}.")
+    check_shapes(tensors, shapes(config), where)
     if "d2t" not in shapes(config):
         return
     ids = target_ids(tensors["d2t"])
     if not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size or ids.unique().numel() < ids.numel():
         raise ModelError(f"The draft vocabulary of {where} (d2t) names ids outside the target's, or one twice.")
+
+
+def check_shapes(tensors: Mapping[str, Tensor], needed: Shapes, where: str) -> None:
+    """Raise for a missing tensor or a wrong shape."""
+    for name, shape in needed.items():
+        if name not in tensors:
+            raise ModelError(f"{where} has no tensor '{name}', which its configuration needs; get the head again.")
+        if tuple(tensors[name].shape) != shape:
+            actual = list(tensors[name].shape)
+            raise ModelError(f"In {where} the tensor '{name}' has the shape {actual} instead of {list(shape)}.")
 
 
 def target_ids(d2t: Tensor) -> Tensor:
@@ -258,7 +309,8 @@ def target_hash(config: ModelConfig, weights: TensorSource) -> str:
     c = config
     facts = (c.hidden_size, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate_size, c.vocab_size)
     digest = hashlib.sha256(repr(facts).encode())
-    names = ["norm.weight", *(f"layers.{i}.input_layernorm.weight" for i in range(c.layers))]
+    first = "input_layernorm" if c.pre_norm else "attention_post_norm"
+    names = ["norm.weight", *(f"layers.{i}.{first}.weight" for i in range(c.layers))]
     norms = torch.cat([weights.get(name, torch.float32).flatten() for name in names])  # [(layers + 1) H]
     digest.update(norms.bfloat16().view(torch.int16).cpu().numpy().tobytes())
     if bool((norms == norms[0]).all()):

@@ -57,11 +57,11 @@ def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for i in range(config.layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config).items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, i).items()}
     return shapes
 
 
-def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}.weight": (r, c.hidden_size) for n, r in rows.items()}
@@ -70,8 +70,21 @@ def _layer(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.o_bias:
         shapes["self_attn.o_proj.bias"] = (c.hidden_size,)
     if c.qk_norm:
-        shapes |= {f"self_attn.{n}.weight": (c.head_dim,) for n in ("q_norm", "k_norm")}
-    shapes |= {f"{n}.weight": (c.hidden_size,) for n in ("input_layernorm", "post_attention_layernorm")}
+        wide = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
+        shapes |= {f"self_attn.{n}_norm.weight": (size,) for n, size in zip("qk", wide, strict=True)}
+    if c.sinks:
+        shapes["self_attn.sinks.weight"] = (c.heads,)
+    norms = ["input_layernorm", "post_attention_layernorm"] if c.pre_norm else []
+    norms += ["attention_post_norm", "mlp_post_norm"] if c.post_norm else []
+    shapes |= {f"{n}.weight": (c.hidden_size,) for n in norms}
+    if c.has_experts(i):
+        each = (c.experts, c.expert_size, c.hidden_size)
+        shapes |= {f"mlp.experts.{n}.weight": each for n in ("gate_proj", "up_proj")}
+        shapes["mlp.experts.down_proj.weight"] = (c.experts, c.hidden_size, c.expert_size)
+        if c.expert_bias:
+            shapes |= {f"mlp.experts.{n}.bias": each[:2] for n in ("gate_proj", "up_proj")}
+            shapes |= {"mlp.experts.down_proj.bias": (c.experts, c.hidden_size), "mlp.router.bias": (c.experts,)}
+        return shapes | {"mlp.router.weight": (c.experts, c.hidden_size)}
     shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in ("gate_proj", "up_proj")}
     shapes["mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
     return shapes
@@ -117,6 +130,202 @@ class Safetensors(Weights):
         handle, stored = self._entries[name]
         tensor: Tensor = handle.get_tensor(stored)
         return tensor.to(dtype)
+
+
+# ------------------------------------------------------------ families that name or store their weights otherwise
+
+_GEMMA = {
+    "post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}  # fmt: skip
+_RENAMED = {  # Hugging Face's part of a layer -> Outrider's: Llama's names, and two for the norms of what is added
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
+    "mixtral": {"block_sparse_moe.gate": "mlp.router", "mlp.gate": "mlp.router"},
+    "qwen3_moe": {"mlp.gate": "mlp.router"},
+    "gpt_oss": {"self_attn": "self_attn.sinks"},  # its name has no ending
+    "glm4": {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"},
+}
+_IN_GGUF = {"gpt_oss": {"attention_post_norm": "post_attention_layernorm"}}  # llama.cpp names it after its place
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_FUSED_QKV, _FUSED_MLP = ("phi3",), ("phi3", "glm4")
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
+
+
+class FamilyWeights(Weights):
+    """A family's tensors under Outrider's names: renamed, cut out of joined ones, q and k in Llama's order of rows.
+
+    source: its own names, of a Hugging Face file without the leading `model.`, or of a GGUF file as `gguf_file` names
+    them (`in_gguf`), whose norms have Gemma's one added already.
+    """
+
+    def __init__(self, source: Any, config: ModelConfig, in_gguf: bool = False) -> None:
+        self.source, self.config, self.in_gguf = source, config, in_gguf
+        stored = {_without_prefix(name): name for name in source.names()}
+        renamed = _IN_GGUF.get(config.architecture, {}) if in_gguf else _RENAMED.get(config.architecture, {})
+        stored = {_renamed(name, renamed).replace("sinks.sinks", "sinks.weight"): own for name, own in stored.items()}
+        self._stored: dict[str, tuple[str, slice]] = {}
+        self._stacked: dict[str, list[str]] = {}  # of experts that have a tensor each
+        for name in expected(config):
+            if ".mlp.experts." in name and self._find_experts(name, stored):
+                continue
+            named, rows = self._cut(name)
+            if named in stored:
+                self._stored[name] = (stored[named], rows)
+
+    @property
+    def quantised(self) -> bool:
+        return bool(getattr(self.source, "quantised", False))
+
+    def _find_experts(self, name: str, stored: dict[str, str]) -> bool:
+        """Where a stack of experts [E, ...] is: a tensor for each expert, or gates and ups side by side."""
+        c, (layer, part, end) = self.config, _split(name)
+        kind = part.rpartition(".")[2]
+        forms = (f"mlp.experts.{{}}.{kind}", f"block_sparse_moe.experts.{{}}.{_MIXTRAL[kind]}")
+        for form in forms:
+            each = [f"{layer}{form.format(i)}{end}" for i in range(c.experts)]
+            if all(one in stored for one in each):
+                self._stacked[name] = [stored[one] for one in each]
+                return True
+        joined = "gate_up_proj" if kind != "down_proj" else "down_proj"
+        if f"{layer}mlp.experts.{joined}" not in stored:
+            return False
+        cut = {"gate_proj": slice(0, c.expert_size), "up_proj": slice(c.expert_size, 2 * c.expert_size)}
+        self._stored[name] = (stored[f"{layer}mlp.experts.{joined}"], cut.get(kind, slice(None)))
+        return True
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored) | frozenset(self._stacked)
+
+    def has(self, name: str) -> bool:
+        return name in self._stored or name in self._stacked
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._stacked:
+            return len(self._stacked[name]), *self.source.shape(self._stacked[name][0])
+        stored, rows = self._stored[name]
+        if ".mlp.experts." in name:
+            count, first, *rest = self.source.shape(stored)
+            return count, len(range(*rows.indices(first))), *rest
+        first, *rest = self.source.shape(stored)
+        return len(range(*rows.indices(first))), *rest
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        if name in self._stacked:
+            return torch.stack([self.source.get(one, dtype) for one in self._stacked[name]])
+        stored, rows = self._stored[name]
+        if ".mlp.experts." in name:
+            experts: Tensor = self.source.get(stored, dtype)[:, rows]
+            return experts
+        gain = self.config.architecture.startswith("gemma") and name.endswith("norm.weight") and not self.in_gguf
+        tensor: Tensor = self.source.get(stored, torch.float32 if gain else dtype)[rows]
+        if gain:  # Gemma's files have it minus one
+            return (tensor + 1.0).to(dtype)
+        if self.config.architecture == "glm4" and _split(name)[1] in ("self_attn.q_proj", "self_attn.k_proj"):
+            return halves(tensor, self.config.head_dim, self.config.rotary_dim)
+        return tensor
+
+    def _cut(self, name: str) -> tuple[str, slice]:
+        """The name of the tensor that holds this one, and its rows there."""
+        c, (layer, part, end) = self.config, _split(name)
+        q, kv, wide = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.intermediate_size
+        if (
+            c.architecture in _FUSED_QKV
+            and part.startswith("self_attn.")
+            and part[10:] in ("q_proj", "k_proj", "v_proj")
+        ):
+            bounds = {"q_proj": (0, q), "k_proj": (q, q + kv), "v_proj": (q + kv, q + 2 * kv)}[part[10:]]
+            return f"{layer}self_attn.qkv_proj{end}", slice(*bounds)
+        if c.architecture in _FUSED_MLP and part in ("mlp.gate_proj", "mlp.up_proj"):
+            joined = "mlp.up_proj" if self.in_gguf else "mlp.gate_up_proj"
+            return f"{layer}{joined}{end}", slice(0, wide) if part == "mlp.gate_proj" else slice(wide, 2 * wide)
+        return name, slice(None)
+
+
+def adapted(source: Any, config: ModelConfig, in_gguf: bool = False) -> Any:
+    """The weights under Outrider's names, which most families have already."""
+    own = config.architecture in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
+    if config.architecture == "gpt_oss" and not in_gguf:
+        return GptOssWeights(source, config)
+    return source if own else FamilyWeights(source, config, in_gguf)
+
+
+class GptOssWeights(FamilyWeights):
+    """gpt-oss in Hugging Face's form: gates and ups of all experts alternate, in four bits (MXFP4) or as floats."""
+
+    def _find_experts(self, name: str, stored: dict[str, str]) -> bool:
+        layer, part, end = _split(name)
+        stem = f"{layer}mlp.experts.{'down_proj' if 'down' in part else 'gate_up_proj'}"
+        stem = f"{stem}_bias" if end == ".bias" else f"{stem}_blocks" if f"{stem}_blocks" in stored else stem
+        if stem in stored:
+            self._stored[name] = (stored[stem], slice(None))
+        return True
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if ".mlp.experts." not in name:
+            return super().shape(name)
+        stored, _ = self._stored[name]
+        first, *rest = self.source.shape(stored)
+        if stored.endswith("_blocks"):  # [E, N, K / 32, 16] bytes
+            rest = [rest[0], 32 * rest[1]]
+        elif name.endswith(".weight"):
+            rest = rest[::-1]
+        return first, rest[0] if ".down_proj" in name else rest[0] // 2, *rest[1:]
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        if ".mlp.experts." not in name:
+            return super().get(name, dtype)
+        stored, _ = self._stored[name]
+        if stored.endswith("_blocks"):
+            scales = self.source.get(stored.removesuffix("blocks") + "scales", torch.uint8)
+            both = mxfp4(self.source.get(stored, torch.uint8), scales, dtype)
+        else:
+            both = self.source.get(stored, dtype)
+            both = both.transpose(1, 2).contiguous() if name.endswith(".weight") else both
+        return both if ".down_proj" in name else both[:, ".up_proj" in name :: 2].contiguous()
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four-bit floats [..., K / 32, 16] bytes with an exponent for each 32 [..., K / 32] -> [..., K].
+
+    The low half of a byte is the first of two neighbours.
+    """
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
+    pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [..., K / 32, 32]
+    values = torch.ldexp(table[pairs.long()], scales[..., None].int() - 127)
+    return values.flatten(-2).to(dtype)
+
+
+def halves(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """Rows [heads * d, ...] whose neighbours are rotated together -> rows whose halves are, within each head."""
+    heads = rows.view(-1, head_dim, *rows.shape[1:])
+    turned = heads[:, :rotary].unflatten(1, (rotary // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, rotary:]], 1).reshape(rows.shape)
+
+
+def _without_prefix(name: str) -> str:
+    """The text half of a model that also reads pictures has its own prefix."""
+    return next((name.removeprefix(prefix) for prefix in _TEXT_PREFIXES if name.startswith(prefix)), name)
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    layer, part, end = _split(name)
+    return f"{layer}{names.get(part, part)}{end}"
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """`layers.3.self_attn.q_proj.weight` -> ("layers.3.", "self_attn.q_proj", ".weight")."""
+    stem, dot, end = name.rpartition(".")
+    if not name.startswith("layers."):
+        return "", stem, dot + end
+    _, number, *parts = stem.split(".", 2)
+    if not parts:  # a joined tensor without an ending
+        return f"layers.{number}.", end, ""
+    return f"layers.{number}.", parts[0], dot + end
 
 
 def _open(path: Path) -> Any:

@@ -109,11 +109,18 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
+def insist_trainable(config: ModelConfig) -> None:
+    """Refuse a target whose layers are not a Llama's."""
+    if not config.llama_like:
+        raise ModelError(f"A drafter for a target of the family {config.architecture} cannot be trained yet.")
+
+
 class TargetNet(nn.Module):
     """A causal decoder; its state_dict has Hugging Face's names without the leading `model.`"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        insist_trainable(config)
         self.config = c = config
         shape = (c.hidden_size, c.intermediate_size, c.heads, c.kv_heads, c.head_dim, c.norm_eps)
         sizes = LayerSizes(*shape, qkv_bias=c.qkv_bias, o_bias=c.o_bias, qk_norm=c.qk_norm)

@@ -24,7 +24,7 @@ from ..models.speculators import HeadConfig, read_head, target_hash, target_ids,
 from ..models.weights import write_folder
 from .answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests, prompts_digest
 from .batches import Batches, choose_vocabulary, held_out_batches
-from .decoder import TargetNet, cut_target
+from .decoder import TargetNet, cut_target, insist_trainable
 from .generation import GenerationJob, Progress, Stop, generate_missing
 from .loop import Schedule, TrainingLoop
 from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet
@@ -58,6 +58,7 @@ class _TrainingRun:
         self.recipe, self.device = recipe, choose_device(recipe.device)
         self.checkpoint = open_checkpoint(recipe.target)
         self.config, self.weights = self.checkpoint.config, self.checkpoint.weights
+        insist_trainable(self.config)
         self.identity = target_hash(self.config, self.weights)
 
     def train(self, progress: Progress | None, stop: Stop) -> Json:

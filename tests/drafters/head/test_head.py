@@ -465,7 +465,8 @@ def test_impossible_shapes_are_refused() -> None:
     config, _ = random_head(TARGET.config)
     fields = {name: getattr(config, name) for name in HeadConfig.__dataclass_fields__}
     for change in (
-        {"layers": 2},
+        {"layers": 17},
+        {"windows": (4, 0)},
         {"taps": ()},
         {"taps": (1, 1)},
         {"draft_vocab_size": 99},

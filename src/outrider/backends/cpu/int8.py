@@ -13,19 +13,21 @@ from array import array
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...engine.cache import Plane
-from ...models.config import ModelConfig
+from ...models.config import SILU, ModelConfig
 from ...models.stages import stage
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
+from ..experts import Experts
+from ..linear import linear
 from ..rows import Rows
-from ..transformer import rope_tables
+from ..transformer import Layer, Transformer, layer_shape, rope_tables, routing_of
 from . import native, quantise as quant
 from .quantise import PRODUCTS, Quantised, Settings, Tensors
 
@@ -49,25 +51,6 @@ class Int8Transformer(Model):
         kernels = ops._loaded().kernels
         self.native = None if kernels is None else NativePass(self, kernels)
         self.torch = TorchPass(self) if kernels is None else None
-
-    @classmethod
-    def open(
-        cls,
-        checkpoint: Checkpoint,
-        length: int | None = None,
-        settings: Settings = quant.DEFAULT,
-        folder: Path | None = None,
-    ) -> Int8Transformer:
-        """From a model's files, or from their quantised form in `folder` (default: our cache)."""
-
-        config = checkpoint.config
-
-        def build() -> Tensors:
-            ids = calibration_ids(checkpoint, settings.calibration)
-            with stage("Quantising the weights") as done:
-                return quant.calibrated(config, checkpoint.weights, ids, settings, done)
-
-        return cls(config, quant.stored(quant.identity(checkpoint.path, config, settings), build, folder), length)
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -163,7 +146,7 @@ class NativePass(Addresses):
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
         addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
         head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 7)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 8)
         return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
 
     def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
@@ -172,6 +155,59 @@ class NativePass(Addresses):
         norms = ops.addresses_of(*(tensors.get(prefix + name) for name in names))
         linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, prefix + name, c))]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
+
+
+class Int8Decoder(Transformer):
+    """A decoder of any family, layer by layer, with int8 products; the one native call knows Llama's layers only."""
+
+    exact = True  # every product is row-invariant on every machine
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, length: int | None = None) -> None:
+        """As `Int8Transformer`."""
+        self._begin(config, torch.float32, length=length)
+        self.dtype, self.tensors, self.embedding = torch.int8, tensors, tensors["embedding"]
+        self.norm, self.head = tensors["norm"], int8_product(quant.product(tensors, "head", config))
+        self.layers = [self._layer(i) for i in range(config.layers)]
+
+    def _layer(self, i: int) -> Layer:
+        c, at, t = self.config, f"layers.{i}.", self.tensors
+        names = PRODUCTS[:2] if c.has_experts(i) else PRODUCTS
+        products: dict[str, Any] = {name: int8_product(quant.product(t, at + name, c)) for name in names}
+        if c.has_experts(i):
+            both, back = (
+                [int8_product(quant.product(t, f"{at}{name}.{e}", c)) for e in range(c.experts)]
+                for name in ("gate_up", "down")
+            )
+            products |= {"gate_up": None, "down": None}
+            products["experts"] = Experts(
+                linear(t[f"{at}router.weight"], t.get(f"{at}router.bias")), both, back, routing_of(c)
+            )
+        else:
+            products["experts"] = None
+        norms: Any = (t[f"{at}q_norm"], t[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None
+        around: dict[str, Any] = {name: t.get(at + name) for name in (*quant.NORMS, "sinks")}
+        return Layer(head_norms=norms, **products, **around, **layer_shape(c, i))
+
+
+def open_int8(
+    checkpoint: Checkpoint, length: int | None = None, settings: Settings = quant.DEFAULT, folder: Path | None = None
+) -> Int8Transformer | Int8Decoder:
+    """From a model's files, or from their quantised form in `folder` (default: our cache)."""
+    config = checkpoint.config
+
+    def build() -> Tensors:
+        ids = calibration_ids(checkpoint, settings.calibration)
+        with stage("Quantising the weights") as done:
+            return quant.calibrated(config, checkpoint.weights, ids, settings, done)
+
+    tensors = quant.stored(quant.identity(checkpoint.path, config, settings), build, folder)
+    return (Int8Transformer if config.llama_like else Int8Decoder)(config, tensors, length)
+
+
+def int8_product(q: Quantised) -> Int8Linear:
+    """A product with packed weights: native where there is a compiler."""
+    kernels = ops._loaded().kernels
+    return Int8Linear(q, q.outputs) if kernels is None else NativeProduct(q, kernels)
 
 
 class TorchProduct(NamedTuple):
@@ -247,7 +283,7 @@ class TorchPass:
         at, wide = f"layers.{i}.", self.config.intermediate_size
         both = self.products[f"{at}gate_up"](self._norm(x, f"{at}mlp_norm"))  # [T, 2I], each half padded
         gate, up = both.chunk(2, 1)
-        return self.products[f"{at}down"](ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))
+        return self.products[f"{at}down"](ops.gate_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1)))
 
 
 class Int8Linear:
@@ -259,19 +295,21 @@ class Int8Linear:
         self.packed, self.outputs, self.gates = packed, outputs, gates
 
     @classmethod
-    def of(cls, weight: Tensor, gates: bool = False) -> Int8Linear:
-        """From floats [out, in]."""
+    def of(cls, weight: Tensor, gates: bool = False, bias: Tensor | None = None) -> Int8Linear:
+        """From floats [out, in] and [out]; a gated pair has no bias."""
         outputs = weight.shape[0]
         weight = quant.interleave(weight) if gates else weight
         none = torch.zeros(weight.shape[1])
         chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
         packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
-        return cls(Quantised(packed, scale, None, chunks[0].outliers, *weight.shape), outputs, gates)
+        bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, scale.shape[0] - outputs))
+        return cls(Quantised(packed, scale, bias, chunks[0].outliers, *weight.shape), outputs, gates)
 
     def as_tensors(self, name: str) -> dict[str, Tensor]:
         """For `quantise.stored`."""
         q = self.packed
         parts = {"weight": q.weight, "scale": q.scale, "outliers": q.outliers}
+        parts |= {} if q.bias is None else {"bias": q.bias}
         shape = torch.tensor([q.outputs, q.inputs, self.outputs, self.gates])
         return {f"{name}.{part}": tensor for part, tensor in parts.items()} | {f"{name}.shape": shape}
 
@@ -279,7 +317,8 @@ class Int8Linear:
     def from_tensors(cls, tensors: dict[str, Tensor], name: str) -> Int8Linear:
         weight, scale, outliers = (tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers"))
         rows, inputs, outputs, gates = tensors[f"{name}.shape"].tolist()
-        return cls(Quantised(weight, scale, None, outliers, rows, inputs), outputs, bool(gates))
+        bias = tensors.get(f"{name}.bias")
+        return cls(Quantised(weight, scale, bias, outliers, rows, inputs), outputs, bool(gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]
@@ -294,12 +333,33 @@ class Int8Linear:
         y = torch._int_mm(high.to(torch.int8), weight) * 256.0 + torch._int_mm(low.to(torch.int8), weight)
         return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up [T, out / 2]."""
+    def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
+        """activation(gate) * up [T, out / 2]."""
+        if not self.gates:
+            return ops.gate_mul(self(x), activation)
         gate, up = self._torch(x.float()).chunk(2, 1)  # [T, out / 2] each, padded
         wide = self.outputs // 2
-        return ops.silu_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1))
+        return ops.gate_mul(torch.cat([gate[:, :wide], up[:, :wide]], 1), activation)
 
     @cached_property
     def _torch(self) -> TorchProduct:
         return TorchProduct.of(self.packed, self.gates)
+
+
+class NativeProduct(Int8Linear, Addresses):
+    """The same by the native kernels: a model without layers, whose head is this product."""
+
+    def __init__(self, packed: Quantised, kernels: native.Kernels) -> None:
+        Addresses.__init__(self)
+        Int8Linear.__init__(self, packed, packed.outputs)
+        sizes = (packed.inputs, 1, 1, 1, 0, 1, packed.outputs, 1)
+        fields = (0, 0, 0, 0, 0, *self._linear(packed), *sizes, 0.0, 0, 0, 0, 1, *[0] * 8)
+        self.kernels, self._model = kernels, self._keep(struct.pack(native.MODEL, *fields))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, rows = x.to(torch.float32).contiguous(), x.shape[0]
+        out = torch.empty(rows, self.outputs)
+        zeros, every = torch.zeros(rows + 1, dtype=torch.long), torch.arange(rows)
+        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
+        self.kernels.int8_pass(self._model, *inputs, 0, 0, 1, 0, 1, rows, rows, 0, 0, torch.get_num_threads())
+        return out

@@ -17,10 +17,12 @@ import json
 import mmap
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +33,9 @@ from torch import Tensor
 
 from ...models.config import ModelConfig
 from ...models.paths import cache_folder
-from .. import ops
+from .. import Part, ops
 from ..rows import Rows
-from ..transformer import WeightSource, rope_tables
+from ..transformer import Loader, Transformer, WeightSource
 
 FORMAT = 1  # of the file; a change makes old files be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
@@ -41,6 +43,7 @@ HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
 _HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 Tensors = dict[str, Tensor]
 
 
@@ -59,7 +62,7 @@ class Settings:
 
     def outliers(self, name: str, inputs: int) -> int:
         """Outliers of a product, such as "head" or "layers.3.qkv": a multiple of 4."""
-        share: int = getattr(self, name.rpartition(".")[2])
+        share: int = getattr(self, kind_of(name))
         return min(_MOST_OUTLIERS, -(-inputs // share // 4) * 4) if share else 0
 
 
@@ -142,67 +145,106 @@ class _Calibration:
         self.config, self.source, self.settings = config, weights, settings
         self.tensors: Tensors = {"embedding": weights.get("embed_tokens.weight", torch.bfloat16).contiguous()}
         tokens = torch.tensor(ids or [0])
-        self.x = self.tensors["embedding"][tokens].float()  # [n, H]
-        n = tokens.shape[0]
-        order = torch.arange(n)
-        self.rope = rope_tables(config, n, torch.float32, self.x.device)
+        n, order = tokens.shape[0], torch.arange(tokens.shape[0])
         line, table = torch.zeros(n, dtype=torch.long), order[None].int().contiguous()
         self.rows = Rows(tokens, order, order, line, order + 1, table, None, order)
+        self.model = Transformer.without_weights(config, n)
+        self.model.embedding = self.tensors["embedding"]
+        self.x = self.model.embed(tokens)  # [n, H]
+        self.plane: Any = _OneLayer(n, config)
 
     def layer(self, i: int) -> None:
-        c, at = self.config, f"layers.{i}."
-        h = self._norm(f"{at}input_layernorm.weight", f"{at}attention_norm")
-        qkv = self._product(f"{at}self_attn.", ("q_proj", "k_proj", "v_proj"), f"{at}qkv", h)
-        norms = None
-        if c.qk_norm:
-            q_norm, k_norm = (self._vector(f"{at}self_attn.{n}.weight", f"{at}{n}") for n in ("q_norm", "k_norm"))
-            norms = (q_norm, k_norm, c.norm_eps)
-        planes = self.x.new_empty(2, self.x.shape[0], c.kv_heads, c.head_dim)
-        cos, sin = self.rope if i not in c.no_rope_layers else (self.rope[0][:, :0], self.rope[1][:, :0])
-        q = ops.rope_store(qkv, cos, sin, planes[0], planes[1], self.rows.slots, c.heads, c.kv_heads, norms)
-        mixed = ops.attend(q, planes[0], planes[1], self.rows, c.head_dim**-0.5, torch.float32, c.window(i))
-        self.x = self.x + self._product(f"{at}self_attn.", ("o_proj",), f"{at}out", mixed)
-        h = self._norm(f"{at}post_attention_layernorm.weight", f"{at}mlp_norm")
-        both = self._product(f"{at}mlp.", ("gate_proj", "up_proj"), f"{at}gate_up", h)
-        self.x = self.x + self._product(f"{at}mlp.", ("down_proj",), f"{at}down", ops.silu_mul(both))
+        products: dict[str, _Recorded] = {}
+        load = _Recording(self.config, self.source, torch.float32, torch.float32, self.x.device, False, products)
+        self.model.layers = {i: load.layer(i)}
+        one = Part(start=i, stop=i + 1, head=False)
+        self.x = self.model.forward(self.rows, self.plane, one, self.x, taps=(i,)).hidden[i]
+        layer = self.model.layers[i]
+        norms = {name: getattr(layer, name) for name in (*NORMS, "sinks")}
+        if layer.head_norms is not None:
+            norms |= {"q_norm": layer.head_norms[0], "k_norm": layer.head_norms[1]}
+        vectors = {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
+        self.tensors |= vectors
+        if layer.experts is not None:
+            names = ("weight", "bias") if self.config.expert_bias else ("weight",)
+            for name in names:
+                self.tensors[f"layers.{i}.router.{name}"] = self.source.get(
+                    f"layers.{i}.mlp.router.{name}", torch.float32
+                )
+        for name, product in products.items():
+            self._quantise(name, product.weight, product.bias, product.largest)
 
     def head(self) -> None:
-        h = self._norm("norm.weight", "norm")
+        self.tensors["norm"] = self.source.get("norm.weight", torch.float32).contiguous()
+        h = ops.add_norm(self.x, None, self.tensors["norm"], self.config.norm_eps, torch.float32)
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
-        self._quantise("head", weight, None, h)
+        self._quantise("head", weight, None, h.abs().amax(0))
 
-    def _vector(self, name: str, key: str) -> Tensor:
-        self.tensors[key] = self.source.get(name, torch.float32).contiguous()
-        return self.tensors[key]
-
-    def _norm(self, name: str, key: str) -> Tensor:
-        return ops.add_norm(self.x, None, self._vector(name, key), self.config.norm_eps, torch.float32)
-
-    def _product(self, prefix: str, names: tuple[str, ...], key: str, x: Tensor) -> Tensor:
-        """x Wᵀ + b in float; its quantised weights are stored under `key`."""
-        weight = torch.cat([self.source.get(f"{prefix}{n}.weight", torch.float32) for n in names])  # [N, K]
-        biased = self.source.has(f"{prefix}{names[0]}.bias")
-        bias = torch.cat([self.source.get(f"{prefix}{n}.bias", torch.float32) for n in names]) if biased else None
-        self._quantise(key, weight, bias, x)
-        return F.linear(x, weight, bias)
-
-    def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-        outliers = self.settings.outliers(key, x.shape[1])
-        q = quantise(weight, bias, x.abs().amax(0), outliers, gated=key.endswith("gate_up"))
+    def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor) -> None:
+        outliers = self.settings.outliers(key, weight.shape[1])
+        gated = kind_of(key) == "gate_up" and self.config.llama_like
+        q = quantise(weight, bias, largest, outliers, gated)
         self.tensors |= {f"{key}.weight": q.weight, f"{key}.scale": q.scale, f"{key}.outliers": q.outliers}
         if q.bias is not None:
             self.tensors[f"{key}.bias"] = q.bias
 
 
+class _OneLayer:
+    """The K/V of whichever layer runs."""
+
+    def __init__(self, rows: int, config: ModelConfig) -> None:
+        shape = (rows, config.kv_heads, config.head_dim)
+        self.k: dict[int, Tensor] = defaultdict(lambda: torch.empty(shape))
+        self.v: dict[int, Tensor] = defaultdict(lambda: torch.empty(shape))
+        self.streams: Tensors = {}
+
+    def count_pass(self) -> None:
+        self.k.clear()
+        self.v.clear()
+
+
+@dataclass
+class _Recorded:
+    """A product in float that remembers how large its inputs were."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None
+    largest: Tensor  # [K]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.abs().amax(0))
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        return ops.gate_mul(self(x), activation)
+
+
+@dataclass(frozen=True)
+class _Recording(Loader):
+    """Loads layers whose products are recorded, under the names of their quantised weights."""
+
+    products: dict[str, _Recorded]
+
+    def product(self, name: str, weight: Tensor, bias: Tensor | None) -> _Recorded:
+        self.products[name] = _Recorded(weight, bias, torch.zeros(weight.shape[1]))
+        return self.products[name]
+
+
+def kind_of(name: str) -> str:
+    """`layers.3.down` and `layers.3.down.7` (of an expert) -> `down`."""
+    return next(part for part in reversed(name.split(".")) if not part.isdigit())
+
+
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
-    """One product of a model, by its name: "head" or "layers.3.qkv"."""
-    c, kind = config, name.rpartition(".")[2]
-    inner, pair = c.heads * c.head_dim, -(-c.intermediate_size // HALF) * OUTPUTS
+    """One product of a model, by its name: "head", "layers.3.qkv" or "layers.3.down.7" of an expert."""
+    c, kind, one_of_many = config, kind_of(name), name.rpartition(".")[2].isdigit()
+    inner, middle = c.heads * c.head_dim, c.expert_size if one_of_many else c.intermediate_size
+    pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle
     outputs, inputs = {
         "qkv": (inner + 2 * c.kv_heads * c.head_dim, c.hidden_size),
         "out": (c.hidden_size, inner),
         "gate_up": (pair, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
+        "down": (c.hidden_size, middle),
         "head": (c.vocab_size, c.hidden_size),
     }[kind]
     parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]

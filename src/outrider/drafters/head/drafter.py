@@ -1,14 +1,14 @@
-"""A trained head on the target's own features (EAGLE-3, or a block of masks filled in by one pass).
+"""A trained head on the target's own features (EAGLE, a block of masks, Medusa, an MLP speculator).
 
-The head is a folder that `outrider train` wrote for this target and no other. It reads hidden states that verification
-computes anyway, so it needs a layer or two where a draft model needs many. Its K/V lives in the target's slots.
-Missed features cost acceptance, never correctness.
+The head is a folder that `outrider train` wrote for this target, or that somebody has published for it. It reads hidden
+states that verification computes anyway, so it needs a layer or two where a draft model needs many. Its K/V lives in
+the target's slots. Missed features cost acceptance, never correctness.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ import torch
 
 from ...backends import Model
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, weight_bytes
+from ...backends.loaded_weights import embedding_of, output_norm, output_product, weight_bytes
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
-from ...models.speculators import CONFIG, random_head, read_config
+from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
+from ...models.speculators import CONFIG, EAGLE1, HeadConfig, random_head, read_config
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
 from .features import FeatureCache, ObservedFeatures, StreamFeatures
 from .network import Head, read_head
+from .per_position import PerPositionHead, PerPositionRollout
+from .readings import choose_reading
 from .rollout import HeadRollout
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -86,23 +89,30 @@ class TrainedHead(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        head = load_head(space)
+        loaded = open_head(space)
+        head, self.about = loaded.head, loaded
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
         model: Any = head  # it runs as a model does, over rows and a plane
-        passes: Any = space.passes(model, plane)
+        attends = not isinstance(head, PerPositionHead)
+        passes: Any = space.passes(model, plane) if attends else None
         self.features: FeatureCache
         graphs, taps = None, tuple[int, ...]()
-        if passes is None:
+        if passes is None and (attends or head.device.type != "cuda"):
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
+        if passes is not None and attends:
             from .captured import HeadGraphs  # needs triton
 
             graphs = HeadGraphs(passes, space.plane, "head")
-        self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
+        self.rollout: HeadRollout | PerPositionRollout
+        if isinstance(head, PerPositionHead):
+            self.rollout = PerPositionRollout(head, space.cache, plane, self.features)
+        else:
+            self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
         self.rollout.record_guesses = space.record_guesses
         shape = space.option("tree", default=None)
         self.tree, self.tree_in_rounds = bool(shape), shape is None or bool(shape)  # there its rows are cheap
@@ -126,7 +136,7 @@ class TrainedHead(Drafter):
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
-        if heads is None or self.rollout.head.config.kind != "eagle3":
+        if heads is None or self.rollout.head.config.kind == "block":
             return
         from .rounds import HeadRounds, fits  # need triton
 
@@ -150,6 +160,10 @@ class TrainedHead(Drafter):
             return draft
 
         return request.answer(ready, roll)
+
+    def notes(self) -> dict[str, Any]:
+        facts = {"format": self.about.format, "trained_for": self.about.head.config.target_name}
+        return {self.name: facts | {"reading": self.about.reading}}
 
     def _backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
@@ -206,7 +220,24 @@ def configured_head(space: Workspace) -> Any:
     return None if option == "none" else option
 
 
+@dataclass(frozen=True)
+class OpenedHead:
+    """A head in memory, and what its folder is."""
+
+    head: Head | PerPositionHead
+    format: str = "a head that `outrider train` has written"
+    reading: str = ""  # which conventions were found by trial, in a sentence
+
+
 def load_head(space: Workspace) -> Head:
+    """The configured head, in memory, for those who run it themselves: it has attention and K/V."""
+    head = open_head(space).head
+    if isinstance(head, PerPositionHead):
+        raise ConfigError(f"A {head.config.kind} head can be used with --drafter head only.")
+    return head
+
+
+def open_head(space: Workspace) -> OpenedHead:
     """The configured head, in memory."""
     head, target = configured_head(space), space.target
     if head is None:
@@ -215,21 +246,55 @@ def load_head(space: Workspace) -> Head:
             "--set head=PATH (or head=…), or make one with `outrider train`."
         )
     if isinstance(head, str | Path):
-        config, tensors = read_head(head)
-        insist_on_target(config, target, str(head))
-        if config.kind == "exit":
-            raise ConfigError(f"{head} is an early exit's adapter: use it with --drafter exit --set adapter={head}.")
-        dtype = precision(space)
-        if dtype is torch.int8 and target.device.type != "cpu":
-            raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
-        stored_as = f"head-{_fingerprint(Path(head))}"
-        return Head(config, tensors, embedding_of(target), dtype, target.device, space.cache.length, stored_as)
+        return _read(head_folder(head), space)
     if not isinstance(head, Head):
         raise ConfigError(f"head is {head!r}, but it must be a folder or a Head.")
     insist_on_target(head.config, target, "that was given")
     if head.device != target.device:
         raise ConfigError(f"The head that was given is on {head.device}, its target on {target.device}.")
-    return head
+    return OpenedHead(head)
+
+
+def _read(folder: Path, space: Workspace) -> OpenedHead:
+    """The head in a folder, ours or a published one."""
+    target = space.target
+    dtype = precision(space)
+    if dtype is torch.int8 and target.device.type != "cpu":
+        raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
+    if is_own(folder):
+        config, tensors = read_head(folder)
+        published = PublishedHead(OpenedHead.format, (Reading(config),), tensors)
+    else:
+        published = read_published(folder, target.config)
+    first = published.readings[0].config
+    insist_on_target(first, target, str(folder))
+    if first.kind == "exit":
+        raise ConfigError(f"{folder} is an early exit's adapter: use it with --drafter exit --set adapter={folder}.")
+    if isinstance(first, PerPositionConfig):
+        norm = output_norm(target)
+        return OpenedHead(PerPositionHead(first, published.tensors, norm, dtype, target.device), published.format)
+    stored_as = f"head-{_fingerprint(folder)}"
+    head = _with_target(first, published.tensors, space, dtype, stored_as)
+    head, tried = choose_reading(head, published.readings, space, stored_as)
+    return OpenedHead(head, published.format, tried.sentence(published.readings))
+
+
+def _with_target(
+    config: HeadConfig, tensors: dict[str, torch.Tensor], space: Workspace, dtype: torch.dtype, stored_as: str
+) -> Head:
+    """A head with what it takes from its target: the embedding, and perhaps the last norm and the output matrix."""
+    target = space.target
+    if config.kind == EAGLE1:
+        tensors = tensors | {"feature_norm.weight": output_norm(target)}
+    output = None if config.own_output else output_product(target, dtype)
+    embedding, device = embedding_of(target), target.device
+    own = tensors.get("embed_tokens.weight")
+    if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
+        some = torch.arange(0, own.shape[0], 61)
+        if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
+            config = replace(config, own_embedding=False)
+    return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
 
 
 def _fingerprint(folder: Path) -> str:

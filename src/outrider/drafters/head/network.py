@@ -1,7 +1,8 @@
 """The network of a trained head: a few layers on top of the target's features, over rows and a plane.
 
 Head row p has the token after position p and that position's feature (the target's hidden states there, fused), and
-predicts the token after that one. `eagle3` continues from its own output; `block` fills in masks, all in one pass.
+predicts the token after that one. `eagle3` and `eagle1` continue from their own output; `block` fills in masks, all in
+one pass. Variants of published heads are in `HeadConfig`.
 
 Promise: a row's scores are the same bits whichever rows share its pass (float32 and bfloat16 on a CPU with oneDNN, and
 on a GPU), as in `transformer`. The residual stream is float32 even when weights are bfloat16.
@@ -10,6 +11,7 @@ It knows rows and planes, not sequences, drafts or the target's layers.
 
 from __future__ import annotations
 
+import copy
 import struct
 from array import array
 from dataclasses import dataclass
@@ -24,7 +26,17 @@ from ...backends.cpu.int8 import Addresses, Int8Linear
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
 from ...engine.cache import Plane
-from ...models.speculators import HeadConfig, check_head, layer_name, read_head, target_hash, target_ids, write_head
+from ...models.config import inverse_frequencies
+from ...models.speculators import (
+    EAGLE1,
+    HeadConfig,
+    check_head,
+    layer_name,
+    read_head,
+    target_hash,
+    target_ids,
+    write_head,
+)
 from .._trained import DraftVocabulary
 
 _FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
@@ -33,8 +45,9 @@ _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a mul
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Tensor  # [H]
+    attention_norm: Any  # [H]; None in eagle1's first layer
     qkv: Any  # products, as `linear` makes them
+    head_norms: tuple[Tensor, Tensor, float] | None  # of q and k [d], eps
     out: Any
     mlp_norm: Tensor  # [H]
     gate_up: Any
@@ -60,27 +73,42 @@ class Head(DraftVocabulary):
         device: torch.device | str = "cpu",
         length: int | None = None,  # number of positions; default: the context length
         stored_as: str | None = None,  # the name of its int8 weights on disk; None: they are not kept
+        output: Any = None,  # the target's output product, for a head that has none
     ) -> None:
         check_head(config, tensors, "The head")
         self.config, self.device, self.int8 = config, with_index(device), dtype is torch.int8
         self.compute = dtype = torch.float32 if self.int8 else dtype
         self.stream = torch.promote_types(dtype, torch.float32)  # dtype of the residual stream
-        narrow = tensors.get("embed_tokens.weight")
-        self.embedding = embedding if narrow is None else narrow.to(self.device, dtype)
+        own = tensors.get("embed_tokens.weight")
+        self.embedding = embedding if own is None else own.to(self.device, dtype)
         self._tensors = tensors
         build = self._quantised
         self._packed = {} if not self.int8 else build() if stored_as is None else quantise.stored(stored_as, build)
         self.fc = self._product("fc.weight")
-        self.hidden_norm, self.norm = self._vector("midlayer.hidden_norm.weight"), self._vector("norm.weight")
-        self.layers = [self._layer(layer_name(i)) for i in range(config.layers)]
-        self.head = self._product("lm_head.weight")
+        names = ("midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight")
+        vectors: list[Any] = [self._vector(name) if name in tensors else None for name in names]
+        self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors
+        self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
+        self.layers = [self._layer(i) for i in range(config.layers)]
+        self.head = self._product("lm_head.weight") if config.own_output else output
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.masks = [self._vector(n) for n in ("mask_embedding", "mask_hidden")] if config.kind == "block" else []
         self._tensors, self._packed = {}, {}
-        self.cos, self.sin = self._rope(length or config.context_length)
         self._scratch: Any = None
+        self._prepare(length or config.context_length)
+
+    def _prepare(self, length: int) -> None:
+        """What depends on the configuration alone: rope for so many positions, and the native form."""
+        self.cos, self.sin = self._rope(length)
         kernels = ops._loaded().kernels if self.int8 else None
         self.native = None if kernels is None else Int8Head(self, kernels)
+
+    def read_as(self, config: HeadConfig) -> Head:
+        """The same weights under another reading of their conventions."""
+        twin = copy.copy(self)
+        twin.config = config
+        twin._prepare(self.cos.shape[0])
+        return twin
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -95,16 +123,31 @@ class Head(DraftVocabulary):
     @torch.inference_mode()
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [T, H] from the target's hidden states after each tap, [T, target's H] each."""
-        joined = torch.cat(taps, 1) if len(taps) > 1 else taps[0]  # [T, taps * H]
-        if self.int8:
-            return self.fc.with_int16_rows(joined)  # type: ignore[no-any-return]
-        return summed(self.fc(joined.to(self.compute))).to(self.stream)
+        joined = self._normed(torch.cat(taps, 1) if len(taps) > 1 else taps[0])  # [T, taps * H]
+        return joined.to(self.stream) if self.config.kind == EAGLE1 else self._fc(joined)
+
+    def _normed(self, joined: Tensor) -> Tensor:
+        """The tapped states [T, taps * H] after the norms that this variant has."""
+        c = self.config
+        if self.feature_norm is not None:
+            return ops.add_norm(joined.to(self.stream), None, self.feature_norm, c.target_norm_eps, self.stream)
+        if self.fc_norms:
+            parts = (part.contiguous() for part in joined.to(self.stream).split(c.target_hidden_size, 1))
+            pairs = zip(parts, self.fc_norms, strict=True)
+            joined = torch.cat([ops.add_norm(part, None, w, c.norm_eps, self.stream) for part, w in pairs], 1)
+        if self.input_norm is not None:
+            joined = ops.add_norm(joined.to(self.stream), None, self.input_norm, c.norm_eps, self.stream)
+        return joined
+
+    def _fc(self, joined: Tensor) -> Tensor:
+        x: Tensor = self.fc.with_int16_rows(joined) if self.int8 else summed(self.fc(joined.to(self.compute)))
+        return x.to(self.stream) if self.fc_bias is None else x.to(self.stream) + self.fc_bias
 
     @torch.inference_mode()
     def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`scores` of rows with the target's hidden states after all taps [T, taps * H], not fused yet."""
-        if self.native is not None:
-            return self.native(rows, plane, hidden, masked, fused=False)
+        if self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None:
+            return self._outcome(*self.native(rows, plane, self._normed(hidden), masked, fused=False))
         return self.scores(rows, plane, self.fuse([hidden]), masked)
 
     def forward(
@@ -121,7 +164,9 @@ class Head(DraftVocabulary):
         features [T, H]; masked [T] bool: rows that have neither token nor feature (`block`).
         """
         if self.native is not None:
-            return self.native(rows, plane, features, masked)
+            if self.config.kind == EAGLE1:
+                features = self._beside_token(self.embedding[rows.tokens].to(self.stream), features)
+            return self._outcome(*self.native(rows, plane, features, masked))
         rows = self._on_device(rows)
         x = features.to(self.stream, copy=True)  # [T, H] the residual stream; the next norm adds `delta`
         e = self.embedding[rows.tokens].to(self.stream)  # [T, H]
@@ -129,56 +174,96 @@ class Head(DraftVocabulary):
             hidden = masked.to(self.device)[:, None]  # [T, 1]
             e, x = torch.where(hidden, self.masks[0], e), torch.where(hidden, self.masks[1], x)
         rope, eps = (self.cos[rows.positions], self.sin[rows.positions]), self.config.norm_eps  # [T, d/2]
-        delta = None
+        delta: Any = None
         for i, layer in enumerate(self.layers):
-            if i == 0:  # the token beside the feature
-                token = ops.add_norm(e, None, layer.attention_norm, eps, self.compute)
-                h = torch.cat([token, ops.add_norm(x, None, self.hidden_norm, eps, self.compute)], 1)  # [T, 2H]
-            else:
+            if i > 0:
                 h = ops.add_norm(x, delta, layer.attention_norm, eps, self.compute)
-            delta = self._attention(layer, h, rows, (plane.k[i], plane.v[i]), rope)
+            elif self.config.kind == EAGLE1:
+                x = self._beside_token(e, x)
+                h = x.to(self.compute)
+            else:  # the token beside the feature
+                token = ops.add_norm(e, None, layer.attention_norm, eps, self.compute)
+                kept = self.config.norm_before_residual
+                feature = ops.add_norm(x, None, self.hidden_norm, eps, self.stream if kept else self.compute)
+                h = torch.cat([token, feature.to(self.compute)], 1)  # [T, 2H]
+                x = feature if kept else x
+            delta = self._attention(i, h, rows, (plane.k[i], plane.v[i]), rope)
             delta = layer.down(layer.gate_up.gated(ops.add_norm(x, delta, layer.mlp_norm, eps, self.compute)))
-        h = ops.add_norm(x, delta, self.norm, eps, self.compute)
+        if self.norm is None:
+            x = x + summed(delta)
+            h = x.to(self.compute)
+        else:
+            h = ops.add_norm(x, delta, self.norm, eps, self.compute)
         if not rows.want.shape[0]:
-            return x.new_zeros(0, self.config.draft_vocab_size), x
-        return summed(self.head(h[rows.want])).to(self.stream), x
+            return self._outcome(x.new_zeros(0, self.config.draft_vocab_size), x)
+        return self._outcome(summed(self.head(h[rows.want])).to(self.stream), x)
 
-    def _attention(
-        self, layer: _Layer, h: Tensor, rows: Rows, kv: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor]
-    ) -> Any:
+    def _beside_token(self, e: Tensor, features: Tensor) -> Tensor:
+        """eagle1: the residual stream [T, H] from the tokens' embeddings and the features."""
+        return self._fc(torch.cat([e, features.to(self.stream)], 1))
+
+    def _outcome(self, scores: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled scores [R, D], and what drafted tokens continue from [T, H]."""
         c = self.config
-        q = ops.rope_store(layer.qkv(h), *rope, *kv, rows.slots, c.heads, c.kv_heads)
-        return layer.out(ops.attend(q, *kv, rows, c.head_dim**-0.5, self.compute))
+        if c.norm_output:
+            outputs = ops.add_norm(outputs, None, self.norm, c.norm_eps, self.stream)
+        return scores if c.logit_scale == 1.0 else scores * c.logit_scale, outputs
+
+    def _attention(self, i: int, h: Tensor, rows: Rows, kv: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor]) -> Any:
+        c, layer = self.config, self.layers[i]
+        q = ops.rope_store(layer.qkv(h), *rope, *kv, rows.slots, c.heads, c.kv_heads, layer.head_norms)
+        return layer.out(ops.attend(q, *kv, rows, c.head_dim**-0.5, self.compute, c.window(i)))
 
     def _vector(self, name: str) -> Tensor:
         return self._tensors[name].to(self.device, self.stream)
 
     def _quantised(self) -> dict[str, Tensor]:
         """Every product in int8. It takes half a second, so that it is kept on disk."""
-        products: list[tuple[str, ...]] = [("fc.weight",), ("lm_head.weight",)]
+        products: list[tuple[str, ...]] = [("fc.weight",)]
+        products += [("lm_head.weight",)] if self.config.own_output else []
         products += [names for i in range(self.config.layers) for names in _products_of(layer_name(i)).values()]
         packed: dict[str, Tensor] = {}
         for names in products:
             parts = [self._tensors[name].to(self.device) for name in names]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            packed |= Int8Linear.of(weight, gates="gate_proj" in names[0]).as_tensors(names[0])
+            linear8 = Int8Linear.of(weight, gates="gate_proj" in names[0], bias=self._bias(names))
+            packed |= linear8.as_tensors(names[0])
         return packed
+
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
+        """The joined biases of these products; that of `fc` is added apart."""
+        biases = [name.removesuffix("weight") + "bias" for name in names]
+        if biases[0] not in self._tensors or biases[0] == "fc.bias":
+            return None
+        return torch.cat([self._tensors[bias].to(self.device, self.compute) for bias in biases])
 
     def _product(self, *names: str) -> Any:
         if self.int8:
             return Int8Linear.from_tensors(self._packed, names[0])
-        return linear(torch.cat([self._tensors[name].to(self.device, self.compute) for name in names]))
+        weight = torch.cat([self._tensors[name].to(self.device, self.compute) for name in names])
+        return linear(weight, self._bias(names))
 
-    def _layer(self, at: str) -> _Layer:
-        norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        vectors = {field: self._vector(f"{at}.{name}.weight") for field, name in norms.items()}
-        return _Layer(**vectors, **{field: self._product(*names) for field, names in _products_of(at).items()})
+    def _layer(self, i: int) -> _Layer:
+        at, c = layer_name(i), self.config
+        first, norms = f"{at}.input_layernorm.weight", None
+        if c.qk_norm:
+            q, k = (self._vector(f"{at}.self_attn.{name}_norm.weight") for name in "qk")
+            norms = (q, k, c.norm_eps)
+        return _Layer(
+            attention_norm=self._vector(first) if first in self._tensors else None,
+            head_norms=norms,
+            mlp_norm=self._vector(f"{at}.post_attention_layernorm.weight"),
+            **{field: self._product(*names) for field, names in _products_of(at).items()},
+        )
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position [L, d/2], as in `transformer`."""
-        steps = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64) / self.config.head_dim
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * self.config.rope_theta**-steps
-        return angles.cos().to(self.device, self.stream), angles.sin().to(self.device, self.stream)
+        c = self.config
+        each = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)  # [d/2]
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * each
+        factor = c.rope_scaling.attention_factor if c.rope_scaling else 1.0
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cos.to(self.device, self.stream), sin.to(self.device, self.stream)
 
     def _on_device(self, rows: Rows) -> Rows:
         """Rows on the head's device; for eager passes on a GPU, with attention blocks of one row each."""
@@ -246,23 +331,24 @@ class Int8Head(Addresses):
 
     def _pack(self, head: Head, embedding: Tensor) -> int:
         c = head.config
-        layers = b"".join(self._pack_layer(layer) for layer in head.layers)
+        layers = b"".join(self._pack_layer(layer, c.window(i)) for i, layer in enumerate(head.layers))
         masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
         fields = (
             self._keep(layers),
-            *(tensor.data_ptr() for tensor in (head.norm, embedding, head.cos, head.sin)),
+            *ops.addresses_of(head.norm, embedding, head.cos, head.sin),
             *self._linear(head.head.packed),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(head.hidden_norm.data_ptr(), *masks, c.vocab_size, *self._linear(head.fc.packed)),
+            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._linear(head.fc.packed)),
+            c.norm_before_residual,
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 
-    def _pack_layer(self, layer: Any) -> bytes:
-        norms = (layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(), 0, 0)
+    def _pack_layer(self, layer: Any, window: int) -> bytes:
+        norms = ops.addresses_of(layer.attention_norm, layer.mlp_norm, *(layer.head_norms or (None, None))[:2])
         products = (layer.qkv, layer.out, layer.gate_up, layer.down)
         linears = [field for product in products for field in self._linear(product.packed)]
-        return struct.pack(native.LAYER, *norms, *linears, True, 0)
+        return struct.pack(native.LAYER, *norms, *linears, True, window)
 
 
 def _lists(rows: Rows) -> tuple[list[list[int]], Tensor]:

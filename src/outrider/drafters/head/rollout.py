@@ -61,7 +61,7 @@ class HeadRollout(DraftVocabularyRollout):
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         captured = self.graphs is not None and self.graphs.suits_trees(seqs, width, depth)
-        if self.head.config.kind == "eagle3":
+        if self.head.config.kind != "block":
             grow = self._captured_trees if captured else super().trees
             return grow(seqs, budget, width, depth)
         depths = [min(k, depth, self.head.config.block) for k in budget]

@@ -12,6 +12,7 @@ from ...backends.linear import summed
 from ...backends.loaded_weights import product_rows
 from ...backends.rows import Rows
 from ...engine.cache import Cache
+from ...errors import ConfigError
 from .. import Workspace
 from ..head.drafter import TrainedHead
 from ..head.features import FeatureCache
@@ -64,6 +65,8 @@ def adapted_head(space: Workspace) -> TrainedHead:
     """The drafter `head`, with an adapter behind it."""
     inner = TrainedHead(space)
     plain = inner.rollout
+    if not isinstance(plain, HeadRollout) or plain.head.norm is None or plain.head.config.norm_output:
+        raise ConfigError(f"{inner.about.format} cannot learn online: use --drafter head with it.")
     inner.tree = False  # only chains are learnt from
     inner.rollout = AdaptedHeadRollout(AdaptedHead(plain.head), space.cache, plain.plane, inner.features)
     return inner

@@ -45,12 +45,12 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
-STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
+STRUCTS = {"add_norm": "4P2qd3q", "gate_mul": "2P5q", "rope_store": "9P5qd2q", "attend": "9P7q2d2q"}
 STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "4P3q"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q"
 
 
 class Kernels:
@@ -63,7 +63,7 @@ class Kernels:
         library.outrider_dot_isa.restype = ctypes.c_char_p
         self.dot_isa: str = library.outrider_dot_isa().decode()
         self.threaded = threaded
-        self.add_norm, self.silu_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose = (
+        self.add_norm, self.gate_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose = (
             _kernel(library, name) for name in STRUCTS
         )
 
@@ -278,8 +278,8 @@ def _int64s(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
 def _check_rows(kernels: Kernels, d: int) -> None:
     gate, up = (_floats(math.sin(1 + i + j) for i in range(d)) for j in (0, d))
     both, ones, out = _floats([*gate, *up]), _floats([1.0] * d), _floats([0.0] * d)
-    kernels.silu_mul(_address(both), _address(out), 1, d, 0, 2)
-    _compare("silu_mul", out, [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)])
+    kernels.gate_mul(_address(both), _address(out), 1, d, 0, 0, 2)
+    _compare("gate_mul", out, [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)])
     total = [g + u for g, u in zip(gate, up, strict=True)]
     rms = math.sqrt(sum(x * x for x in total) / d)
     kernels.add_norm(_address(gate), _address(up), _address(ones), _address(out), 1, d, 0.0, 0, 0, 2)
@@ -299,7 +299,7 @@ def _check_attend(kernels: Kernels, d: int) -> None:
     _compare("rope_store", q, [x for row in rows for x in [-y for y in row[half:d]] + row[:half]])
     table, lines, context = (ctypes.c_int32 * end)(*range(end)), _int64s([0] * new), _int64s(range(old + 1, end + 1))
     inputs = [_address(x) for x in (q, k, v, table, lines, context)]
-    kernels.attend(*inputs, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0, 2)
+    kernels.attend(*inputs, 0, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0.0, 0, 2)
     for t in range(new):
         _compare("attend", out[t * d : (t + 1) * d], _attention(q[t * d : (t + 1) * d], k, v, old + 1 + t))
 
@@ -331,7 +331,7 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
     head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
     model = ctypes.create_string_buffer(
-        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 7)
+        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 8)
     )
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _int64s([1])

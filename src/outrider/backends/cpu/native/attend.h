@@ -59,7 +59,7 @@ static int attend_whole(const void *opaque, int64_t part) {
     float *sums;
     if (open_tile(&tile, job, part / job->tile_count, range, &sums)) return 1;
     memset(sums, 0, (size_t)(tile.count * tile.wide) * sizeof *sums);
-    for (int64_t i = 0; i < tile.count; i++) so_far[i] = (State){-INFINITY, 0.0f, sums + i * tile.wide};
+    for (int64_t i = 0; i < tile.count; i++) so_far[i] = before(job->a, head_of(&tile, i), sums + i * tile.wide);
     int64_t block = INT64_MAX, end = 0; /* the first block and the last key of any row */
     for (int64_t t = row_of(&tile, 0); t <= row_of(&tile, tile.count - 1); t++) {
         block = least(block, start_of(&tile, t) / BLOCK);
@@ -95,7 +95,7 @@ static int merge_row(const void *opaque, int64_t t) {
     float *sum = scratch(0, job->wide);
     if (!sum) return 1;
     for (int64_t head = t * heads; head < (t + 1) * heads; head++) {
-        State so_far = {-INFINITY, 0.0f, sum};
+        State so_far = before(job->a, head, sum);
         memset(sum, 0, (size_t)job->wide * sizeof *sum);
         for (int64_t block = 0; block < job->blocks; block++) {
             float *state = job->states + (head * job->blocks + block) * size;

@@ -61,19 +61,34 @@ static int norm_rows(const void *job, int64_t part) {
 
 int outrider_add_norm(const Norm *a) { return by_blocks(norm_rows, a, a->rows, block_of(a->width), a->threads); }
 
-/* ---------------------------------------------------------------- silu(gate) * up */
+/* ---------------------------------------------------------------- activation(gate) * up */
 
 typedef struct {
     const void *gate_up; /* [T, 2I] */
     void *out; /* [T, I] */
-    int64_t rows, width, bf16, threads;
-} Silu;
+    int64_t rows, width, bf16, kind, threads; /* kind: 0 silu, 1 gelu by its tanh approximation, 2 silu with limits */
+} Gate;
 
-INLINE int64_t silu_block(int64_t width) { return block_of(4 * width); } /* an exponential costs several sums */
+INLINE int64_t gate_block(int64_t width) { return block_of(4 * width); } /* an exponential costs several sums */
 
-static int silu_rows(const void *job, int64_t part) {
-    const Silu *a = job;
-    const int64_t n = a->width, wide = padded(n), block = silu_block(n);
+INLINE vf limited(vf x, float low) { /* to low .. 7; NaN stays NaN */
+    x = either((vu)(x > 7.0f), all(7.0f), x);
+    return either((vu)(x < low), all(low), x);
+}
+
+/* All activations are g * sigmoid(s) * u: s is g, twice gelu's inner polynomial, or 1.702 g where both are limited. */
+INLINE vf gated(vf g, vf u, int64_t kind) {
+    if (kind == 2) {
+        g = limited(g, -INFINITY);
+        return g / (1.0f + exp_(-1.702f * g)) * (limited(u, -7.0f) + 1.0f);
+    }
+    const vf s = kind ? 1.5957691216057308f * (g + 0.044715f * g * g * g) : g;
+    return g / (1.0f + exp_(-s)) * u;
+}
+
+static int gate_rows(const void *job, int64_t part) {
+    const Gate *a = job;
+    const int64_t n = a->width, wide = padded(n), block = gate_block(n);
     float *gate = scratch(0, 2 * wide), *up = gate + wide;
     if (!gate) return 1;
     memset(gate, 0, (size_t)(2 * wide) * sizeof *gate);
@@ -81,15 +96,14 @@ static int silu_rows(const void *job, int64_t part) {
         read_row(gate, at(a->gate_up, a->bf16, 2 * t * n), a->bf16, n);
         read_row(up, at(a->gate_up, a->bf16, (2 * t + 1) * n), a->bf16, n);
         for (int64_t i = 0; i < wide; i += W) {
-            const vf g = load(gate + i);
-            store(gate + i, g / (1.0f + exp_(-g)) * load(up + i));
+            store(gate + i, gated(load(gate + i), load(up + i), a->kind));
         }
         write_row(at(a->out, a->bf16, t * n), a->bf16, gate, n);
     }
     return 0;
 }
 
-int outrider_silu_mul(const Silu *a) { return by_blocks(silu_rows, a, a->rows, silu_block(a->width), a->threads); }
+int outrider_gate_mul(const Gate *a) { return by_blocks(gate_rows, a, a->rows, gate_block(a->width), a->threads); }
 
 /* ---------------------------------------------------------------- each row's largest value and its first index */
 

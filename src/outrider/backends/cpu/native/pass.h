@@ -30,6 +30,7 @@ typedef struct {
     const float *mask_embedding, *mask_stream; /* [H] values of a row whose token is -1, or NULL: no such rows */
     int64_t words; /* rows of `embedding` */
     Linear fuse; /* from the tapped states of the target's layers to the head's residual stream */
+    int64_t begins_normed; /* the residual stream begins with the normed feature */
 } Model;
 
 typedef struct {
@@ -91,7 +92,9 @@ static int pack_pair(const void *job, int64_t t) { /* a head's first layer: [the
     if (token < 0) memcpy(word, model->mask_embedding, (size_t)n * sizeof *word);
     else read_row(word, model->embedding + token * n, 1, n);
     normed(row, word, a->norm, n, model->eps);
-    normed(row + n, a->from + t * a->from_stride, model->beside_norm, n, model->eps);
+    const float *stream = a->from + t * a->from_stride;
+    if (model->begins_normed) memcpy(row + n, stream, (size_t)n * sizeof *row);
+    else normed(row + n, stream, model->beside_norm, n, model->eps);
     quantise(a->linear, row, &a->s->packed, t);
     return 0;
 }
@@ -135,6 +138,7 @@ static int embed_row(const void *job, int64_t t) {
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
     else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
+    if (head && p->model->begins_normed) normed(s->x + t * n, s->x + t * n, p->model->beside_norm, n, p->model->eps);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
     memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);
     return 0;

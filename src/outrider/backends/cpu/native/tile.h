@@ -29,9 +29,10 @@ typedef struct {
     const int32_t *table; /* [lines, table_stride] */
     const int64_t *lines, *context; /* [T], [T] */
     const int32_t *ancestors; /* [T, depth] or NULL */
+    const float *sinks; /* [heads] or NULL: a score of each head that takes its share of the weights and adds nothing */
     void *out; /* [T, heads, d] */
     int64_t table_stride, depth, rows, heads, kv_heads, d, window;
-    double scale;
+    double scale, cap; /* cap > 0: a score s becomes cap * tanh(s / cap) */
     int64_t bf16, threads;
 } Attend;
 
@@ -225,6 +226,12 @@ static void walk(const Tile *tile, Walk keys) {
     walk_own(tile, keys, 1);
 }
 
+/* Scores start .. end-1 and their neighbours in the same vectors, softly limited. */
+static void soften(float *scores, int64_t start, int64_t end, float cap) {
+    for (int64_t j = start / W * W; j < padded(end); j += W)
+        store(scores + j, cap - 2.0f * cap / (1.0f + exp_(load(scores + j) * (2.0f / cap))));
+}
+
 /* Scores start .. end-1 become weights. */
 static void softmax(State *state, float *scores, int64_t start, int64_t end) {
     const int64_t low = start / W * W, high = padded(end);
@@ -267,10 +274,17 @@ static void attend_block(Tile *tile, int64_t block) {
     for (int64_t i = 0; i < tile->count; i++) {
         const int64_t t = row_of(tile, i), start = start_of(tile, t), end = end_of(tile, t);
         tile->state[i].total = 0.0f;
-        if (start < end) softmax(tile->state + i, tile->scores + i * STRIDE, start - tile->from, end - tile->from);
+        float *scores = tile->scores + i * STRIDE;
+        if (start < end && tile->a->cap > 0.0) soften(scores, start - tile->from, end - tile->from, (float)tile->a->cap);
+        if (start < end) softmax(tile->state + i, scores, start - tile->from, end - tile->from);
         memset(tile->state[i].sum, 0, (size_t)tile->wide * sizeof(float));
     }
     walk(tile, weigh_keys);
+}
+
+/* The state of a query before its first key; head: row * heads + head. */
+INLINE State before(const Attend *a, int64_t head, float *sum) {
+    return a->sinks ? (State){a->sinks[head % a->heads], 1.0f, sum} : (State){-INFINITY, 0.0f, sum};
 }
 
 /* Merges a query's next block into its state. */

@@ -66,8 +66,9 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 @triton.jit
 def _span(
-    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window,
+    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window, cap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
     p = start + tl.arange(0, SPAN)
@@ -80,6 +81,8 @@ def _span(
     k = tl.load(k_plane + offset, mask=ok, other=0.0)
     v = tl.load(v_plane + offset, mask=ok, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
+    if CAPPED:
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
     sees = p[None, :] < keys[:, None]
     if window > 0:
         sees = sees & (p[None, :] >= keys[:, None] - window)
@@ -92,10 +95,11 @@ def _span(
 
 @triton.jit
 def _attend(
-    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished,
-    scale, length, depth, max_spans, window,
+    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks,
+    scale, length, depth, max_spans, window, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
@@ -117,12 +121,15 @@ def _attend(
     tail_of_block = tail + block.to(tl.int64) * depth
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
+    if SINKS:  # as if it were a span before the first
+        high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
+        weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     unsplit = (SPLITS == 1) | (spans == 1)
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
             query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
-            window, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION,
+            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
         )  # fmt: skip
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
@@ -146,8 +153,15 @@ def _attend(
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
-def attend(q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0) -> Tensor:
-    """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type."""
+def attend(
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type.
+
+    cap > 0: scores s become cap * tanh(s / cap). The kernel's scores are logarithms to the base 2, and so is its cap.
+    sinks [heads] float32: a score of each head that takes its share of the weights and adds nothing.
+    """
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
@@ -155,9 +169,12 @@ def attend(q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: f
     launch: Any = _attend[(n, kv_heads, splits)]
     launch(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
-        scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, window,
+        q if sinks is None else sinks, scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1],
+        scratch.spans, window,
+        cap * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee",
+        QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
+        SINKS=sinks is not None,
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ....models.config import GELU, SILU
+from ... import ops
 
 STEP = 64  # inputs of one step of a sum
 ROW_TILES = (16, 32, 64, 128, 256)
@@ -58,9 +60,12 @@ class Tiling:
 def _product(
     x, w, scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit."""
+    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
+
+    Both activations are g * sigmoid(s): s is g (silu), or twice gelu's inner polynomial.
+    """
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, STEP)
@@ -86,15 +91,20 @@ def _product(
         if GATED:
             other *= tl.load(scale + outs + o, mask=o < outs, other=0.0)[:, None]
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * other
+        steepness = total
+        if GELU:
+            steepness = 1.5957691216057308 * (total + 0.044715 * total * total * total)
+        total = total / (1.0 + tl.exp(-steepness)) * other
     target = out + tl.program_id(1).to(tl.int64) * rows * outs + r[None, :] * outs + o[:, None]
     tl.store(target, total.to(out.dtype.element_ty), mask=o_in & r_in)
 
 
-def product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False) -> Tensor:
+def product(
+    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU
+) -> Tensor:
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
-    gated: silu(gate) * up [T, out] in x's type, where w [2 out, in] holds the rows of the gate, then those of `up`.
+    gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
@@ -105,7 +115,8 @@ def product(x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, g
     _product[grid](
         x, w, x if scale is None else scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
-        EVEN=split * tiling.splits == ins, GATED=gated, SCALED=scale is not None, PRECISION="ieee",
+        EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
+        PRECISION="ieee",
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out
@@ -129,12 +140,12 @@ class Product:
     def __call__(self, x: Tensor) -> Parts:
         return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
+    def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
+        """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         if self.bias is None:
-            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, gated=True)
+            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
         gate, up = self(x).total().chunk(2, dim=1)
-        return (F.silu(gate) * up).to(x.dtype)
+        return ops.gated(gate, up, activation).to(x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:

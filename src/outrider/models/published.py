@@ -1,0 +1,470 @@
+"""Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
+
+It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3 and peagle), EAGLE-1 and 2,
+Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors or raises a sentence that
+names what is wrong; pickled weights are read without running what is in them. Files of the same kind follow different
+conventions without saying which: then there are several readings, the likeliest first, and `drafters.head` tries them.
+It knows names, shapes and conventions, not what a head computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..errors import ModelError
+from .config import ModelConfig, hf_rope, rope_scaling
+from .fetch import HUB_NAME, hub_model
+from .speculators import (
+    CONFIG,
+    EAGLE1,
+    FIRST,
+    SPECULATORS_FIRST,
+    HeadConfig,
+    Shapes,
+    check_head,
+    check_shapes,
+    shapes,
+    target_ids,
+)
+from .weights import find_safetensors
+
+MEDUSA, MLP = "medusa", "mlp"
+PARTS = {MEDUSA: "medusa_num_heads", MLP: "n_predict"}  # where their configurations count the tokens of a draft
+_FLAT = {"LlamaForCausalLMEagle3": "SpecForge's and NVIDIA's layout", "Eagle3LlamaForCausalLM": "AngelSlim's layout"}
+_REFUSED = {
+    "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "DFlashDraftModel": "DFlash", "DSparkDraftModel": "DSpark",
+    "Qwen3DSparkModel": "DSpark", "DominoDraftModel": "Domino", "PEagleDraftModel": "SpecForge's P-EAGLE",
+}  # fmt: skip
+_PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
+_IGNORED = re.compile(r"(verifier_.*|.*rotary_emb\..*|t2d)")  # copies of the target's weights, and what can be derived
+_OLD_FC_NORMS = {"aux_norm_low": 0, "aux_norm_mid": 1, "aux_norm_high": 2}
+_MEDUSA_NAMES = (
+    (re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"), "blocks.{}.{}.{}"),
+    (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), "blocks.{}.{}.{}"),
+    (re.compile(r"(\d+)\.\d+\.weight"), "lm_heads.{}.weight"),
+    (re.compile(r"lm_heads\.(\d+)\.weight"), "lm_heads.{}.weight"),
+)
+
+
+@dataclass(frozen=True)
+class PerPositionConfig:
+    """The shape of a Medusa head or an MLP speculator: one small network for each position of a draft."""
+
+    kind: str  # medusa or mlp
+    vocab_size: int  # the target's
+    draft_vocab_size: int
+    target_hidden_size: int
+    block: int  # tokens of a draft
+    taps: tuple[int, ...]  # the target's last layer
+    layers: int = 1  # medusa: blocks of each position
+    scale_input: bool = False  # mlp
+    target_norm_eps: float = 1e-5
+    target_hash: str = ""
+    target_name: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to understand a folder."""
+
+    config: HeadConfig | PerPositionConfig
+    assumes: str = ""  # what it assumes where the file says nothing
+
+
+Choice = tuple[dict[str, Any], str]  # changes of a configuration, and what they assume
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A folder that somebody else has written."""
+
+    format: str  # for people
+    readings: tuple[Reading, ...]  # the likeliest first
+    tensors: dict[str, Tensor]
+
+
+def head_folder(name: str | Path) -> Path:
+    """The folder of a head: a local one, or one of the hub, which is downloaded on first use."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and isinstance(name, str) and HUB_NAME.fullmatch(name):
+        return hub_model(name, head=True)
+    if not folder.is_dir():
+        raise ModelError(f"There is no folder {folder}; a head is a folder with a config.json, or a name on the hub.")
+    return folder
+
+
+def is_own(folder: Path) -> bool:
+    """Whether `outrider train` has written this folder."""
+    return isinstance(read_json(folder).get("outrider"), dict)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a drafter that needs its target's hidden states, rather than a whole model."""
+    try:
+        data = read_json(folder)
+        return "outrider" in data or _kind(data, folder, None) is not None
+    except ModelError:
+        return False
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """A head's config.json."""
+    try:
+        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} is not a trained head: its {CONFIG} cannot be read ({error}).") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{folder} is not a trained head: its {CONFIG} is no JSON object.")
+    return data
+
+
+def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
+    """The head in a folder, as it would fit this target; `_trained.insist_on_target` tells whether it does."""
+    data = read_json(folder)
+    for name in (data.get("speculators_model_type"), *_architectures(data)):
+        if name in _REFUSED:
+            raise ModelError(f"{folder} is a {_REFUSED[name]} drafter, which Outrider does not run.")
+    tensors = _load(folder)
+    kind = _kind(data, folder, tensors)
+    if kind is None:
+        raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
+    try:
+        return _READERS[kind](data, tensors, target, str(folder))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{folder / CONFIG} is not as a head of its kind has it ({problem}).") from error
+
+
+def _architectures(data: Mapping[str, Any]) -> list[str]:
+    names = data.get("architectures") or []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _kind(data: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor] | None) -> str | None:
+    """Which reader understands a folder; None: it is no head. The tensors decide between EAGLE-1 and a whole model."""
+    if data.get("speculators_model_type") is not None:
+        return "speculators"
+    if any(name in _FLAT for name in _architectures(data)) or "eagle_config" in data:
+        return "eagle3"
+    if PARTS[MEDUSA] in data:
+        return MEDUSA
+    if data.get("model_type") == "mlp_speculator":
+        return MLP
+    if data.get("num_hidden_layers") == 1 and data.get("draft_vocab_size"):
+        return "eagle3"
+    if data.get("model_type") == "llama" and data.get("num_hidden_layers") == 1:
+        names = _load(folder) if tensors is None else tensors
+        return EAGLE1 if "fc.weight" in names else None
+    return None
+
+
+# ------------------------------------------------------------ tensors
+
+
+def _load(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder; pickles are read by torch's restricted reader, which runs no code."""
+    pickles = next((found for pattern in _PICKLES if (found := sorted(folder.glob(pattern)))), [])
+    if pickles and not next(folder.glob("*.safetensors"), None):
+        return _unpickled(pickles)
+    tensors: dict[str, Tensor] = {}
+    for path in find_safetensors(folder):
+        try:
+            tensors |= load_file(str(path))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{path} is missing or damaged ({error}); get the head again.") from error
+    return _renamed(tensors)
+
+
+def _unpickled(paths: list[Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            tensors |= torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            first = str(error).partition("\n")[0]
+            raise ModelError(f"{path} is damaged, or holds more than tensors ({first}); get the head again.") from error
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ModelError(f"{paths[0]} holds more than tensors; get the head again.")
+    return _renamed(tensors)
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {re.sub(r"^(model|speculator|medusa_heads?)\.", "", name): tensor for name, tensor in tensors.items()}
+
+
+def _eagle_names(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Under EAGLE's names, without what is not needed to run."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(SPECULATORS_FIRST):
+            name = FIRST + name.removeprefix(SPECULATORS_FIRST)
+        old = _OLD_FC_NORMS.get(name.removesuffix(".weight"))
+        name = name if old is None else f"fc_norm.{old}.weight"
+        if not _IGNORED.fullmatch(name):
+            if not tensor.is_floating_point() and name not in ("d2t", "mask_token_id"):
+                raise ModelError(f"{where} has quantised weights ('{name}'), which Outrider does not read in a head.")
+            named[name] = tensor
+    return named
+
+
+def _complete(reading: HeadConfig, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """With the draft vocabulary made explicit; raises for what is missing, misshapen or not understood."""
+    named, known = dict(tensors), torch.zeros(reading.vocab_size, dtype=torch.bool)
+    if "d2t" not in named and reading.draft_vocab_size == reading.vocab_size:
+        named["d2t"] = torch.zeros(reading.vocab_size, dtype=torch.long)
+    if "d2t" in named:
+        ids = target_ids(named["d2t"])
+        known[ids[(ids >= 0) & (ids < reading.vocab_size)]] = True
+    named["t2d"] = known
+    if reading.kind == EAGLE1:
+        named["feature_norm.weight"] = torch.ones(reading.target_hidden_size)  # the target's, which the caller knows
+    check_head(reading, named, where)
+    needed = shapes(reading)
+    unknown = sorted(set(named) - set(needed))
+    if unknown:
+        raise ModelError(f"{where} has a tensor '{unknown[0]}' that no head known to Outrider has, so it is not run.")
+    return {name: named[name] for name in needed}
+
+
+# ------------------------------------------------------------ EAGLE-3
+
+
+def _flat(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """One flat configuration, as EAGLE, SpecForge, NVIDIA and AngelSlim write it."""
+    own = data.get("eagle_config") or {}
+    if own.get("use_aux_hidden_state") is False:
+        raise ModelError(f"{where} reads only the target's last state (use_aux_hidden_state: false): not supported.")
+    layout = next((_FLAT[name] for name in _architectures(data) if name in _FLAT), "EAGLE's own layout")
+    named = _eagle_names(tensors, where)
+    base = _eagle3(dict(data) | own, named)
+    ids = own.get("eagle_aux_hidden_state_layer_ids") or data.get("eagle_aux_hidden_state_layer_ids")
+    choices: list[list[Choice]] = [
+        [({"taps": taps}, note) for taps, note in _flat_taps(ids, target.layers, where)],
+        [({}, "")],
+        [({}, "")],
+    ]
+    if base.rope_theta != 10_000.0:  # trainers have ignored what they wrote
+        choices[1].append(({"rope_theta": 10_000.0}, f"rope's base is 10000 instead of {base.rope_theta:g}"))
+    if base.norm_output and not base.fc_norm:  # one trainer writes it always, and norms for the logits only
+        choices[2].append(({"norm_output": False}, "drafts continue from the output before its norm"))
+    tensors = _complete(base, named, where)
+    return PublishedHead(f"an EAGLE-3 head in {layout}", _readings(base, choices, where), tensors)
+
+
+def _readings(base: HeadConfig, choices: list[list[Choice]], where: str) -> tuple[Reading, ...]:
+    """Every combination, the first of each list first."""
+    readings = []
+    for some in itertools.product(*choices):
+        changes = {name: value for fields, _ in some for name, value in fields.items()}
+        if len(changes["taps"]) != len(base.taps):
+            named = f"{len(changes['taps'])} layers of its target"
+            raise ModelError(f"{where} names {named}, but its fc.weight reads {len(base.taps)} of them.")
+        readings.append(Reading(replace(base, **changes), "; ".join(note for _, note in some if note)))
+    return tuple(readings)
+
+
+def _flat_taps(ids: Any, layers: int, where: str) -> list[tuple[tuple[int, ...], str]]:
+    """Which layers are tapped, by their outputs, the likeliest reading first. Ids name inputs or outputs of layers."""
+    if not ids:
+        return [(_default_taps(layers, where), "")]
+    listed = [int(i) for i in ids]
+    outputs = (tuple(listed), f"layer ids {listed} name the layers whose outputs are read")
+    inputs = (tuple(i - 1 for i in listed), f"layer ids {listed} name the layers whose inputs are read")
+    order = [outputs, inputs] if listed[0] <= 1 else [inputs, outputs]
+    return [each for each in order if min(each[0]) >= 0 and max(each[0]) < layers] or order[:1]
+
+
+def _default_taps(layers: int, where: str) -> tuple[int, ...]:
+    """EAGLE-3's: after the first two layers, before the middle one, before the last three."""
+    taps = tuple(b - 1 for b in (2, layers // 2, layers - 3))
+    if len(set(taps)) < 3 or min(taps) < 0:
+        raise ModelError(f"{where} does not say which layers it reads, and a target of {layers} layers has no default.")
+    return taps
+
+
+def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """The speculators format: the layer's sizes are in `transformer_layer_config`, layer ids are boundaries."""
+    algorithm = str(data["speculators_model_type"])
+    if algorithm not in ("eagle3", "peagle"):
+        raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; eagle3 and peagle are read.")
+    named = _eagle_names(tensors, where)
+    base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
+    ids = data.get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(int(i) - 1 for i in ids) if ids else _default_taps(target.layers, where)
+    speculators = data.get("speculators_config") or {}
+    methods = speculators.get("proposal_methods") or [{}]
+    verifier = speculators.get("verifier") or {}
+    base = replace(
+        base, block=int(methods[0].get("speculative_tokens") or base.block),
+        target_name=str(verifier.get("name_or_path") or ""),
+    )  # fmt: skip
+    if algorithm == "peagle":
+        base, named = _parallel(data, base, named, where)
+    order: list[Choice] = [({"taps": taps}, "")]
+    if data.get("norm_before_residual") is None and algorithm == "eagle3":  # engines and trainers differ in the default
+        order = [({"taps": taps, "norm_before_residual": True}, "the residual begins after the norm")]
+        order.append(({"taps": taps, "norm_before_residual": False}, "the residual begins before the norm"))
+    name = {"eagle3": "an EAGLE-3 head", "peagle": "a P-EAGLE head"}[algorithm]
+    tensors = _complete(base, named, where)
+    return PublishedHead(f"{name} in the speculators format", _readings(base, [order], where), tensors)
+
+
+def _top_level(data: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("draft_vocab_size", "target_hidden_size", "norm_output", "norm_before_residual", "logit_scale")
+    return {name: data[name] for name in names if data.get(name) is not None}
+
+
+def _parallel(
+    data: Mapping[str, Any], base: HeadConfig, named: dict[str, Tensor], where: str
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """P-EAGLE as a block of masks: a mask's embedding is that of a token, and its states are fused once, here."""
+    token = next((data[n] for n in ("mask_token_id", "pard_token", "ptd_token_id") if data.get(n) is not None), None)
+    hidden = named.pop("mask_hidden", None)
+    if token is None or hidden is None or "embed_tokens.weight" not in named:
+        lacks = "mask_token_id" if token is None else "mask_hidden" if hidden is None else "embed_tokens.weight"
+        raise ModelError(f"{where} is a P-EAGLE head without '{lacks}', so that its masks are unknown.")
+    states = hidden.float().reshape(1, -1)  # [1, taps * H]
+    if base.fc_norm:
+        parts = states.chunk(len(base.taps), 1)
+        weights = [named[f"fc_norm.{i}.weight"].float() for i in range(len(parts))]
+        states = torch.cat([_rms(part, w, base.norm_eps) for part, w in zip(parts, weights, strict=True)], 1)
+    if base.norm_before_fc:
+        states = _rms(states, named["input_norm.weight"].float(), base.norm_eps)
+    fused = states @ named["fc.weight"].float().T  # [1, h]
+    masks = {"mask_hidden": fused[0], "mask_embedding": named["embed_tokens.weight"][int(token)].float()}
+    return replace(base, kind="block"), named | masks
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _eagle3(data: Mapping[str, Any], named: dict[str, Tensor]) -> HeadConfig:
+    """What both layouts share. Tensors, not flags, tell which optional parts there are."""
+    h, heads = int(data["hidden_size"]), int(data["num_attention_heads"])
+    wide, layers = int(data.get("target_hidden_size") or h), int(data.get("num_hidden_layers") or 1)
+    fused = named["fc.weight"].shape[1] if "fc.weight" in named else 3 * wide
+    return HeadConfig(
+        kind="eagle3", hidden_size=h, draft_vocab_size=int(data.get("draft_vocab_size") or data["vocab_size"]),
+        taps=tuple(range(max(fused // wide, 1))),  # as many as `fc` reads; which ones, the caller knows
+        target_hidden_size=wide, **_layer_sizes(data, heads, h), layers=layers, windows=_windows(data, layers),
+        own_embedding="embed_tokens.weight" in named, own_output="lm_head.weight" in named,
+        fc_norm="fc_norm.0.weight" in named, norm_before_fc="input_norm.weight" in named, fc_bias="fc.bias" in named,
+        norm_before_residual=bool(data.get("norm_before_residual")), norm_output=bool(data.get("norm_output")),
+        qk_norm=f"{FIRST}self_attn.q_norm.weight" in named, qkv_bias=f"{FIRST}self_attn.q_proj.bias" in named,
+        logit_scale=float(data.get("logit_scale") or 1.0),
+    )  # fmt: skip
+
+
+def _layer_sizes(data: Mapping[str, Any], heads: int, hidden: int) -> dict[str, Any]:
+    activation = data.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"The head's activation '{activation}' is not supported; Outrider runs silu.")
+    rope, context = hf_rope(data), int(data.get("max_position_embeddings") or 2048)
+    return {
+        "heads": heads, "kv_heads": int(data.get("num_key_value_heads") or heads),
+        "head_dim": int(data.get("head_dim") or hidden // heads), "vocab_size": int(data["vocab_size"]),
+        "intermediate_size": int(data["intermediate_size"]), "norm_eps": float(data.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta", 10_000.0)), "rope_scaling": rope_scaling(rope, context),
+        "context_length": context,
+    }  # fmt: skip
+
+
+def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    kinds, window = data.get("layer_types"), int(data.get("sliding_window") or 0)
+    if not window or not kinds or "sliding_attention" not in kinds[:layers]:
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+# ------------------------------------------------------------ the others
+
+
+def _eagle1(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """EAGLE-1 and 2, HASS: the target's last state after its norm, and the target's output matrix."""
+    named = {name: t for name, t in _eagle_names(tensors, where).items() if name not in ("lm_head.weight", "d2t")}
+    h, heads, vocabulary = int(data["hidden_size"]), int(data["num_attention_heads"]), int(data["vocab_size"])
+    config = HeadConfig(
+        kind=EAGLE1, hidden_size=h, draft_vocab_size=vocabulary, taps=(target.layers - 1,),
+        **_layer_sizes(data, heads, h), layers=int(data["num_hidden_layers"]),
+        own_embedding="embed_tokens.weight" in named, own_output=False, fc_bias="fc.bias" in named,
+        qkv_bias=f"{FIRST}self_attn.q_proj.bias" in named, target_norm_eps=target.norm_eps,
+    )  # fmt: skip
+    return PublishedHead("an EAGLE-1 head", (Reading(config),), _complete(config, named, where))
+
+
+def _medusa(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """Tensors are counted: published configurations name fewer heads than their files have."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found = next(((form, m) for pattern, form in _MEDUSA_NAMES if (m := pattern.fullmatch(name))), None)
+        if found is None and name != "token_map":
+            raise ModelError(f"{where} has a tensor '{name}' that no Medusa head has, so it is not run.")
+        named[name if found is None else found[0].format(*found[1].groups())] = tensor
+    positions = sum(name.startswith("lm_heads.") for name in named)
+    layers = len({name.split(".")[2] for name in named if name.startswith("blocks.0.")})
+    if not positions or not layers:
+        raise ModelError(f"{where} has no Medusa heads: tensors like '0.0.linear.weight' and '0.1.weight' are missing.")
+    wide, hidden = named["lm_heads.0.weight"].shape if named["lm_heads.0.weight"].ndim == 2 else (0, 0)
+    needed: Shapes = {f"lm_heads.{i}.weight": (wide, hidden) for i in range(positions)}
+    for i, j in itertools.product(range(positions), range(layers)):
+        needed[f"blocks.{i}.{j}.weight"] = (hidden, hidden)
+        if f"blocks.0.{j}.bias" in named:
+            needed[f"blocks.{i}.{j}.bias"] = (hidden,)
+    check_shapes(named, needed, where)
+    ids = named.get("token_map", torch.arange(wide)).long()
+    known = int(data.get("vocab_size") or (target.vocab_size if "token_map" in named else wide))
+    _check_ids(ids, wide, known, where)
+    config = PerPositionConfig(
+        MEDUSA, known, wide, hidden, positions, (target.layers - 1,), layers,
+        target_norm_eps=target.norm_eps, target_name=str(data.get("base_model_name_or_path") or ""),
+    )  # fmt: skip
+    return PublishedHead("a Medusa head", (Reading(config),), named | {"ids": ids})
+
+
+def _mlp(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """IBM's MLP speculators; with tied weights a file has only the first of each."""
+    positions, wide = int(data["n_predict"]), int(data["emb_dim"])
+    inner, vocabulary = int(data.get("inner_dim") or wide), int(data["vocab_size"])
+    if not 0 < positions <= 64:
+        raise ModelError(f"{where} drafts {positions} tokens (n_predict), which is no MLP speculator.")
+    needed: Shapes = {}
+    for i in range(positions):
+        needed |= {f"emb.{i}.weight": (vocabulary, inner), f"proj.{i}.weight": (inner, inner if i else wide)}
+        needed |= {f"head.{i}.weight": (vocabulary, inner), f"ln.{i}.weight": (inner,), f"ln.{i}.bias": (inner,)}
+    unknown = sorted(set(tensors) - set(needed))
+    if unknown:
+        raise ModelError(f"{where} has a tensor '{unknown[0]}' that no MLP speculator has, so it is not run.")
+    named: dict[str, Tensor] = {}
+    for name in needed:
+        part, number, field = name.split(".")
+        stored = [f"{part}.{j}.{field}" for j in range(int(number), -1, -1)]
+        if found := [other for other in stored if other in tensors]:
+            named[name] = tensors[found[0]]
+    check_shapes(named, needed, where)
+    config = PerPositionConfig(
+        MLP, vocabulary, vocabulary, wide, positions, (target.layers - 1,),
+        scale_input=bool(data.get("scale_input", False)), target_norm_eps=target.norm_eps,
+    )  # fmt: skip
+    return PublishedHead("an MLP speculator", (Reading(config),), named | {"ids": torch.arange(vocabulary)})
+
+
+def _check_ids(ids: Tensor, count: int, vocabulary: int, where: str) -> None:
+    fits = ids.shape == (count,) and ids.unique().numel() == count
+    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ModelError(f"The draft vocabulary of {where} (token_map) names ids outside the target's, or one twice.")
+
+
+_READERS = {"eagle3": _flat, "speculators": _speculators, EAGLE1: _eagle1, MEDUSA: _medusa, MLP: _mlp}

@@ -1,0 +1,598 @@
+"""Drafters that others have published: each format drafts what an independent reference drafts, token by token, through
+the command line; what a file does not say is found by trial; what is wrong is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from outrider import LLM
+from outrider.backends import ops
+from outrider.backends.rows import rows_of
+from outrider.cli.app import app
+from outrider.config import from_speculative_config
+from outrider.drafters import Workspace
+from outrider.drafters.head.drafter import open_head
+from outrider.drafters.head.features import HeadBatch
+from outrider.drafters.head.readings import TOKENS
+from outrider.engine.cache import Cache
+from outrider.engine.trace import read
+from outrider.errors import ConfigError, OutriderError
+from outrider.models.checkpoint import open_checkpoint
+from outrider.models.prompts import bundled
+from outrider.models.speculators import random_head, target_hash, write_head
+from outrider.types import SamplingParams, Sequence
+
+from support import tiny
+from support.reference_heads import Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
+
+LAYERS, V, H, D, K = 8, 300, 32, 40, 6
+SEED = torch.Generator()
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("published") / "target", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def llama(target: Path) -> Llama:
+    return Llama(target)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+
+
+# ------------------------------------------------------------ made-up heads
+
+
+def sizes(hidden: int = H, **more: Any) -> Config:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": 40, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "vocab_size": V, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "max_position_embeddings": 64, "num_hidden_layers": 1, "rope_theta": 10000.0,
+    } | more  # fmt: skip
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> Tensors:
+    """Weights large enough that the layers matter; norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = noise * 2 / shape[-1] ** 0.5 if len(shape) > 1 else noise * 0.3 + (1 if "norm" in name else 0)
+    return tensors
+
+
+def layer(c: Config, at: str, inputs: int, first_norm: bool = True) -> dict[str, tuple[int, ...]]:
+    h, wide, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    named: dict[str, tuple[int, ...]] = {f"{at}.post_attention_layernorm.weight": (h,)}
+    named |= {f"{at}.input_layernorm.weight": (h,)} if first_norm else {}
+    for name, shape in {"q": (q, inputs), "k": (kv, inputs), "v": (kv, inputs), "o": (h, q)}.items():
+        named[f"{at}.self_attn.{name}_proj.weight"] = shape
+    for name, shape in {"gate": (wide, h), "up": (wide, h), "down": (h, wide)}.items():
+        named[f"{at}.mlp.{name}_proj.weight"] = shape
+    return named
+
+
+def eagle3(c: Config, draft: int = D, embedding: bool = False, taps: int = 3, **more: tuple[int, ...]) -> Tensors:
+    h = c["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, taps * H), "midlayer.hidden_norm.weight": (h,)}
+    shapes |= layer(c, "midlayer", 2 * h) | {"norm.weight": (h,), "lm_head.weight": (draft, h)}
+    for i in range(1, c["num_hidden_layers"]):
+        shapes |= layer(c, f"layers.{i}", h)
+    if embedding or h != H:
+        shapes["embed_tokens.weight"] = (V, h)
+    tensors = drawn(shapes | {name.replace("__", "."): shape for name, shape in more.items()})
+    if draft < V:
+        ids = torch.arange(draft) * V // draft
+        known = torch.zeros(V, dtype=torch.bool)
+        known[ids] = True
+        tensors |= {"d2t": ids - torch.arange(draft), "t2d": known}
+    return tensors
+
+
+def saved(folder: Path, config: Config, tensors: Tensors, file: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return folder
+
+
+def numbers(tensors: Tensors) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def speculators_format(c: Config, tensors: Tensors, taps: list[int], kind: str = "eagle3", **more: Any) -> Config:
+    for name in [name for name in tensors if name.startswith("midlayer.")]:
+        tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": K}
+    verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": kind, "speculators_version": "0.7.0",
+        "draft_vocab_size": D, "eagle_aux_hidden_state_layer_ids": taps, "transformer_layer_config": c,
+        "speculators_config": {"algorithm": kind, "proposal_methods": [proposal], "verifier": verifier},
+    } | more  # fmt: skip
+
+
+def specforge(llama: Llama, to: Path) -> Any:
+    """Layer ids that can only be outputs: the first is 0."""
+    c = sizes()
+    tensors = eagle3(c)
+    taps = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 7]}
+    flat = c | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D, "eagle_config": taps}
+    saved(to, flat, tensors)
+    return Eagle3(llama, numbers(tensors), c, [1, 4, 8])
+
+
+def original(llama: Llama, to: Path) -> Any:
+    """SafeAILab's: pickled, no head_dim, no layer ids."""
+    c = sizes(head_dim=8)
+    tensors = eagle3(c)
+    flat = {name: value for name, value in c.items() if name != "head_dim"}
+    saved(to, flat | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": D}, tensors, "pytorch_model.bin")
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 5])
+
+
+def angelslim(llama: Llama, to: Path) -> Any:
+    """Whole vocabulary, own embedding, a flag for tied weights that is not true, ids that can only be boundaries."""
+    c = sizes()
+    tensors = eagle3(c, V, embedding=True)
+    flat = c | {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True}
+    saved(to, flat | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}}, tensors)
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 8])
+
+
+def nvidia(llama: Llama, to: Path) -> Any:
+    """A narrow head with one norm over all tapped states."""
+    c = sizes(24)
+    tensors = eagle3(c, input_norm__weight=(3 * H,))
+    own = {"eagle_aux_hidden_state_layer_ids": [2, 4, 8], "norm_before_fc": True, "use_aux_hidden_state": True}
+    flat = c | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D, "target_hidden_size": H}
+    saved(to, flat | {"eagle_config": own}, tensors)
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 8])
+
+
+def eagle31(llama: Llama, to: Path) -> Any:
+    """Each tapped state has a norm; drafts continue from the normed output; the output matrix is the target's."""
+    c = sizes()
+    tensors = eagle3(c, **{f"fc_norm__{i}__weight": (H,) for i in range(3)})
+    del tensors["lm_head.weight"], tensors["d2t"], tensors["t2d"]
+    flat = c | {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
+    saved(to, flat, tensors)
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 5], norm_output=True)
+
+
+def speculators(llama: Llama, to: Path) -> Any:
+    c = sizes()
+    tensors = eagle3(c)
+    reference = Eagle3(llama, numbers(tensors), c, [2, 4, 5], norm_before_residual=True)
+    saved(to, speculators_format(c, tensors, [2, 4, 5], norm_before_residual=True), tensors)
+    return reference
+
+
+def speculators_deep(llama: Llama, to: Path) -> Any:
+    """Two layers, the second with a sliding window; norms of q and k; biases; rope's base in transformers 5's words."""
+    layers = ("midlayer", "layers__1")
+    more = {f"{at}__self_attn__{n}_norm__weight": (6,) for at in layers for n in "qk"}
+    more |= {f"{at}__self_attn__{n}_proj__bias": ((24 if n == "q" else 12),) for at in layers for n in "qkv"}
+    c = sizes(num_hidden_layers=2)
+    tensors = eagle3(c, **more)
+    reference = Eagle3(llama, numbers(tensors), c | {"rope_theta": 5e5}, [2, 4, 5], windows=[0, 5])
+    stated = {name: value for name, value in c.items() if name != "rope_theta"}
+    stated |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "sliding_window": 5}
+    stated |= {"layer_types": ["full_attention", "sliding_attention"], "model_type": "qwen3"}
+    saved(to, speculators_format(stated, tensors, [2, 4, 5], norm_before_residual=False), tensors)
+    return reference
+
+
+def peagle(llama: Llama, to: Path) -> Any:
+    c = sizes(num_hidden_layers=2)
+    tensors = eagle3(c, embedding=True, mask_hidden=(1, 1, 3 * H))
+    reference = Eagle3(llama, numbers(tensors), c, [2, 4, 5], mask=7)
+    saved(to, speculators_format(c, tensors, [2, 4, 5], "peagle", mask_token_id=7), tensors)
+    return reference
+
+
+def eagle1(llama: Llama, to: Path, bias: bool = True) -> Any:
+    c = sizes()
+    shapes = {"fc.weight": (H, 2 * H)} | layer(c, "midlayer", H, first_norm=False)
+    tensors = drawn(shapes | ({"fc.bias": (H,)} if bias else {}))
+    reference = Eagle1(llama, numbers(tensors), c, [8])
+    stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if bias:  # most carry a copy of the target's embedding
+        stored["embed_tokens.weight"] = torch.from_numpy(llama.w["embed_tokens.weight"]).float()
+    saved(to, c | {"architectures": ["LlamaForCausalLM"]}, stored, "pytorch_model.bin" if bias else "model.safetensors")
+    return reference
+
+
+def medusa(llama: Llama, to: Path, vllm: bool = False) -> Any:
+    """The configuration names two heads, the file has six."""
+    draft = D if vllm else V
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(K):
+        shapes |= {f"{i}.0.linear.weight": (H, H), f"{i}.0.linear.bias": (H,), f"{i}.1.weight": (draft, H)}
+    tensors, config = drawn(shapes), {"medusa_num_heads": 2, "medusa_num_layers": 1, "vocab_size": V}
+    if not vllm:
+        saved(to, config, tensors, "medusa_lm_head.pt")
+        return Medusa(llama, numbers(tensors), K, 1)
+    tensors["token_map"] = torch.arange(draft) * 7
+    stored = {f"lm_heads.{n[0]}.weight": t for n, t in tensors.items() if n.endswith(".1.weight")}
+    stored |= {f"blocks.{n[0]}.layers.0.{n.split('.')[-1]}": t for n, t in tensors.items() if "linear" in n}
+    saved(to, config, stored | {"token_map": tensors["token_map"]})
+    return Medusa(llama, numbers(tensors), K, 1)
+
+
+def mlp(llama: Llama, to: Path, tied: bool = False) -> Any:
+    inner, shapes = 24, dict[str, tuple[int, ...]]()
+    for i in range(K):
+        own = {"emb": (V, inner), "proj": (inner, inner if i else H), "head": (V, inner), "ln": (inner,)}
+        kept = ("proj",) if i == 1 else () if i else tuple(own)
+        shapes |= {f"speculator.{n}.{i}.weight": shape for n, shape in own.items() if not tied or n in kept}
+        shapes |= {f"speculator.ln.{i}.bias": (inner,)} if not tied or i == 0 else {}
+    tensors = drawn(shapes)
+    config = {"model_type": "mlp_speculator", "n_predict": K, "emb_dim": H, "inner_dim": inner, "vocab_size": V}
+    saved(to, config | {"tie_weights": tied, "scale_input": tied}, tensors)
+    return MlpSpeculator(llama, numbers(tensors), K, tied, tied)
+
+
+FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
+    "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
+    "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle,
+    "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
+    "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
+    "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------ each format
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_drafts_what_its_definition_says(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    """Every step's chain of six, through the command line."""
+    reference, trace = FORMATS[name](llama, tmp_path / "head"), tmp_path / "run.jsonl"
+    arguments = ["generate", "the quick brown fox", "-m", str(target), "--dtype", "float32", "--raw", "--k", str(K)]
+    arguments += ["--drafter", "head", "--set", f"head={tmp_path / 'head'}", "--set", "stop_below=0"]
+    done = CliRunner().invoke(app, [*arguments, "-n", "12", "--trace", str(trace), "--json"])
+    assert done.exit_code == 0, done.output
+    recorded = read(trace)
+    text, compared = [*recorded.header["prompt"], *json.loads(done.stdout)["token_ids"]], 0
+    for step in recorded.lines:
+        drafted = [node[0] for node in step["nodes"]]
+        assert not step.get("failure")
+        assert drafted == reference.draft(text[: step["at"]], K)[: len(drafted)]
+        compared += len(drafted)
+    assert compared >= 3 * K
+
+
+def test_the_reference_would_notice(llama: Llama, tmp_path: Path) -> None:
+    """Another tap, a swapped input, a draft vocabulary without its offsets: none of them drafts the same."""
+    texts = [[(seed * i * i + 31 * i) % V for i in range(1, 7)] for seed in (3, 5, 11, 17, 23, 29)]
+    right = specforge(llama, tmp_path / "head")
+    swapped = specforge(llama, tmp_path / "head")
+    for name in ("q", "k", "v"):
+        at = f"midlayer.self_attn.{name}_proj.weight"
+        swapped.w[at] = swapped.w[at].reshape(-1, 2, H)[:, ::-1].reshape(-1, 2 * H)
+    other_taps, other_ids = specforge(llama, tmp_path / "head"), specforge(llama, tmp_path / "head")
+    other_taps.boundaries, other_ids.ids = [2, 4, 8], other_ids.ids * 0 + range(D)
+    drafts = [[reference.draft(text, 2) for text in texts] for reference in (right, swapped, other_taps, other_ids)]
+    assert all(drafts[0] != draft for draft in drafts[1:])
+    assert len({tuple(draft) for draft in drafts[0]}) > 3
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_format_changes_the_text(
+    name: str, dtype: str, tree: bool, llama: Llama, target: Path, tmp_path: Path
+) -> None:
+    """A sampled batch, chains and trees, and with eight-bit weights."""
+    FORMATS[name](llama, tmp_path / "head")
+    plain = LLM(target, drafter="off", dtype=dtype, device="cpu")
+    llm = plain.using(drafter="head", head=str(tmp_path / "head"), tree=tree, k=5)
+    params = SamplingParams(max_tokens=10, temperature=0.7, seed=4, ignore_eos=True)
+    prompts = ["the quick brown fox", "def add(a, b):", "one two"]
+    answers = [[result.token_ids for result in each.generate(prompts, params)] for each in (plain, llm)]
+    assert answers[0] == answers[1]
+    assert not llm.engine.failures
+
+
+NATIVE = ("specforge", "nvidia", "eagle3.1", "speculators", "speculators_deep", "peagle", "eagle1")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NATIVE)
+def test_eight_bits_say_nearly_what_floats_say(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    """Every variant of a head with attention: native code, torch's products, and floats."""
+    FORMATS[name](llama, tmp_path / "head")
+    loaded = LLM(target, drafter="off", dtype="float32", device="cpu")
+    scores = []
+    for dtype, native in (("float32", True), ("int8", True), ("int8", False)):
+        llm = loaded.using(drafter="head", head=str(tmp_path / "head"), draft_dtype=dtype)
+        head: Any = llm.engine.drafter.rollout.head
+        head.native = head.native if native else None
+        scores.append(scored(head))
+    floats, quick, slow = scores
+    assert (quick - slow).norm() < 0.05 * slow.norm()  # a byte may fall to the other side
+    assert (quick - floats).norm() < 0.1 * floats.norm()
+
+
+def scored(head: Any) -> Tensor:
+    """Scores of ten rows with true features, then of one that continues. [11, D]"""
+    tokens = [(13 * i + 5) % V for i in range(11)]
+    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
+    plane = cache.add_plane(*head.plane_shape)
+    cache.open(seq)
+    cache.reserve(seq, 11, 4)
+    rows = HeadBatch(cache)
+    rows.committed(seq, 0, 10)
+    rows.want = list(range(10))
+    hidden = torch.randn(10, head.config.target_hidden_size * len(head.config.taps), generator=SEED.manual_seed(2))
+    first, outputs = head.read(rows_of(rows), plane, hidden)
+    after = HeadBatch(cache)
+    after.drafted(seq, 17, [0])
+    later, _ = head.scores(rows_of(after), plane, outputs[-1:])
+    return torch.cat([first, later])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_gpus_kernels_run_every_variant(
+    name: str, llama: Llama, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    FORMATS[name](llama, tmp_path / "head")
+    loaded = LLM(target, drafter="off", dtype="float32", device="cpu")
+    space = Workspace(loaded.target, Cache(64, 2, 64), loaded.engine.target.plane, {"head": str(tmp_path / "head")})
+    here = scored(open_head(space).head)
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+    there = scored(open_head(space).head)
+    torch.testing.assert_close(there, here, rtol=2e-3, atol=2e-3)
+
+
+def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
+    """The same acceptance from our folder, from one for SGLang and from one for vLLM, whose origin is struck out."""
+    own = tmp_path / "home" / "heads" / "own"
+    checkpoint = open_checkpoint(target)
+    config, tensors = random_head(checkpoint.config, hash=target_hash(checkpoint.config, checkpoint.weights))
+    write_head(own, config, tensors)
+    plain = LLM(target, drafter="off", dtype="float32", device="cpu")
+    folders = [own]
+    for engine in ("sglang", "vllm"):
+        arguments = ["-m", str(target), "--to", engine, "--out", str(tmp_path / engine), "--drafter", "head"]
+        done = CliRunner().invoke(app, ["export", *arguments])
+        assert done.exit_code == 0, done.output
+        folders.append(tmp_path / engine / "drafter")
+        data = json.loads((folders[-1] / "config.json").read_text())
+        data.pop("outrider", None)
+        (folders[-1] / "config.json").write_text(json.dumps(data))
+    drafted = []
+    for folder in folders:
+        llm = plain.using(drafter="head", head=str(folder), k=4, stop_below=0.0)
+        (result,) = llm.generate("the lazy dog", SamplingParams(max_tokens=30, ignore_eos=True))
+        drafted.append((result.stats.tau, result.stats.drafted, result.token_ids))
+    assert drafted[0] == drafted[1] == drafted[2]
+
+
+# ------------------------------------------------------------ what a file does not say
+
+
+def fitted(llama: Llama, text: list[int], boundaries: list[int], normed: bool, tensors: Tensors) -> Tensors:
+    """A head without attention and MLP whose fused states lead to the target's own choices in this text."""
+    states = llama.states(text)
+    joined = torch.tensor(np.array([np.concatenate([row[b] for b in boundaries]) for row in states[:-1]]))
+    wanted = torch.randn(V, H, dtype=torch.float64, generator=SEED.manual_seed(1))
+    choices = [llama.choice(row[-1]) for row in states[1:]]
+    hidden = tensors["midlayer.hidden_norm.weight"].double()
+    goal = wanted[choices] / (hidden if normed else 1.0)
+    tensors["fc.weight"] = torch.linalg.lstsq(joined, goal).solution.T.float().contiguous()
+    tensors |= {"norm.weight": torch.ones(H), "lm_head.weight": wanted.float()}
+    for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+    return tensors
+
+
+@pytest.mark.parametrize("case", ["outputs", "inputs", "residual after", "residual before"])
+def test_what_a_file_leaves_open_is_found_by_trial(case: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    tokenizer = open_checkpoint(target).tokenizer
+    text = [i for prompt in bundled() for i in tokenizer.encode(prompt.text + "\n\n")][:TOKENS]
+    c, after = sizes(), case == "residual after"
+    tensors = eagle3(c, V)
+    tensors["midlayer.hidden_norm.weight"] = torch.where(torch.arange(H) % 2 == 0, 3.0, -0.5)
+    tensors = fitted(llama, text, [3, 5, 7] if case == "outputs" else [2, 4, 6], after, tensors)
+    if "residual" in case:
+        config = speculators_format(c, tensors, [2, 4, 6], draft_vocab_size=V)
+        says = f"the residual begins {'after' if after else 'before'} the norm"
+    else:
+        taps = {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
+        config, says = c | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": taps}, f"whose {case} are read"
+    saved(tmp_path / "head", config, tensors)
+    arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
+    done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["head"]
+    assert says in found["reading"]
+    assert "of 2 readings" in found["reading"].lower()
+    (remembered,) = (tmp_path / "home" / "readings").iterdir()
+    known = json.loads(remembered.read_text())
+    assert max(known["agreement"]) > 1.3 * min(known["agreement"])
+    llm = LLM(target, dtype="float32", drafter="head", head=str(tmp_path / "head"), k=2)
+    assert llm.drafting["head"]["reading"] == found["reading"]  # without another trial
+    remembered.write_text("{")  # a damaged memory is made again
+    assert llm.using(k=3).drafting["head"]["reading"] == found["reading"]
+
+
+# ------------------------------------------------------------ what is wrong
+
+
+def broken(llama: Llama, to: Path, what: str) -> None:
+    """A folder of SpecForge's kind with one thing wrong."""
+    specforge(llama, to)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    if what == "missing":
+        del tensors["midlayer.mlp.up_proj.weight"]
+    elif what == "misshapen":
+        data["intermediate_size"] = 41
+    elif what == "unknown tensor":
+        tensors["adapter.weight"] = torch.zeros(2)
+    elif what == "no offsets":
+        del tensors["d2t"]
+    elif what == "offsets":
+        tensors["d2t"] = tensors["d2t"] + 200
+    elif what == "other width":
+        data["hidden_size"] = 24
+    elif what == "other vocabulary":
+        data["vocab_size"] = 301
+    elif what == "deeper":
+        data["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 14, 28]
+    elif what == "fewer taps":
+        data["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 3]
+    elif what == "activation":
+        data["hidden_act"] = "gelu"
+    elif what == "quantised":
+        tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
+    elif what == "last state":
+        data["eagle_config"]["use_aux_hidden_state"] = False
+    elif what == "sizes":
+        data["num_attention_heads"] = "four"
+    elif what == "heads":
+        data["num_attention_heads"] = 0
+    elif what == "kind":
+        data["architectures"] = ["DFlashDraftModel"]
+    elif what == "algorithm":
+        data["speculators_model_type"] = "mtp"
+    elif what == "whole model":
+        data = {"model_type": "llama", "num_hidden_layers": 12}
+    saved(to, data, tensors)
+    if what == "truncated":
+        whole = (to / "model.safetensors").read_bytes()
+        (to / "model.safetensors").write_bytes(whole[:-50])
+    elif what == "no weights":
+        (to / "model.safetensors").unlink()
+    elif what == "no json":
+        (to / "config.json").write_text("[")
+    elif what == "code":
+        (to / "model.safetensors").unlink()
+        torch.save({"fc.weight": Path()}, to / "pytorch_model.bin")
+
+
+BROKEN = {
+    "missing": "no tensor 'midlayer.mlp.up_proj.weight'", "misshapen": "shape", "unknown tensor": "adapter.weight",
+    "no offsets": "no tensor 'd2t'", "offsets": "draft vocabulary", "other width": "'fc.weight' has the shape",
+    "other vocabulary": "vocabulary of 301, this one of 300", "deeper": "reads layer 28, but this target has 8",
+    "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
+    "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
+    "heads": "fit together", "kind": "DFlash", "algorithm": "MTP", "whole model": "--draft-model",
+    "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> LLM:
+    return LLM(target, drafter="off", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_wrong_is_said_in_a_sentence(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    broken(llama, tmp_path / "head", what)
+    with pytest.raises(OutriderError) as error:
+        plain.using(drafter="head", head=str(tmp_path / "head"))
+    message = str(error.value)
+    assert BROKEN[what] in message
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert str(tmp_path / "head") in message or what in ("activation", "heads")
+
+
+def spoilt_per_position(llama: Llama, to: Path, what: str) -> None:
+    (mlp if what.startswith("mlp") else medusa)(llama, to)
+    if what == "medusa gap":
+        tensors = torch.load(to / "medusa_lm_head.pt", weights_only=True)
+        del tensors["2.0.linear.weight"]
+        torch.save(tensors, to / "medusa_lm_head.pt")
+    elif what == "medusa other":
+        torch.save({"0.weight": torch.zeros(2)}, to / "medusa_lm_head.pt")
+    else:
+        data = json.loads((to / "config.json").read_text())
+        data |= {"mlp width": {"emb_dim": 48}, "mlp length": {"n_predict": 0}, "mlp shape": {"inner_dim": 12}}[what]
+        (to / "config.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("medusa gap", "no tensor 'blocks.2.0.weight'"),
+        ("medusa other", "'0.weight' that no Medusa head has"),
+        ("mlp width", "'proj.0.weight' has the shape"),
+        ("mlp length", "n_predict"),
+        ("mlp shape", "has the shape"),
+    ],
+)
+def test_heads_without_attention_are_checked_too(
+    what: str, says: str, llama: Llama, plain: LLM, tmp_path: Path
+) -> None:
+    spoilt_per_position(llama, tmp_path / "head", what)
+    with pytest.raises(OutriderError, match=says):
+        plain.using(drafter="head", head=str(tmp_path / "head"))
+
+
+def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    medusa(llama, tmp_path / "medusa")
+    eagle1(llama, tmp_path / "eagle1")
+    with pytest.raises(ConfigError, match="--drafter head only"):
+        plain.using(drafter="ahead", head=str(tmp_path / "medusa"))
+    for name in ("medusa", "eagle1"):
+        with pytest.raises(ConfigError, match="cannot learn online"):
+            plain.using(drafter="online", head=str(tmp_path / name))
+
+
+# ------------------------------------------------------------ vLLM's words
+
+
+def test_vllms_configuration_is_taken_as_it_is(llama: Llama, target: Path, tmp_path: Path) -> None:
+    speculators(llama, tmp_path / "head")
+    given = {"model": str(tmp_path / "head"), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    for method in ({}, {"method": "eagle3"}, {"method": "eagle"}):  # without a method, the folder tells it
+        found = from_speculative_config(given | method)
+        assert found == {"drafter": "head", "head": str(tmp_path / "head"), "k": 3}
+    assert from_speculative_config({"model": str(target)}) == {"drafter": "model", "draft_model": str(target)}
+    assert from_speculative_config({"method": "medusa", "model": "a/b", "revision": "v1"})["head"] == "a/b@v1"
+    llm = LLM(target, dtype="float32", speculative_config=given)
+    assert (llm.config.drafter_name, llm.config.k) == ("head", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"method": "eagle3", "model": "x", "num_speculative_token": 3},
+            "'num_speculative_token'.*num_speculative_tok",
+        ),
+        ({"method": "ngram", "zzz": 1}, "key 'zzz', which is not known"),
+        ({"method": "suffix", "rejection_sample_method": "synthetic"}, "not lossless"),
+        ({"method": "deepseek_mtp"}, "deepseek_mtp.*not supported"),
+    ],
+)
+def test_what_vllm_does_not_have_is_refused_by_name(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_speculative_config(given)

@@ -1,0 +1,220 @@
+"""Published drafters, written down once more: numpy in float64, one row after the other, nothing of ours imported.
+
+`Llama` reads a target's folder and gives its states at every boundary; the drafts below follow the definitions of
+EAGLE-3, P-EAGLE, EAGLE-1, Medusa and MLP speculators.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+Array = Any
+Weights = dict[str, Array]
+
+
+def rms(x: Array, weight: Array, eps: float) -> Array:
+    return weight * x / np.sqrt(np.mean(x * x) + eps)
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: Array) -> Array:
+    return np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x])
+
+
+def rotated(x: Array, position: int, theta: float) -> Array:
+    """Pairs (i, i + d/2)."""
+    d = x.shape[-1]
+    angle = position * theta ** (-2 * np.arange(d // 2) / d)
+    a, b = x[..., : d // 2], x[..., d // 2 :]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+class Attention:
+    """One layer's attention over the rows that it has seen so far."""
+
+    def __init__(self, w: Weights, at: str, sizes: dict[str, Any], window: int = 0) -> None:
+        self.w, self.at, self.sizes, self.window = w, f"{at}.self_attn", sizes, window
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
+
+    def project(self, name: str, x: Array) -> Array:
+        y = self.w[f"{self.at}.{name}_proj.weight"] @ x
+        return y + self.w.get(f"{self.at}.{name}_proj.bias", 0.0)
+
+    def __call__(self, x: Array, position: int) -> Array:
+        s = self.sizes
+        heads, kv, d = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
+        q, k = self.project("q", x).reshape(heads, d), self.project("k", x).reshape(kv, d)
+        if f"{self.at}.q_norm.weight" in self.w:
+            q = np.stack([rms(row, self.w[f"{self.at}.q_norm.weight"], s["rms_norm_eps"]) for row in q])
+            k = np.stack([rms(row, self.w[f"{self.at}.k_norm.weight"], s["rms_norm_eps"]) for row in k])
+        self.keys.append(rotated(k, position, s["rope_theta"]))
+        self.values.append(self.project("v", x).reshape(kv, d))
+        q, seen = rotated(q, position, s["rope_theta"]), slice(-self.window if self.window else None, None)
+        mixed = []
+        for head in range(heads):
+            group = head // (heads // kv)
+            scores = np.array([q[head] @ key[group] for key in self.keys[seen]]) / math.sqrt(d)
+            shares = np.exp(scores - scores.max())
+            values = np.stack([value[group] for value in self.values[seen]])
+            mixed.append(shares / shares.sum() @ values)
+        return self.w[f"{self.at}.o_proj.weight"] @ np.concatenate(mixed)
+
+
+def mlp(w: Weights, at: str, x: Array) -> Array:
+    gate, up = w[f"{at}.mlp.gate_proj.weight"] @ x, w[f"{at}.mlp.up_proj.weight"] @ x
+    return w[f"{at}.mlp.down_proj.weight"] @ (silu(gate) * up)
+
+
+class Llama:
+    """A target's folder: its states and its choices."""
+
+    def __init__(self, folder: Path) -> None:
+        data = json.loads((folder / "config.json").read_text())
+        self.sizes = {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | data
+        self.sizes["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
+        stored = load_file(folder / "model.safetensors")
+        self.w = {name.removeprefix("model."): tensor.astype(np.float64) for name, tensor in stored.items()}
+        self.layers = data["num_hidden_layers"]
+
+    def states(self, tokens: list[int]) -> list[list[Array]]:
+        """For each position, the residual stream at boundaries 0 (the embedding) to L (before the last norm)."""
+        attentions = [Attention(self.w, f"layers.{i}", self.sizes) for i in range(self.layers)]
+        eps, rows = self.sizes["rms_norm_eps"], []
+        for position, token in enumerate(tokens):
+            x = self.w["embed_tokens.weight"][token]
+            row = [x]
+            for i in range(self.layers):
+                at = f"layers.{i}"
+                x = x + attentions[i](rms(x, self.w[f"{at}.input_layernorm.weight"], eps), position)
+                x = x + mlp(self.w, at, rms(x, self.w[f"{at}.post_attention_layernorm.weight"], eps))
+                row.append(x)
+            rows.append(row)
+        return rows
+
+    def final(self, state: Array) -> Array:
+        """After the last norm."""
+        return rms(state, self.w["norm.weight"], self.sizes["rms_norm_eps"])
+
+    def choice(self, state: Array) -> int:
+        return int(np.argmax(self.w["lm_head.weight"] @ self.final(state)))
+
+
+class Eagle3:
+    """A head: `flags` are norm_before_residual, norm_output, windows, and mask (a token) for P-EAGLE."""
+
+    def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
+        self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
+        self.w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in w.items()}
+        self.embedding = self.w.get("embed_tokens.weight", target.w["embed_tokens.weight"])
+        self.output = self.w.get("lm_head.weight", target.w["lm_head.weight"])
+        count = self.output.shape[0]
+        self.ids = np.arange(count) + self.w.get("d2t", np.zeros(count)).astype(int)
+
+    def fused(self, states: list[Array]) -> Array:
+        eps = self.sizes["rms_norm_eps"]
+        taps = [rms(s, self.w[f"fc_norm.{i}.weight"], eps) if "fc_norm.0.weight" in self.w else s
+                for i, s in enumerate(states)]  # fmt: skip
+        joined = np.concatenate(taps)
+        if "input_norm.weight" in self.w:
+            joined = rms(joined, self.w["input_norm.weight"], eps)
+        return self.w["fc.weight"] @ joined
+
+    def row(self, attentions: list[Attention], token: int, feature: Array, position: int) -> tuple[int, Array]:
+        """The drafted token after this row, and what the next row continues from."""
+        w, eps = self.w, self.sizes["rms_norm_eps"]
+        a = rms(self.embedding[token], w["midlayer.input_layernorm.weight"], eps)
+        c = rms(feature, w["midlayer.hidden_norm.weight"], eps)
+        x = c if self.flags.get("norm_before_residual") else feature
+        for i, attention in enumerate(attentions):
+            at = "midlayer" if i == 0 else f"layers.{i}"
+            inputs = np.concatenate([a, c]) if i == 0 else rms(x, w[f"{at}.input_layernorm.weight"], eps)
+            x = x + attention(inputs, position)
+            x = x + mlp(w, at, rms(x, w[f"{at}.post_attention_layernorm.weight"], eps))
+        normed = rms(x, w["norm.weight"], eps)
+        chosen = int(self.ids[int(np.argmax(self.output @ normed))])
+        return chosen, normed if self.flags.get("norm_output") else x
+
+    def attentions(self) -> list[Attention]:
+        windows = self.flags.get("windows") or [0] * self.sizes.get("num_hidden_layers", 1)
+        names = ["midlayer", *(f"layers.{i}" for i in range(1, len(windows)))]
+        return [Attention(self.w, at, self.sizes, window) for at, window in zip(names, windows, strict=True)]
+
+    def draft(self, tokens: list[int], k: int) -> list[int]:
+        states, attentions = self.target.states(tokens[:-1]), self.attentions()
+        drafted, x = 0, np.zeros(0)
+        for p, row in enumerate(states):
+            drafted, x = self.row(attentions, tokens[p + 1], self.fused([row[b] for b in self.boundaries]), p)
+        chain, position = [drafted], len(states)
+        while len(chain) < k:
+            token, feature = chain[-1], x
+            if "mask" in self.flags:
+                mask = self.w["mask_hidden"].reshape(-1)
+                token, feature = self.flags["mask"], self.fused(np.split(mask, len(self.boundaries)))
+            drafted, x = self.row(attentions, token, feature, position)
+            chain.append(drafted)
+            position += 1
+        return chain
+
+
+class Eagle1(Eagle3):
+    """The target's last state after its norm; no norm before attention and none before the target's output."""
+
+    def row(self, attentions: list[Attention], token: int, feature: Array, position: int) -> tuple[int, Array]:
+        w, eps = self.w, self.sizes["rms_norm_eps"]
+        x = w["fc.weight"] @ np.concatenate([self.embedding[token], feature]) + w.get("fc.bias", 0.0)
+        x = x + attentions[0](x, position)
+        x = x + mlp(w, "midlayer", rms(x, w["midlayer.post_attention_layernorm.weight"], eps))
+        return int(np.argmax(self.target.w["lm_head.weight"] @ x)), x
+
+    def fused(self, states: list[Array]) -> Array:
+        return self.target.final(states[0])
+
+
+class Medusa:
+    def __init__(self, target: Llama, w: Weights, positions: int, blocks: int) -> None:
+        self.target, self.positions, self.blocks = target, positions, blocks
+        self.w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in w.items()}
+
+    def draft(self, tokens: list[int], k: int) -> list[int]:
+        f, chain = self.target.final(self.target.states(tokens[:-1])[-1][-1]), []
+        for i in range(min(k, self.positions)):
+            x = f
+            for j in range(self.blocks):
+                x = x + silu(self.w[f"{i}.{j}.linear.weight"] @ x + self.w.get(f"{i}.{j}.linear.bias", 0.0))
+            chosen = int(np.argmax(self.w[f"{i}.{self.blocks}.weight"] @ x))
+            chain.append(int(self.w["token_map"][chosen]) if "token_map" in self.w else chosen)
+        return chain
+
+
+class MlpSpeculator:
+    def __init__(self, target: Llama, w: Weights, positions: int, scale_input: bool, tied: bool) -> None:
+        self.target, self.positions, self.scale_input, self.tied = target, positions, scale_input, tied
+        self.w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in w.items()}
+
+    def weight(self, part: str, i: int) -> Array:
+        index = (min(i, 1) if part.startswith("proj") else 0) if self.tied else i
+        name, _, field = part.partition(".")
+        return self.w[f"speculator.{name}.{index}.{field or 'weight'}"]
+
+    def draft(self, tokens: list[int], k: int) -> list[int]:
+        s, token, chain = self.target.final(self.target.states(tokens[:-1])[-1][-1]), tokens[-1], list[int]()
+        if self.scale_input:
+            s = rms(s, 1.0, 1e-6) / math.sqrt(2)
+        for i in range(min(k, self.positions)):
+            inner, kept = self.weight("ln", i).shape[0], 0.5 ** (0.5 / self.positions)
+            new = math.sqrt((1 - kept**2) * inner / 2)
+            s = self.weight("proj", i) @ s + new / kept * self.weight("emb", i)[token]
+            s = gelu(rms(s, self.weight("ln", i), 1e-6) + self.weight("ln.bias", i))
+            token = int(np.argmax(self.weight("head", i) @ s))
+            chain.append(token)
+        return chain
