@@ -276,6 +276,7 @@ class Sequence:
         self.tokens = list(self.tokens)  # a copy: it grows
         if self.prompt_len < 0:
             self.prompt_len = len(self.tokens)
+        self._limit = self.params.limit  # asked for many times a step
 
     @property
     def generated(self) -> list[int]:
@@ -293,7 +294,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """How many tokens may still be emitted."""
-        return self.params.limit - (len(self.tokens) - self.prompt_len)
+        return self._limit - (len(self.tokens) - self.prompt_len)
 
     def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
         """Append what is emitted, cut after the first end token and at max_tokens; returns what was kept."""

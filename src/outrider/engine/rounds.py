@@ -64,31 +64,47 @@ class Rounds(Protocol):
 class HostPace:
     """For how many sequences host drafters are called while a round runs: a late draft costs less than a late round.
 
-    The time for drafting grows while the host waits for rounds to end, and shrinks as soon as it does not.
+    The time for planning drafts grows while the host waits for rounds to end, and shrinks as soon as it does not. What
+    takes time whatever is drafted (budgets, prices) comes first: where it is not there, rounds are plain.
     """
 
     SLACK = 0.1  # of a round's time that the host should be left waiting
     GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
 
     def __init__(self) -> None:
-        self.seconds = 0.001  # for drafting in one round
-        self.each = 0.0  # of one sequence's draft, moving average
+        self.seconds = 0.001  # for planning one round
+        self.fixed = self.each = 0.0  # of planning without drafts, and of one sequence's draft, moving averages
+        self._drafting = 0.0  # seconds of drafts in the round that is being planned
         self._turn = 0  # sequences take turns
 
+    @property
+    def plans(self) -> bool:
+        """Whether there is time to plan drafts at all."""
+        return self.seconds >= self.fixed
+
     def drafted(self, sequences: int, seconds: float) -> None:
+        self._drafting = seconds
         self.each += 0.2 * (seconds / sequences - self.each)
+
+    def planned(self, seconds: float) -> None:
+        """A round was planned in this time, drafts included."""
+        fixed, self._drafting = max(seconds - self._drafting, 0.0), 0.0
+        known = self.fixed or fixed
+        self.fixed = known + 0.2 * (min(fixed, 3 * known) - known)  # clipped: an outlier is not a cost
 
     def waited(self, seconds: float, device: dict[str, float]) -> None:
         """The host waited so long for a round with these device times."""
-        slack = self.SLACK * sum(device.values())
-        if seconds < slack:
+        total = sum(device.values())
+        if not total:
+            return  # a device without a clock
+        if seconds < self.SLACK * total:
             self.seconds *= self.CUT
         else:
-            self.seconds = min(self.seconds + self.GROWTH * (seconds - slack), sum(device.values()))
+            self.seconds = min(self.seconds + self.GROWTH * (seconds - self.SLACK * total), total)
 
     def affordable(self, wanted: list[int]) -> list[int]:
         """As many of these as there is time for, others the next time."""
-        most = int(self.seconds / self.each) if self.each else len(wanted)
+        most = int(max(self.seconds - self.fixed, 0.0) / self.each) if self.each else len(wanted)
         if most >= len(wanted):
             return wanted
         start = self._turn % len(wanted)

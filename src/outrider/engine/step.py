@@ -162,17 +162,22 @@ class Engine:
     def _issue(self) -> bool:
         """Pick, budget, draft, launch. False: no sequence takes a turn before a step in flight is read."""
         clock, traits = self.clock.start(), self.drafter.traits
-        turns = self.scheduler.fit(self.controller.budget(self.scheduler.pick(), traits))
+        turns, plans = self.scheduler.pick(), not self._in_rounds or self.pace.plans
+        begin = clock.now()
+        turns = self.scheduler.fit(self.controller.budget(turns, traits) if plans else turns)
         if not turns:
             return False
         with clock.time("draft"):
             draft, failure = self._draft(turns)
-            if self._in_rounds:
-                turns = turns if self.controller.prices is None else self._shorten(turns, draft)
-            else:
+            if not self._in_rounds:
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
+            elif plans and self.controller.prices is not None:
+                turns = self._shorten(turns, draft)
+        if self._in_rounds and plans and any(turn.budget for turn in turns):
+            self.pace.planned(clock.now() - begin)
         silent = self._latest_failure and not any(tree.tokens for tree in draft.trees)
         why = f"the drafter failed ({self._latest_failure}): plain decoding" if silent else self.controller.why
+        why = why if plans else f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
         flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure)
         if self._in_rounds:
             assert self.target.rounds is not None
@@ -339,11 +344,11 @@ class Engine:
 
     def _publish(self, step: Step) -> Step:
         self.index += 1
-        for seq in step.seqs:
-            for phase, seconds in step.clock.items():
-                seq.stats.seconds[phase] = seq.stats.seconds.get(phase, 0.0) + seconds
-            seq.stats.why = step.why
-            seq.stats.failures += bool(step.failure)
+        spent, failed = [(phase, seconds) for phase, seconds in step.clock.items() if seconds], bool(step.failure)
+        for stats in (turn.seq.stats for turn in step.turns):
+            for phase, seconds in spent:
+                stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
+            stats.why, stats.failures = step.why, stats.failures + failed
         self._notify("observe", step)
         self.controller.observe(step)
         for listener in self.listeners:

@@ -40,6 +40,7 @@ REASONS = (
     ("paused", "drafter_rests"),
     ("nothing to propose", "nothing_to_propose"),
     ("prompts fill", "prompts_fill_the_pass"),
+    ("before drafts are planned", "host_has_no_time"),
     ("even a certain draft", "rows_too_expensive"),
 )
 

@@ -1,0 +1,45 @@
+"""How the host keeps pace with a device's rounds, in invented time."""
+
+from __future__ import annotations
+
+from outrider.engine.rounds import HostPace
+
+
+def rounds(pace: HostPace, device: float, base: float, fixed: float, n: int) -> tuple[int, float]:
+    """Rounds that were planned, and the mean seconds of a round: the host works `base`, and `fixed` to plan one."""
+    planned, total = 0, 0.0
+    for _ in range(n):
+        host = base
+        if pace.plans:
+            planned, host = planned + 1, base + fixed
+            pace.planned(fixed)
+        pace.waited(max(device - host, 0.0), {"verify": device})
+        total += max(host, device)
+    return planned, total / n
+
+
+def test_planning_is_left_out_where_the_host_is_the_slower_one() -> None:
+    planned, mean = rounds(HostPace(), device=2.25e-3, base=2.2e-3, fixed=1e-3, n=400)
+    assert planned < 20
+    assert mean < 1.03 * 2.25e-3
+
+
+def test_planning_goes_on_where_there_is_time() -> None:
+    planned, mean = rounds(HostPace(), device=5e-3, base=2e-3, fixed=1e-3, n=100)
+    assert planned == 100
+    assert mean < 1.001 * 5e-3
+
+
+def test_a_host_that_is_nearly_as_slow_plans_now_and_then() -> None:
+    planned, mean = rounds(HostPace(), device=2.25e-3, base=1.6e-3, fixed=0.8e-3, n=1000)
+    assert 20 < planned < 1000
+    assert mean < 1.03 * 2.25e-3
+
+
+def test_a_device_without_a_clock_does_not_stop_planning() -> None:
+    pace = HostPace()
+    pace.planned(0.5)
+    pace.seconds = 1.0
+    for _ in range(5):
+        pace.waited(0.0, {"verify": 0.0})
+    assert pace.plans
