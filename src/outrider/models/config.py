@@ -289,7 +289,7 @@ _TIED = ("smollm3", "gemma2", "gemma3")
 def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     family = supported(data.get("model_type"))
     if isinstance(data.get("text_config"), dict):  # the text half of a model that also reads pictures
-        data = {**data, **data["text_config"]}
+        data = {**data, **{name: value for name, value in data["text_config"].items() if value is not None}}
     _refuse_variants(data, family)
     layers, heads = integer(data, "num_hidden_layers", most=MAX_LAYERS), integer(data, "num_attention_heads")
     hidden, context = integer(data, "hidden_size"), integer(data, "max_position_embeddings", 2048)

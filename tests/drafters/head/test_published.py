@@ -51,6 +51,11 @@ def llama(target: Path) -> Llama:
     return Llama(target)
 
 
+@pytest.fixture(scope="module")
+def plain(target: Path) -> LLM:
+    return LLM(target, drafter="off", dtype="float32", device="cpu")
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
@@ -265,7 +270,7 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
 # ------------------------------------------------------------ each format
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_drafts_what_its_definition_says(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
     """Every step's chain of six, through the command line."""
@@ -299,7 +304,7 @@ def test_the_reference_would_notice(llama: Llama, tmp_path: Path) -> None:
     assert len({tuple(draft) for draft in drafts[0]}) > 3
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", FORMATS)
@@ -320,7 +325,7 @@ def test_no_format_changes_the_text(
 NATIVE = ("specforge", "nvidia", "eagle3.1", "speculators", "speculators_deep", "peagle", "eagle1")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", NATIVE)
 def test_eight_bits_say_nearly_what_floats_say(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
     """Every variant of a head with attention: native code, torch's products, and floats."""
@@ -355,7 +360,7 @@ def scored(head: Any) -> Tensor:
     return torch.cat([first, later])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_gpus_kernels_run_every_variant(
     name: str, llama: Llama, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -412,8 +417,11 @@ def fitted(llama: Llama, text: list[int], boundaries: list[int], normed: bool, t
     return tensors
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", ["outputs", "inputs", "residual after", "residual before"])
-def test_what_a_file_leaves_open_is_found_by_trial(case: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+def test_what_a_file_leaves_open_is_found_by_trial(
+    case: str, llama: Llama, target: Path, plain: LLM, tmp_path: Path
+) -> None:
     tokenizer = open_checkpoint(target).tokenizer
     text = [i for prompt in bundled() for i in tokenizer.encode(prompt.text + "\n\n")][:TOKENS]
     c, after = sizes(), case == "residual after"
@@ -427,19 +435,31 @@ def test_what_a_file_leaves_open_is_found_by_trial(case: str, llama: Llama, targ
         taps = {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
         config, says = c | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": taps}, f"whose {case} are read"
     saved(tmp_path / "head", config, tensors)
-    arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
-    done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["head"]
-    assert says in found["reading"]
-    assert "of 2 readings" in found["reading"].lower()
+    reading = plain.using(drafter="head", head=str(tmp_path / "head"), k=2).drafting["head"]["reading"]
+    assert says in reading
+    assert reading.startswith("Of 2 readings of the file the best one agrees with the target in")
     (remembered,) = (tmp_path / "home" / "readings").iterdir()
     known = json.loads(remembered.read_text())
     assert max(known["agreement"]) > 1.3 * min(known["agreement"])
-    llm = LLM(target, dtype="float32", drafter="head", head=str(tmp_path / "head"), k=2)
-    assert llm.drafting["head"]["reading"] == found["reading"]  # without another trial
+    remembered.write_text(json.dumps(known | {"agreement": [0.25, 0.75]}))
+    llm = plain.using(drafter="head", head=str(tmp_path / "head"), k=2)
+    assert "75%" in llm.drafting["head"]["reading"]  # without another trial
     remembered.write_text("{")  # a damaged memory is made again
-    assert llm.using(k=3).drafting["head"]["reading"] == found["reading"]
+    assert llm.using(k=3).drafting["head"]["reading"] == reading
+
+
+def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Path) -> None:
+    speculators(llama, tmp_path / "head")
+    arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
+    done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["head"]["format"] == "an EAGLE-3 head in the speculators format"
+    says = [finding["text"] for finding in facts["findings"]]
+    assert any("trained for some/target; it fits this target." in text for text in says)
+    both = CliRunner().invoke(app, [*arguments, "--drafter", "suffix"])
+    assert both.exit_code == 1
+    assert "leave one of them out" in both.output
 
 
 # ------------------------------------------------------------ what is wrong
@@ -507,11 +527,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def plain(target: Path) -> LLM:
-    return LLM(target, drafter="off", dtype="float32", device="cpu")
-
-
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_wrong_is_said_in_a_sentence(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
     broken(llama, tmp_path / "head", what)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -346,6 +346,12 @@ class Int8Linear:
         return TorchProduct.of(self.packed, self.gates)
 
 
+@cache
+def _indices(rows: int) -> tuple[Tensor, Tensor]:
+    """Zeros, and the numbers of so many rows. Nobody writes to them."""
+    return torch.zeros(rows + 1, dtype=torch.long), torch.arange(rows)
+
+
 class NativeProduct(Int8Linear, Addresses):
     """The same by the native kernels: a model without layers, whose head is this product."""
 
@@ -359,7 +365,7 @@ class NativeProduct(Int8Linear, Addresses):
     def __call__(self, x: Tensor) -> Tensor:
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]
         out = torch.empty(rows, self.outputs)
-        zeros, every = torch.zeros(rows + 1, dtype=torch.long), torch.arange(rows)
+        zeros, every = _indices(rows)
         inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
         self.kernels.int8_pass(self._model, *inputs, 0, 0, 1, 0, 1, rows, rows, 0, 0, torch.get_num_threads())
         return out
