@@ -118,7 +118,7 @@ class Addresses:
     def _linear(self, q: Quantised) -> tuple[int, ...]:
         """The fields of `Linear` in int8.h."""
         self._held.append(q)
-        addresses = ops.addresses_of(q.weight, q.scale, q.bias, q.outliers)
+        addresses = ops.addresses_of(q.weight, q.high, q.scale, q.bias, q.outliers)
         return (*addresses, q.outputs, q.inputs, q.outliers.shape[0])
 
 
@@ -163,7 +163,7 @@ class NativePass(Addresses):
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
         addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
         head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 7)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 8)
         return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
 
     def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
@@ -185,12 +185,15 @@ class TorchProduct(NamedTuple):
 
     @staticmethod
     def of(q: Quantised, gated: bool = False) -> TorchProduct:
-        flat = q.weight.transpose(1, 2).reshape(q.scale.shape[0], -1)  # [N, O + K, padded]
-        signed, count = (flat.to(torch.int16) - 128).to(torch.int8), q.outliers.shape[0]
         order = torch.arange(q.outputs)
         if gated:  # all gates, then all ups
             order = order.view(-1, 2, quant.HALF).transpose(0, 1).reshape(-1)
-        highs, lows = signed[order, :count].T.contiguous(), signed[order, count : count + q.inputs].T.contiguous()
+
+        def columns(blocks: Tensor, count: int) -> Tensor:
+            flat = blocks.transpose(1, 2).reshape(q.scale.shape[0], -1)[order, :count]
+            return (flat.to(torch.int16) - 128).to(torch.int8).T.contiguous()
+
+        highs, lows = columns(q.high, q.outliers.shape[0]), columns(q.weight, q.inputs)
         return TorchProduct(highs, lows, q.scale[order], None if q.bias is None else q.bias[order], q.outliers)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -265,21 +268,20 @@ class Int8Linear:
         weight = quant.interleave(weight) if gates else weight
         none = torch.zeros(weight.shape[1])
         chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
-        packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
-        return cls(Quantised(packed, scale, None, chunks[0].outliers, *weight.shape), outputs, gates)
+        packed, high, scale = (torch.cat([getattr(chunk, n) for chunk in chunks]) for n in quant.PARTS[:3])
+        return cls(Quantised(packed, high, scale, None, chunks[0].outliers, *weight.shape), outputs, gates)
 
     def as_tensors(self, name: str) -> dict[str, Tensor]:
         """For `quantise.stored`."""
         q = self.packed
-        parts = {"weight": q.weight, "scale": q.scale, "outliers": q.outliers}
         shape = torch.tensor([q.outputs, q.inputs, self.outputs, self.gates])
-        return {f"{name}.{part}": tensor for part, tensor in parts.items()} | {f"{name}.shape": shape}
+        return {f"{name}.{part}": getattr(q, part) for part in quant.PARTS} | {f"{name}.shape": shape}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], name: str) -> Int8Linear:
-        weight, scale, outliers = (tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers"))
+        weight, high, scale, outliers = (tensors[f"{name}.{part}"] for part in quant.PARTS)
         rows, inputs, outputs, gates = tensors[f"{name}.shape"].tolist()
-        return cls(Quantised(weight, scale, None, outliers, rows, inputs), outputs, bool(gates))
+        return cls(Quantised(weight, high, scale, None, outliers, rows, inputs), outputs, bool(gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]

@@ -35,12 +35,13 @@ from .. import ops
 from ..rows import Rows
 from ..transformer import WeightSource, rope_tables
 
-FORMAT = 1  # of the file; a change makes old files be built again
+FORMAT = 2  # of the file; a change makes old files be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
 _HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
+PARTS = ("weight", "high", "scale", "outliers")  # of a product, besides its bias
 Tensors = dict[str, Tensor]
 
 
@@ -70,7 +71,8 @@ DEFAULT = Settings()
 class Quantised:
     """One product's weights, packed."""
 
-    weight: Tensor  # [blocks, (outliers + inputs)/4, 32, 4] uint8: w + 128; outliers' columns first, then all
+    weight: Tensor  # [blocks, inputs/4, 32, 4] uint8: w + 128
+    high: Tensor  # [blocks, outliers/4, 32, 4] uint8: the outliers' columns again, for their high bytes
     scale: Tensor  # [blocks * 32]
     bias: Tensor | None  # [blocks * 32]
     outliers: Tensor  # [O] int64: which inputs have two bytes
@@ -88,11 +90,17 @@ def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
     count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
     strong = largest.argsort(descending=True, stable=True)[:count].sort().values  # [O]
-    both = F.pad(torch.cat([whole[:, strong], whole], 1), (0, -inputs % 4, 0, -outputs % OUTPUTS))
-    blocks = (both + 128).to(torch.uint8).view(-1, OUTPUTS, both.shape[1] // 4, 4).transpose(1, 2)
     padding = (0, -outputs % OUTPUTS)
-    bias = None if bias is None else F.pad(bias.float(), padding)
-    return Quantised(blocks.contiguous(), F.pad(scale.float(), padding), bias, strong, outputs, inputs)
+    bias, scale = None if bias is None else F.pad(bias.float(), padding), F.pad(scale.float(), padding)
+    return Quantised(_blocks(whole), _blocks(whole[:, strong]), scale, bias, strong, outputs, inputs)
+
+
+def _blocks(whole: Tensor) -> Tensor:
+    """[N, K] -> [blocks, ceil(K/4), 32, 4], as kernels read them."""
+    padded = F.pad(whole, (0, -whole.shape[1] % 4, 0, -whole.shape[0] % OUTPUTS))
+    outputs, inputs = padded.shape
+    blocks = (padded + 128).to(torch.uint8).view(outputs // OUTPUTS, OUTPUTS, inputs // 4, 4)
+    return blocks.transpose(1, 2).contiguous()
 
 
 def interleave(both: Tensor) -> Tensor:
@@ -189,9 +197,8 @@ class _Calibration:
     def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
         outliers = self.settings.outliers(key, x.shape[1])
         q = quantise(weight, bias, x.abs().amax(0), outliers, gated=key.endswith("gate_up"))
-        self.tensors |= {f"{key}.weight": q.weight, f"{key}.scale": q.scale, f"{key}.outliers": q.outliers}
-        if q.bias is not None:
-            self.tensors[f"{key}.bias"] = q.bias
+        parts = {name: getattr(q, name) for name in (*PARTS, "bias")}
+        self.tensors |= {f"{key}.{name}": part for name, part in parts.items() if part is not None}
 
 
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
@@ -205,8 +212,8 @@ def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
         "down": (c.hidden_size, c.intermediate_size),
         "head": (c.vocab_size, c.hidden_size),
     }[kind]
-    parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]
-    return Quantised(parts[0], parts[1], tensors.get(f"{name}.bias"), parts[2], outputs, inputs)
+    weight, high, scale, strong = (tensors[f"{name}.{part}"] for part in PARTS)
+    return Quantised(weight, high, scale, tensors.get(f"{name}.bias"), strong, outputs, inputs)
 
 
 # ------------------------------------------------------------ on disk

@@ -102,7 +102,7 @@ static int pack_shown(const void *job, int64_t t) {
     const Packed *out = &s->packed;
     const int64_t n = s->p->model->fuse.inputs;
     const float *x = s->p->shown + t * n;
-    int8_t *high = out->bytes + 2 * t * out->stride, *low = high + out->stride;
+    Input *high = out->inputs + 2 * t * out->stride, *low = high + out->stride;
     float top = 0.0f, odd = 0.0f;
     int32_t highs = 0, lows = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -112,12 +112,12 @@ static int pack_shown(const void *job, int64_t t) {
     const float scale = top / 32639.0f, inverse = scale > 1e-30f && odd == 0.0f ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < n; i++) {
         const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + 128) >> 8;
-        high[i] = (int8_t)upper;
-        low[i] = (int8_t)(q - 256 * upper);
+        high[place(i)] = (Input)upper;
+        low[place(i)] = (Input)(q - 256 * upper);
         highs += upper;
         lows += q - 256 * upper;
     }
-    for (int64_t i = n; i < (n + 3) / 4 * 4; i++) high[i] = low[i] = 0;
+    for (int64_t i = n; i < (n + 3) / 4 * 4; i++) high[place(i)] = low[place(i)] = 0;
     out->scale[2 * t] = 256.0f * scale + odd;
     out->scale[2 * t + 1] = scale + odd;
     out->offset[2 * t] = OFFSET * highs;
@@ -260,7 +260,7 @@ static int64_t furnish(State8 *s, char *memory) {
     s->middle = cut(&at, 4 * rows * s->middle_stride);
     s->cos = cut(&at, 4 * rows * model->half);
     s->sin = cut(&at, 4 * rows * model->half);
-    s->packed.bytes = cut(&at, most_rows * s->packed.stride);
+    s->packed.inputs = cut(&at, most_rows * s->packed.stride * (int64_t)sizeof(Input));
     s->packed.scale = cut(&at, 4 * most_rows);
     s->packed.offset = cut(&at, 4 * most_rows);
     return at - memory;
