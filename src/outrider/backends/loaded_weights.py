@@ -51,6 +51,9 @@ def output_rows(target: Any, ids: Tensor) -> Tensor:
     config = target.config
     if config.tied:
         return embedding_of(target)[ids.to(embedding_of(target).device)]
+    if hasattr(target, "output_rows"):
+        rows: Tensor = target.output_rows(ids)
+        return rows
     if hasattr(target, "head"):
         return product_rows(target.head, config.hidden_size, target.compute, target.device, ids)
     from .cpu import quantise as quant

@@ -278,7 +278,7 @@ def _model_hints(facts: Facts) -> Iterator[str]:
     """Its dtype, stored pass costs that differ from those measured now, and its drafter."""
     if facts.dtype.startswith(("float32", "float64")):
         yield f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
-    elif "int8" in facts.dtypes and "int8" not in facts.dtype:
+    elif "int8" in facts.dtypes and facts.dtype not in ("int8", "gguf"):
         rounded = ", with rounded weights" if facts.on_gpu else ""
         yield f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{rounded}."
     if facts.kept and facts.kept_in is not None:

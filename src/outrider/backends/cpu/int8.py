@@ -11,9 +11,9 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -119,17 +119,18 @@ class Addresses:
         """The fields of `Linear` in int8.h."""
         self._held.append(q)
         addresses = ops.addresses_of(q.weight, q.high, q.scale, q.bias, q.outliers)
-        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0])
+        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
 
 
 class NativePass(Addresses):
     """The addresses of all weights, in the order of native/pass.h."""
 
-    def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
+    def __init__(self, model: Any, kernels: native.Kernels) -> None:
+        """model: has `config`, `tensors`, `cos` and `sin`."""
         super().__init__(model.tensors, model.cos, model.sin)
-        self.config, self.kernels, self.length = model.config, kernels, model.cos.shape[0]
-        self._models = {model.config.vocab_size: self._pack_model(model, model.config.vocab_size)}
-        self._pack = partial(self._pack_model, model)
+        self.config, self.tensors, self.kernels, self.length = model.config, model.tensors, kernels, model.cos.shape[0]
+        self.half, self._rope = model.cos.shape[1], ops.addresses_of(model.cos, model.sin)
+        self._models = {model.config.vocab_size: self._pack_model(model.config.vocab_size)}
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, count = self.config, rows.slots.shape[0]
@@ -141,7 +142,7 @@ class NativePass(Addresses):
         inputs = [*(ops.contiguous(index, torch.int64) for index in indices), table, ancestors, x]
         ids = min(part.vocab or c.vocab_size, c.vocab_size)
         if ids not in self._models:
-            self._models[ids] = self._pack(ids)
+            self._models[ids] = self._pack_model(ids)
         logits = torch.empty(rows.want.shape[0] if part.head else 0, ids)  # [R, V]
         hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
@@ -156,21 +157,29 @@ class NativePass(Addresses):
         )  # fmt: skip
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 
-    def _pack_model(self, model: Int8Transformer, ids: int) -> int:
-        """The model with the output product of the first `ids` ids, which are its first rows."""
-        c, tensors = self.config, model.tensors
-        layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
-        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
-        addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
-        head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 8)
-        return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
+    def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
+        """The fields of a product's `Linear`, or of its first outputs."""
+        q = quant.product(self.tensors, name, self.config)
+        return self._linear(q if outputs is None else replace(q, outputs=outputs))
 
-    def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
+    def _words(self) -> tuple[int, int]:
+        """Addresses of the embedding: in bfloat16, or in pieces."""
+        return self.tensors["embedding"].data_ptr(), 0
+
+    def _pack_model(self, ids: int) -> int:
+        """The model with the output product of the first `ids` ids, which are its first rows."""
+        c, (words, pieces) = self.config, self._words()
+        layers = b"".join(self._pack_layer(i) for i in range(c.layers))
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, self.half, c.intermediate_size, ids)
+        addresses = (self._keep(layers), self.tensors["norm"].data_ptr(), words, *self._rope)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, pieces)
+        return self._keep(struct.pack(native.MODEL, *addresses, *self._product("head", ids), *sizes, *rest))
+
+    def _pack_layer(self, i: int) -> bytes:
         prefix, c = f"layers.{i}.", self.config
         names = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-        norms = ops.addresses_of(*(tensors.get(prefix + name) for name in names))
-        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, prefix + name, c))]
+        norms = ops.addresses_of(*(self.tensors.get(prefix + name) for name in names))
+        linears = [field for name in PRODUCTS for field in self._product(prefix + name)]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
 
 

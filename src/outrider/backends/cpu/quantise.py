@@ -203,23 +203,32 @@ class _Calibration:
 
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
     """One product of a model, by its name: "head" or "layers.3.qkv"."""
-    c, kind = config, name.rpartition(".")[2]
+    outputs, inputs = shape(name.rpartition(".")[2], config)
+    weight, high, scale, strong = (tensors[f"{name}.{part}"] for part in PARTS)
+    return Quantised(weight, high, scale, tensors.get(f"{name}.bias"), strong, outputs, inputs)
+
+
+def shape(kind: str, c: ModelConfig) -> tuple[int, int]:
+    """Outputs and inputs of a product, such as "head" or "qkv"."""
     inner, pair = c.heads * c.head_dim, -(-c.intermediate_size // HALF) * OUTPUTS
-    outputs, inputs = {
+    return {
         "qkv": (inner + 2 * c.kv_heads * c.head_dim, c.hidden_size),
         "out": (c.hidden_size, inner),
         "gate_up": (pair, c.hidden_size),
         "down": (c.hidden_size, c.intermediate_size),
         "head": (c.vocab_size, c.hidden_size),
     }[kind]
-    weight, high, scale, strong = (tensors[f"{name}.{part}"] for part in PARTS)
-    return Quantised(weight, high, scale, tensors.get(f"{name}.bias"), strong, outputs, inputs)
 
 
 # ------------------------------------------------------------ on disk
 
 
-def identity(path: Path, config: ModelConfig, settings: Settings = DEFAULT) -> str:
+def folder(name: str) -> Path:
+    """Of our cache."""
+    return cache_folder() / name
+
+
+def identity(path: Path, config: ModelConfig, settings: object = DEFAULT) -> str:
     """A hash of everything that determines the bytes: names, sizes and times of the model's files, and the settings."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -228,12 +237,15 @@ def identity(path: Path, config: ModelConfig, settings: Settings = DEFAULT) -> s
     return hashlib.sha256(repr((FORMAT, facts, sorted(values.items()), settings)).encode()).hexdigest()[:24]
 
 
-def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) -> Tensors:
-    """The tensors stored under this name; built and stored first if the file is missing or damaged."""
+def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None, mapped: bool = False) -> Tensors:
+    """The tensors stored under this name; built and stored first if the file is missing or damaged.
+
+    mapped: they stay in the file, whose pages processes share; otherwise they are copied into huge pages.
+    """
     folder = folder or cache_folder() / "int8"
     path = folder / f"{name}.safetensors"
     with suppress(OSError, SafetensorError, ValueError, KeyError):
-        return _read(path)
+        return _read(path, mapped)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -243,19 +255,22 @@ def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) 
         lock.acquire()
     try:
         with suppress(OSError, SafetensorError, ValueError, KeyError):
-            return _read(path)  # another process has built it meanwhile
+            return _read(path, mapped)  # another process has built it meanwhile
         tensors = build()
         with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
             _write(path, tensors)
+            if mapped:
+                return _read(path, mapped)
     finally:
         lock.release()
     return in_one_arena(tensors)
 
 
-def _read(path: Path) -> Tensors:
+def _read(path: Path, mapped: bool) -> Tensors:
     with safe_open(str(path), framework="pt", device="cpu") as file:
         checksums = json.loads((file.metadata() or {})["sums"])
-        tensors = in_one_arena({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors = tensors if mapped else in_one_arena(tensors)
     if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
         raise ValueError(f"{path} is damaged")
     return tensors

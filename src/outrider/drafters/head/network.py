@@ -254,7 +254,7 @@ class Int8Head(Addresses):
             *(tensor.data_ptr() for tensor in (head.norm, embedding, head.cos, head.sin)),
             *self._linear(head.head.packed),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(head.hidden_norm.data_ptr(), *masks, c.vocab_size, *self._linear(head.fc.packed)),
+            *(head.hidden_norm.data_ptr(), *masks, c.vocab_size, *self._linear(head.fc.packed), 0),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 

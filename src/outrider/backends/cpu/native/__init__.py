@@ -42,9 +42,10 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 STRUCTS = {"add_norm": "4P2qd3q", "silu_mul": "2P4q", "rope_store": "9P5qd2q", "attend": "8P7qd2q"}
 STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
-LINEAR = "5P3q"
+LINEAR = "5P3qP"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "P"
+NO_LINEAR = (0,) * 9
 
 
 class Kernels:
@@ -291,9 +292,11 @@ def _check_int8(kernels: Kernels, d: int) -> None:
         weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)
     ]
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
-    head = (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0)
+    head = (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0)
     model = ctypes.create_string_buffer(
-        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 8)
+        struct.pack(
+            MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, 0
+        )
     )
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _int64s([1])

@@ -81,16 +81,14 @@ enum { BYTES = 16, OFFSET = 0, ROWS = 2, VECTORS = 2, WIDE = 0 };
 typedef int32_t vi __attribute__((vector_size(16)));
 typedef vi Weights, Inputs;
 typedef int8_t Input;
-INLINE Weights widened(vi w) { return w; }
+INLINE Weights widened(vi w) { return w ^ (int32_t)0x80808080u; }
 INLINE Inputs four_inputs(const Input *x) { return four_bytes(x) + (vi){0}; }
-INLINE vi dot(vi sum, Weights w, Inputs x) {
-    uint8_t weights[16];
-    int8_t inputs[16];
-    memcpy(weights, &w, sizeof w);
-    memcpy(inputs, &x, sizeof x);
-    for (int i = 0; i < 16; i++) sum[i / 4] += ((int32_t)weights[i] - 128) * inputs[i];
-    return sum;
+INLINE vi four_products(vi w, vi x) { /* of signed bytes: two are at most 2 * 128 * 127, which fit 16 bits */
+    typedef int16_t vh16 __attribute__((vector_size(16)));
+    const vh16 a = (vh16)w, b = (vh16)x, even = ((a << 8) >> 8) * ((b << 8) >> 8), pairs = even + (a >> 8) * (b >> 8);
+    return (((vi)pairs << 16) >> 16) + ((vi)pairs >> 16);
 }
+INLINE vi dot(vi sum, Weights w, Inputs x) { return sum + four_products(w, x); }
 #endif
 
 typedef struct {
@@ -98,6 +96,7 @@ typedef struct {
     const float *scale, *bias; /* [blocks * 32]; bias may be NULL */
     const int64_t *outliers; /* [outlier_count] which inputs have two bytes */
     int64_t outputs, inputs, outlier_count; /* the count is a multiple of 4 */
+    const struct Piece *pieces; /* [ceil(outputs / 16)] blocks of a GGUF file (blocks.h) instead of bytes; or NULL */
 } Linear;
 
 typedef struct {
@@ -199,7 +198,24 @@ static void sum_chunk(const uint8_t *w, const Input *x, int64_t stride, int64_t 
 
 typedef int32_t vl __attribute__((vector_size(4 * W)));
 
-/* Scales the sums of one row and one block, and writes them to the output. */
+/* Writes the results y [32] of one row and one block to the output. */
+static void emit(const Product *a, int64_t t, int64_t block, const float *y) {
+    if (a->kind == SILU) {
+        float *out = a->out + t * a->out_stride + block * (OUTPUTS / 2);
+        for (int j = 0; j < OUTPUTS / 2; j += W) {
+            const vf gate = load(y + j);
+            store(out + j, gate / (1.0f + exp_(-gate)) * load(y + OUTPUTS / 2 + j));
+        }
+        return;
+    }
+    float *out = a->out + t * a->out_stride + block * OUTPUTS;
+    const int64_t n = least(OUTPUTS, a->linear->outputs - block * OUTPUTS);
+    if (a->kind == ADD)
+        for (int64_t i = 0; i < n; i++) out[i] += y[i];
+    else memcpy(out, y, (size_t)n * sizeof *out);
+}
+
+/* Scales the sums of one row and one block. */
 static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t *sums) {
     const Linear *linear = a->linear;
     const int64_t first = block * OUTPUTS;
@@ -211,19 +227,7 @@ static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t
         const vf bias = linear->bias ? load(linear->bias + first + j) : (vf){0};
         store(y + j, fma_(number, load(linear->scale + first + j), bias));
     }
-    if (a->kind == SILU) {
-        float *out = a->out + t * a->out_stride + block * (OUTPUTS / 2);
-        for (int j = 0; j < OUTPUTS / 2; j += W) {
-            const vf gate = load(y + j);
-            store(out + j, gate / (1.0f + exp_(-gate)) * load(y + OUTPUTS / 2 + j));
-        }
-        return;
-    }
-    float *out = a->out + t * a->out_stride + first;
-    const int64_t n = least(OUTPUTS, linear->outputs - first);
-    if (a->kind == ADD)
-        for (int64_t i = 0; i < n; i++) out[i] += y[i];
-    else memcpy(out, y, (size_t)n * sizeof *out);
+    emit(a, t, block, y);
 }
 
 /* Sums of n rows with one block. Where outliers have a second byte, that comes first. */

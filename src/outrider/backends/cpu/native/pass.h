@@ -8,6 +8,7 @@
 #define OUTRIDER_PASS_H
 
 #include "attend.h"
+#include "blocks.h"
 #include "int8.h"
 #include "team.h"
 
@@ -20,7 +21,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const float *norm; /* [H] */
-    const uint16_t *embedding; /* [V, H] bfloat16 */
+    const uint16_t *embedding; /* [V, H] bfloat16; or NULL: `word_pieces` */
     const float *cos, *sin; /* [length, half] */
     Linear head;
     int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
@@ -30,6 +31,7 @@ typedef struct {
     const float *mask_embedding, *mask_stream; /* [H] values of a row whose token is -1, or NULL: no such rows */
     int64_t words; /* rows of `embedding` */
     Linear fuse; /* from the tapped states of the target's layers to the head's residual stream */
+    const struct Piece *word_pieces; /* [ceil(words / 16)] */
 } Model;
 
 typedef struct {
@@ -78,7 +80,9 @@ static int pack_row(const void *job, int64_t t) {
     if (!row) return 1;
     if (a->norm) normed(row, x, a->norm, n, a->s->p->model->eps);
     else memcpy(row, x, (size_t)n * sizeof *row);
-    quantise(a->linear, row, &a->s->packed, t);
+    const Packed *packed = &a->s->packed;
+    if (a->linear->pieces) quantise_units(a->linear, row, (char *)(packed->inputs + t * packed->stride));
+    else quantise(a->linear, row, packed, t);
     return 0;
 }
 
@@ -134,6 +138,8 @@ static int embed_row(const void *job, int64_t t) {
     else if (p->shown)
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
+    else if (!p->model->embedding)
+        read_piece(p->model->word_pieces + p->tokens[t] / LANES, p->tokens[t] % LANES, n, s->x + t * n);
     else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
     memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);
@@ -165,7 +171,7 @@ static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t ro
                     enum Kind kind) {
     Product product = {linear, s->packed, out, stride, kind};
     product.x.rows = rows;
-    return each(m, multiply_block, &product, blocks_of(linear));
+    return each(m, linear->pieces ? multiply_pieces : multiply_block, &product, blocks_of(linear));
 }
 
 static int mix(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
@@ -251,7 +257,8 @@ static int64_t furnish(State8 *s, char *memory) {
     char *at = memory;
     s->middle_stride = (model->middle + 15) / 16 * 16;
     const int64_t first = model->beside_norm ? 2 * model->hidden : model->hidden;
-    s->packed.stride = (most(most(first, model->heads * d), most(model->middle, shown)) + 64 + 63 + W) / 64 * 64;
+    const int64_t widest = most(most(first, model->heads * d), most(model->middle, shown));
+    s->packed.stride = (widest * 3 / 2 + 64 + 63 + W) / 64 * 64; /* a unit's scale and sums take up to half as much */
     s->fused = cut(&at, 4 * twice * model->hidden);
     s->x = cut(&at, 4 * rows * model->hidden);
     s->qkv = cut(&at, 4 * rows * qkv);
