@@ -257,12 +257,12 @@ def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         BlockTransformer(config, weights, {})
 
 
-def test_the_file_is_mapped_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
+def test_the_repacked_file_is_kept_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
     config = block_config(256)
     tensors = blocks.repacked(config, RandomBlocks(config, "Q4_K"))
 
     def stored() -> quant.Tensors:
-        return quant.stored("name", lambda: tensors, tmp_path, mapped=True)
+        return quant.stored("name", lambda: tensors, tmp_path)
 
     first, again = stored(), stored()
     assert first.keys() == again.keys() == tensors.keys()

@@ -1,9 +1,9 @@
 """The decoder on a CPU with a GGUF file's own blocks: its four to eight bits are repacked, never rounded again.
 
 The promise: `repack` loses no bit, and a row's logits are the same bits whichever rows share its pass, for every number
-of rows and threads and for every instruction set (see native/blocks.h). The repacked file is made once and mapped
-afterwards, so that processes share it; there is no copy in private memory. It knows block formats and the names of
-weights; it does not know sequences, drafts or text. It needs the native kernels: without them the int8 decoder runs.
+of rows and threads and for every instruction set (see native/blocks.h). The repacked file is made once. It knows block
+formats and the names of weights; it does not know sequences, drafts or text. It needs the native kernels: without them
+the int8 decoder runs.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class BlockTransformer(Model):
             raise ModelError(f"{checkpoint.path} cannot run as it is: {reason}; choose --dtype int8.")
         assert isinstance(weights, GGUFWeights)
         name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
-        tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"), mapped=True)
+        tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
         return cls(config, weights, tensors, length)
 
     @property

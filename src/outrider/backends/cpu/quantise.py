@@ -237,15 +237,12 @@ def identity(path: Path, config: ModelConfig, settings: object = DEFAULT) -> str
     return hashlib.sha256(repr((FORMAT, facts, sorted(values.items()), settings)).encode()).hexdigest()[:24]
 
 
-def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None, mapped: bool = False) -> Tensors:
-    """The tensors stored under this name; built and stored first if the file is missing or damaged.
-
-    mapped: they stay in the file, whose pages processes share; otherwise they are copied into huge pages.
-    """
+def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) -> Tensors:
+    """The tensors stored under this name; built and stored first if the file is missing or damaged."""
     folder = folder or cache_folder() / "int8"
     path = folder / f"{name}.safetensors"
     with suppress(OSError, SafetensorError, ValueError, KeyError):
-        return _read(path, mapped)
+        return _read(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -255,22 +252,19 @@ def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None, 
         lock.acquire()
     try:
         with suppress(OSError, SafetensorError, ValueError, KeyError):
-            return _read(path, mapped)  # another process has built it meanwhile
+            return _read(path)  # another process has built it meanwhile
         tensors = build()
         with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
             _write(path, tensors)
-            if mapped:
-                return _read(path, mapped)
     finally:
         lock.release()
     return in_one_arena(tensors)
 
 
-def _read(path: Path, mapped: bool) -> Tensors:
+def _read(path: Path) -> Tensors:
     with safe_open(str(path), framework="pt", device="cpu") as file:
         checksums = json.loads((file.metadata() or {})["sums"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    tensors = tensors if mapped else in_one_arena(tensors)
+        tensors = in_one_arena({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
         raise ValueError(f"{path} is damaged")
     return tensors
