@@ -168,13 +168,18 @@ class LLM(Listener):
         return self.target.precision
 
     @property
+    def exact(self) -> bool:
+        """Whether a row's logits are the same bits whichever rows share its pass."""
+        return bool(getattr(self.target, "exact", False))
+
+    @property
     def device(self) -> str:
         """The target's device: cpu, cuda:0, …"""
         return str(self.target.weights_device or self.target.device)
 
     @property
     def backend(self) -> str:
-        """A sentence about what runs the target; empty for the built-in decoder."""
+        """A sentence about what runs the target; empty where there was no choice."""
         return self.target.description
 
     @property

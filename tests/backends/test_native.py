@@ -35,6 +35,17 @@ def test_native_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+@needs_compiler
+def test_instructions_can_be_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0'))
+    monkeypatch.setenv("OUTRIDER_NATIVE", "plain")
+    loaded = native.load(tmp_path / "cache")
+    assert loaded.kernels is not None, loaded.reason
+    assert loaded.kernels.dot_isa == "plain C"
+    monkeypatch.setenv("OUTRIDER_NATIVE", "mmx")
+    assert "choose one of: 0, plain" in native.load(tmp_path / "cache").reason
+
+
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "no-such-compiler-in-path"])
 def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
     monkeypatch.setenv("CC", compiler)

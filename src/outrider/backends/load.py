@@ -64,20 +64,30 @@ def load_model(
         compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
         model: Any = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
     else:
-        dtype = fastest(checkpoint) if dtype == AUTO else dtype
+        timed = compared(checkpoint) if dtype == AUTO else {}
+        dtype = min(timed, key=lambda name: timed[name]) if timed else dtype
         if dtype == GGUF:
             model = BlockTransformer.open(checkpoint, length)
         elif dtype == INT8:
             model = Int8Transformer.open(checkpoint, length)
         else:
             model = Transformer(config, weights, DTYPES[dtype], length=length)
+        if len(timed) > 1:
+            model.description = _chosen(dtype, timed)
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
 
 
-def fastest(checkpoint: Checkpoint) -> str:
-    """The fastest dtype that keeps the file's precision, timed once per machine and shape."""
+def _chosen(dtype: str, timed: dict[str, float]) -> str:
+    others = ", ".join(f"{1e3 * timed[name]:.1f} in {name}" for name in timed if name != dtype)
+    rows = ", ".join(map(str, ROWS))
+    own = f"{1e3 * timed[dtype]:.1f} ms"
+    return f"dtype auto is {dtype} here: passes of {rows} rows through some layers take {own}, {others}."
+
+
+def compared(checkpoint: Checkpoint) -> dict[str, float]:
+    """Seconds of passes in every dtype that keeps the file's precision, timed once per machine and shape."""
     config = checkpoint.config
     names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
     shape: tuple[object, ...] = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads)
@@ -96,7 +106,7 @@ def fastest(checkpoint: Checkpoint) -> str:
                 seconds[name] = _layer_seconds(checkpoint, name)
                 done((i + 1) / len(names))
         write_quietly(file, json.dumps(seconds))
-    return min(seconds, key=lambda name: seconds[name])
+    return seconds
 
 
 def _layer_seconds(checkpoint: Checkpoint, dtype: str) -> float:

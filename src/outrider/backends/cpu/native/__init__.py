@@ -34,6 +34,13 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 # OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
+# OUTRIDER_NATIVE: the instructions that are used instead of the best ones here; 0: no native kernels at all.
+FORCED = {
+    "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
+    "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
+} if platform.machine() in ("x86_64", "AMD64") else {
+    "plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",),
+}  # fmt: skip
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
 
@@ -107,12 +114,21 @@ def _load(folder: Path) -> Native:
     compiler = _compiler()
     folder.mkdir(parents=True, exist_ok=True)
     reasons = []
-    for extra in dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()]):
+    for extra in _variants(os.environ.get("OUTRIDER_NATIVE", "")):
         try:
             return Native(_opened(_built(folder, compiler, (*FLAGS, *extra)), "-fopenmp" in extra))
         except _Unusable as problem:
             reasons.append(str(problem))
     raise _Unusable(reasons[0])
+
+
+def _variants(forced: str) -> list[tuple[str, ...]]:
+    """Flags to try, the best first."""
+    if not forced:
+        return list(dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()]))
+    if forced not in FORCED:
+        raise _Unusable(f"OUTRIDER_NATIVE is {forced}; choose one of: 0, {', '.join(FORCED)}")
+    return list(dict.fromkeys([(*FORCED[forced], *THREADS), FORCED[forced]]))
 
 
 def _opened(path: Path, threaded: bool) -> Kernels:
