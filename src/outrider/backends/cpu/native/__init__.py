@@ -1,4 +1,4 @@
-"""Builds and loads kernels.c with the user's C compiler, once per machine.
+"""Builds and loads kernels.c with the user's C compiler, once per machine; without one, a library from the wheel.
 
 Promise: the library that `load` returns has passed a self-check in a child process (an unsupported instruction kills
 the child, not the caller), and is the very file that passed. If anything goes wrong, the caller gets a reason instead
@@ -22,9 +22,10 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,13 +35,16 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 # OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
-# OUTRIDER_NATIVE: the instructions that are used instead of the best ones here; 0: no native kernels at all.
-FORCED = {
-    "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
-    "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
-} if platform.machine() in ("x86_64", "AMD64") else {
-    "plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",),
+# By machine, the worst first: for the libraries of a wheel, and what OUTRIDER_NATIVE forces (0: no native kernels).
+INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
+        "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
+    },
+    "aarch64": {"plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",)},
 }  # fmt: skip
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel that was built with OUTRIDER_PREBUILT
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
 
@@ -111,24 +115,57 @@ def load(folder: Path | None = None) -> Native:
 
 
 def _load(folder: Path) -> Native:
-    compiler = _compiler()
+    forced, known = os.environ.get("OUTRIDER_NATIVE", ""), INSTRUCTIONS.get(MACHINE, {})
+    if forced and forced not in known:
+        raise _Unusable(f"OUTRIDER_NATIVE is {forced}; choose one of: {', '.join(['0', *known])}")
     folder.mkdir(parents=True, exist_ok=True)
     reasons = []
-    for extra in _variants(os.environ.get("OUTRIDER_NATIVE", "")):
+    for find in (*_compiled(folder, known.get(forced)), *_prebuilt(folder, [forced] if forced else list(known)[::-1])):
         try:
-            return Native(_opened(_built(folder, compiler, (*FLAGS, *extra)), "-fopenmp" in extra))
-        except _Unusable as problem:
+            return Native(_opened(*find()))
+        except (_Unusable, OSError, subprocess.SubprocessError) as problem:
             reasons.append(str(problem))
     raise _Unusable(reasons[0])
 
 
-def _variants(forced: str) -> list[tuple[str, ...]]:
-    """Flags to try, the best first."""
-    if not forced:
-        return list(dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()]))
-    if forced not in FORCED:
-        raise _Unusable(f"OUTRIDER_NATIVE is {forced}; choose one of: 0, {', '.join(FORCED)}")
-    return list(dict.fromkeys([(*FORCED[forced], *THREADS), FORCED[forced]]))
+Find: TypeAlias = "Callable[[], tuple[Path, bool]]"  # a checked library, and whether it has threads
+
+
+def _compiled(folder: Path, forced: tuple[str, ...] | None) -> Iterator[Find]:
+    """Libraries to compile, the best first."""
+    best = TUNED if forced is None else forced
+    for extra in dict.fromkeys([(*best, *THREADS), *([THREADS] if forced is None else []), best, forced or ()]):
+        yield partial(_built, folder, extra)
+
+
+def _prebuilt(folder: Path, names: list[str]) -> Iterator[Find]:
+    """Libraries of the wheel. Their checks are stored in `folder`, by processor."""
+    for path in [PREBUILT / f"{MACHINE}-{name}.so" for name in names]:
+        if path.is_file():
+            yield partial(_checked, path, folder)
+
+
+def _checked(path: Path, folder: Path) -> tuple[Path, bool]:
+    key = hashlib.sha256((_digest(path) + _cpu()).encode()).hexdigest()[:16]
+    report = folder / f"prebuilt-{key}.checked"
+    if _result(path, report) is None:
+        report.write_text(f"{_digest(path)} {_check_in_child(path)}")
+    if (result := _result(path, report)) != "ok":
+        raise _Unusable(f"the wheel's {path.name} failed its check: {result}")
+    return path, True
+
+
+def prebuild(folder: Path, machine: str, compiler: list[str]) -> list[Path]:
+    """Compile the libraries of a wheel for one kind of machine."""
+    paths = []
+    for name, flags in INSTRUCTIONS[machine].items():
+        path = folder / f"{machine}-{name}.so"
+        source = str(Path(__file__).with_name("kernels.c"))
+        done = _run([*compiler, *FLAGS, *flags, "-fopenmp", source, "-o", str(path), "-lm"], SECONDS_TO_BUILD)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(compiler)} failed: {done.stderr.strip()[:300] or done.returncode}")
+        paths.append(path)
+    return paths
 
 
 def _opened(path: Path, threaded: bool) -> Kernels:
@@ -170,8 +207,9 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(keys)})) + platform.machine()
 
 
-def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
+def _built(folder: Path, extra: tuple[str, ...]) -> tuple[Path, bool]:
     """A library built with these flags that has passed the check; built unless it is there already."""
+    compiler, flags = _compiler(), (*FLAGS, *extra)
     version = _run([*compiler, "--version"], SECONDS_TO_CHECK)
     if version.returncode:
         raise _Unusable(f"{' '.join(compiler)} does not run: {version.stderr.strip()[:200] or version.returncode}")
@@ -183,7 +221,7 @@ def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
     result = _result(path, report)
     if result != "ok":
         raise _Unusable(f"the built library failed its check: {result}")
-    return path
+    return path, "-fopenmp" in extra
 
 
 def _digest(path: Path) -> str:
@@ -218,12 +256,9 @@ def _build(path: Path, report: Path, compiler: list[str], flags: tuple[str, ...]
 
 def _check_in_child(path: Path) -> str:
     """ "ok", or what went wrong. In a child, because an unsupported instruction kills its process."""
-    done = _run([sys.executable, "-E", "-S", __file__, str(path)], SECONDS_TO_CHECK)
-    if -done.returncode in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        9,
-    ):  # proves nothing: check again next time
+    runtimes = sorted(_openmp_runtimes())  # torch brings one; the system need not have any
+    done = _run([sys.executable, "-E", "-S", __file__, str(path), *runtimes], SECONDS_TO_CHECK)
+    if -done.returncode in (signal.SIGINT, signal.SIGTERM, 9):  # proves nothing: check again next time
         raise _Unusable(f"its check was interrupted by signal {-done.returncode}")
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}"
@@ -334,4 +369,6 @@ def _compare(name: str, actual: Iterable[float], expected: list[float]) -> None:
 
 
 if __name__ == "__main__":
+    for runtime in sys.argv[2:]:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     check(sys.argv[1])
