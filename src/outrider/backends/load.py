@@ -21,6 +21,7 @@ from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
+from ..models.config import ModelConfig
 from ..models.foreign import ForeignWeights
 from ..models.gguf_file import GGUFWeights
 from ..models.paths import cache_folder, write_quietly
@@ -83,7 +84,7 @@ def _chosen(dtype: str, timed: dict[str, float]) -> str:
     others = ", ".join(f"{1e3 * timed[name]:.1f} in {name}" for name in timed if name != dtype)
     rows = ", ".join(map(str, ROWS))
     own = f"{1e3 * timed[dtype]:.1f} ms"
-    return f"dtype auto is {dtype} here: passes of {rows} rows through some layers take {own}, {others}."
+    return f"dtype auto is {dtype} here: passes of {rows} rows through some of it take {own}, {others}."
 
 
 def compared(checkpoint: Checkpoint) -> dict[str, float]:
@@ -97,29 +98,29 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
         if blocks.runs(checkpoint.weights, config):
             names.append(GGUF)
             shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
-    key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]
     file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
     seconds: dict[str, float] = read_seconds(file) or {}
     if not seconds:
         with stage("Comparing precisions") as done:
             for i, name in enumerate(names):
-                seconds[name] = _layer_seconds(checkpoint, name)
+                seconds[name] = _layer_seconds(config, checkpoint.weights, name)
                 done((i + 1) / len(names))
         write_quietly(file, json.dumps(seconds))
     return seconds
 
 
-def _layer_seconds(checkpoint: Checkpoint, dtype: str) -> float:
-    """Seconds of passes with `ROWS` rows through layers of this shape: enough layers to exceed the CPU's caches."""
-    config = checkpoint.config
+def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
+    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix: enough of
+    both to exceed the CPU's caches."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
+    vocabulary = max(64, config.vocab_size * layers // config.layers)
     one = replace(
-        config, layers=layers, vocab_size=64, tied=True, context_length=64, qkv_bias=False, o_bias=False, qk_norm=False
+        config, layers=layers, vocab_size=vocabulary, context_length=64, qkv_bias=False, o_bias=False, qk_norm=False
     )
     weights = RandomWeights(one, seed=1)
     if dtype == GGUF:
-        file: Any = checkpoint.weights
         model: Model = BlockTransformer(one, file, blocks.repacked(one, file), 64)
     elif dtype == INT8:
         model = Int8Transformer(one, quant.calibrated(one, weights, list(range(32))), 64)
@@ -135,6 +136,7 @@ def _layer_seconds(checkpoint: Checkpoint, dtype: str) -> float:
         start = time.perf_counter()
         batch = BatchBuilder(cache)
         batch.pending(seq, 0, rows, want=True)
+        batch.want = list(range(rows))
         model.forward(rows_of(batch), plane)
         return time.perf_counter() - start
 

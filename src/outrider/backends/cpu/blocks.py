@@ -182,16 +182,16 @@ def repacked(config: ModelConfig, weights: GGUFWeights) -> Tensors:
             done((i + 1) / (config.layers + 1))
         tensors |= _product(weights, "head", [_head(config)], config.vocab_size)
         if not config.tied:
-            tensors |= _embedding(weights)
+            tensors |= _embedding(weights, config.vocab_size)
         tensors["norm"] = weights.get("norm.weight", torch.float32)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _embedding(weights: GGUFWeights) -> Tensors:
+def _embedding(weights: GGUFWeights, words: int) -> Tensors:
     name = "embed_tokens.weight"
     if weights.kind(name) in KINDS:
-        return _product(weights, "words", [name])
-    return {"embedding": weights.get(name, torch.bfloat16)}
+        return _product(weights, "words", [name], words)
+    return {"embedding": weights.get(name, torch.bfloat16)[:words]}
 
 
 def _product(weights: GGUFWeights, key: str, sources: list[str], most: int | None = None) -> Tensors:
