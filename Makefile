@@ -35,6 +35,8 @@ test-ray: $(RAY)/.installed ## what `outrider deploy ray` writes, by Ray's own s
 	$(RAY)/bin/python -m pytest -m ray tests/export/test_ray.py
 
 test-arm: $(VENV)/.tested ## kernels for ARM under qemu-user (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+	@command -v aarch64-linux-gnu-gcc > /dev/null && command -v qemu-aarch64 > /dev/null || \
+	  { echo "Install a cross compiler and an emulator first."; exit 1; }
 	$(PYTEST) -m arm tests/backends/test_blocks.py
 
 check: $(VENV)/.tested   ## ruff and mypy
