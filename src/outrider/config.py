@@ -13,7 +13,7 @@ from .engine.judge import RULES
 from .errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # aliases
-DTYPES |= {name: name for name in ("auto", "int8", "bfloat16", "float32", "float64")}
+DTYPES |= {name: name for name in ("auto", "gguf", "int8", "bfloat16", "float32", "float64")}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
         if self.k != "auto" and not (isinstance(self.k, int) and 0 <= self.k <= 64):
             raise ConfigError(f"k is {self.k!r}, but it must be 'auto' or a number from 0 to 64.")
         if self.dtype not in DTYPES:
-            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, int8, bfloat16, float32.")
+            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, gguf, int8, bfloat16, float32.")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
         for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)

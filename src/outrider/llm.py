@@ -83,7 +83,7 @@ class LLM(Listener):
         target = load_model(checkpoint, config.dtype, length, device=device)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
-        self.costs = CostFile(checkpoint.name, str(target.dtype), *variant)
+        self.costs = CostFile(checkpoint.name, target.precision, *variant)
         self.drift = Monitor(checkpoint.name)
         self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
@@ -145,7 +145,12 @@ class LLM(Listener):
 
     @property
     def dtype(self) -> str:
-        return str(self.target.dtype).removeprefix("torch.")
+        return self.target.precision
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's logits are the same bits whichever rows share its pass."""
+        return bool(getattr(self.target, "exact", False))
 
     @property
     def device(self) -> str:
@@ -154,7 +159,7 @@ class LLM(Listener):
 
     @property
     def backend(self) -> str:
-        """A sentence about what runs the target; empty for the built-in decoder."""
+        """A sentence about what runs the target; empty where there was no choice."""
         return self.target.description
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.backends import Part, ops
-from outrider.backends.cpu import native, quantise as quant
+from outrider.backends.cpu import blocks, native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Decoder, Int8Linear
 from outrider.backends.experts import Routing, added, choose
 from outrider.backends.pass_costs import _tokens
@@ -36,6 +36,7 @@ from outrider.testing import check_drafter
 from support.decoders import CASES, LAYERS, LENGTH, Bench, doubled, ours, pair, text, their_logits
 from support.gguf_files import add_vocabulary, finish, permuted, tiny_tokenizer
 from support.kernels import DEVICE, GPU, _rows_are_independent
+from support.native_builds import COMPILER, Use
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24} | WINDOWS
@@ -298,8 +299,8 @@ def test_a_gpus_kernels_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # ------------------------------------------------------------ GGUF
 
 
-def written(path: Path, case: str) -> Any:
-    """A case as llama.cpp's converter would write it; returns the model of transformers."""
+def written(path: Path, case: str, kind: Kind = Kind.F32) -> Any:
+    """A case as llama.cpp's converter would write it, matrices in this type; returns the model of transformers."""
     theirs, c, _ = pair(case)
     data, family = theirs.config, c.architecture
     named = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(family, family)
@@ -351,7 +352,8 @@ def written(path: Path, case: str) -> Any:
             array = array + 1
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
-        writer.add_tensor(target, array, raw_dtype=Kind.F32)
+        stored = kind if array.ndim > 1 else Kind.F32
+        writer.add_tensor(target, gguf.quants.quantize(array, stored), raw_dtype=stored)
     finish(writer)
     return theirs
 
@@ -428,6 +430,38 @@ def test_the_text_half_of_a_model_that_reads_pictures(prefix: str, tmp_path: Pat
     model = Transformer(checkpoint.config, checkpoint.weights, torch.float32, length=LENGTH)
     torch.testing.assert_close(Bench(model, text()).logits(), their_logits(theirs, text()), rtol=2e-4, atol=2e-4)
     assert checkpoint.config.eos_ids == {1, 106}
+
+
+BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": SIZE}  # heads of 16 values
+FOUR_TIMES_32 = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "vocab_size": SIZE}
+OWN_BLOCKS: dict[str, tuple[str, dict[str, object]]] = {
+    "blocks phi3": ("phi3", BLOCKS | {"sliding_window": None}),
+    "blocks granite": ("granite", BLOCKS | GRANITE),
+    "blocks gemma2": ("gemma2", FOUR_TIMES_32 | {"query_pre_attn_scalar": 32, "attn_logit_softcapping": None}),
+    "blocks olmo2": ("olmo2", BLOCKS),
+    "blocks glm4": ("glm4", FOUR_TIMES_32),
+    "blocks mixtral": ("mixtral", BLOCKS | {"num_local_experts": 3, "sliding_window": None}),
+}
+CASES |= OWN_BLOCKS
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+@pytest.mark.parametrize("case", OWN_BLOCKS)
+def test_a_familys_own_blocks_run_or_are_refused(case: str, tmp_path: Path, use_backend: Use) -> None:
+    """Phi's layers are Llama's with joined matrices; the others' are not, and `auto` takes another dtype."""
+    use_backend("tuned")
+    theirs = written(tmp_path / "model.gguf", case, Kind.Q8_0)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert checkpoint.weights.quantised
+    if not checkpoint.config.llama_like:
+        assert not blocks.runs(checkpoint.weights, checkpoint.config)
+        with pytest.raises(OutriderError, match=r"differ from Llama's; choose --dtype int8"):
+            blocks.BlockTransformer.open(checkpoint, LENGTH, tmp_path)
+        return
+    model = blocks.BlockTransformer.open(checkpoint, LENGTH, tmp_path)
+    likeness = torch.cosine_similarity(Bench(model, text()).logits(7), their_logits(theirs, text()), dim=1)
+    assert likeness.median() > 0.995
+    assert likeness.min() > 0.9
 
 
 # ------------------------------------------------------------ whole texts

@@ -121,8 +121,7 @@ def _exact(q: quant.Quantised, x: Tensor) -> Tensor:
     whole = lows.double()
     whole[:, q.outliers] += 256 * highs.double()
     flat = q.weight.transpose(1, 2).reshape(q.scale.shape[0], -1).double() - 128
-    first = q.outliers.shape[0]
-    weight = flat[: q.outputs, first : first + q.inputs] * q.scale[: q.outputs, None].double()
+    weight = flat[: q.outputs, : q.inputs] * q.scale[: q.outputs, None].double()
     y = (whole * scale[:, None].double()) @ weight.T
     return y if q.bias is None else y + q.bias[: q.outputs].double()
 

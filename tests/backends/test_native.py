@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import stat
 import subprocess
 import sys
@@ -34,6 +33,55 @@ def test_native_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert loaded.kernels is None
     assert "OUTRIDER_NATIVE" in loaded.reason
     assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_instructions_can_be_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0'))
+    monkeypatch.setenv("OUTRIDER_NATIVE", "plain")
+    loaded = native.load(tmp_path / "cache")
+    assert loaded.kernels is not None, loaded.reason
+    assert loaded.kernels.dot_isa == "plain C"
+    monkeypatch.setenv("OUTRIDER_NATIVE", "mmx")
+    assert "choose one of: 0, plain" in native.load(tmp_path / "cache").reason
+
+
+@needs_compiler
+def test_without_a_compiler_the_wheels_libraries_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best one that passes its check here; another processor's and a damaged one do not. Threads where they can."""
+    folder, cache = tmp_path / "prebuilt", tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(native, "PREBUILT", folder)
+    monkeypatch.setitem(native.INSTRUCTIONS, native.MACHINE, {"plain": ("-O0",), "damaged": (), "illegal": ()})
+    fast = _compiler(tmp_path / "cc", f'exec {COMPILER} "$@" -O0')
+    (library, *_, alone), problems = native.prebuild(folder, native.MACHINE, [fast])
+    assert not problems
+    assert alone.name == f"{native.MACHINE}-damaged-one-thread.so"
+    (folder / f"{native.MACHINE}-damaged.so").write_bytes(b"damaged")
+    trap = tmp_path / "trap.c"
+    trap.write_text("void __attribute__((constructor)) die(void) { __builtin_trap(); }\n")
+    illegal = folder / f"{native.MACHINE}-illegal.so"
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", str(trap), "-o", str(illegal)], check=True)
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    for _ in range(2):
+        loaded = native.load(cache)
+        assert loaded.kernels is not None, loaded.reason
+        assert loaded.kernels.threaded
+    assert len(list(cache.glob("prebuilt-*.checked"))) == 3
+    library.unlink()
+    loaded = native.load(cache)
+    assert loaded.kernels is not None
+    assert not loaded.kernels.threaded
+    monkeypatch.setitem(native.FEATURES, "damaged", ("no-such-feature",))
+    assert "/no/such/compiler" in native.load(cache).reason
+
+
+def test_what_a_compiler_cannot_make_is_said(tmp_path: Path) -> None:
+    libraries, problems = native.prebuild(tmp_path, "x86_64", ["/bin/false"])
+    assert not libraries
+    assert [problem.partition(":")[0] for problem in problems] == [
+        *(f"x86_64-{name}.so" for name in native.INSTRUCTIONS["x86_64"]), "x86_64-avx2-one-thread.so",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "no-such-compiler-in-path"])
@@ -146,30 +194,3 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert paths.cache_folder() == tmp_path / "local" / "outrider"
-
-
-@needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels have libraries for x86-64")
-def test_without_a_compiler_the_wheels_library_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After the same check on this processor; one that is damaged, or for another processor, is not."""
-    assert COMPILER is not None
-    prebuilt, library = tmp_path / "prebuilt", tmp_path / "prebuilt" / "kernels-v3.so"
-    prebuilt.mkdir()
-    source = Path(native.__file__).with_name("kernels.c")
-    flags = [flag.replace("-O3", "-O0") for flag in (*native.FLAGS, *native.LEVELS["v3"][0])]
-    subprocess.run([COMPILER, *flags, str(source), "-o", str(library), "-lm"], check=True)
-    monkeypatch.setattr(native, "PREBUILT", prebuilt)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    loaded = native.load(tmp_path / "cache")
-    if not native._prebuilt(tmp_path / "cache"):
-        pytest.skip("this processor is older than x86-64-v3")
-    assert loaded.kernels is not None, loaded.reason
-    assert not loaded.kernels.threaded
-    monkeypatch.setattr(native, "_check_in_child", lambda path: pytest.fail("checked again"))
-    assert native.load(tmp_path / "cache").kernels is not None
-    monkeypatch.setattr(native, "_check_in_child", lambda path: "wrong numbers")
-    library.write_bytes(library.read_bytes() + b"x")
-    assert "no C compiler" in native.load(tmp_path / "cache").reason
-    monkeypatch.setattr(native, "_cpu", lambda: "flags : sse2")
-    assert native.load(tmp_path / "cache").kernels is None

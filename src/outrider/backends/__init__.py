@@ -64,7 +64,7 @@ class Model(ABC):
     weights_device: torch.device | None = None  # where the weights are on another device
     has_layers = True  # can run a part of its layers and resume from a hidden state
     block = 1  # positions that a pass computes together: budgets end where a block does
-    description = ""  # one sentence about the implementation, where it is not the built-in decoder
+    description = ""  # one sentence about the implementation, where there was a choice
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
 
@@ -78,6 +78,11 @@ class Model(ABC):
     ) -> Output:
         """One pass, which calls `plane.count_pass()`. x [T, H]: the residual stream to resume from at `part.start`;
         taps: layers whose output stream [T, H] is returned."""
+
+    @property
+    def precision(self) -> str:
+        """What its weights are stored in, in one word: the name of a dtype."""
+        return str(self.dtype).removeprefix("torch.")
 
     def identity(self) -> str | None:
         """A hash of the weights, equal for every file format of one model; None: unknown."""

@@ -1,8 +1,8 @@
 """Loads a model from a checkpoint in a given dtype, or in the fastest dtype of this machine.
 
-`auto` times layers of the model's own shape, with random weights, in every dtype that keeps the precision of the file.
-A quantised file (most GGUF files) may become int8; float weights stay float. The result is stored for this machine and
-this shape.
+`auto` times layers of the model's own shape in every dtype that keeps the precision of the file. A quantised file (most
+GGUF files) runs in its own blocks (`gguf`) or becomes int8; float weights stay float. The result is stored for this
+machine and this shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
 from . import Model
-from .cpu import quantise as quant
+from .cpu import blocks, quantise as quant
+from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
 from .linear import packs
 from .machine import fingerprint
@@ -36,7 +37,7 @@ from .rows import rows_of
 from .toy import RandomWeights
 from .transformer import Transformer
 
-AUTO, INT8 = "auto", "int8"
+AUTO, INT8, GGUF = "auto", "int8", "gguf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
 
@@ -56,51 +57,73 @@ def load_model(
     if torch.device(device).type == "cuda":
         if dtype == "float64":
             raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
+        if dtype == GGUF:
+            raise ConfigError("A GGUF file's own blocks run on the CPU only; choose --device cpu, or --dtype int8.")
         # int8 on a GPU means the weights only: a pass spends its time reading them.
         compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
         model: Any = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
     else:
-        dtype = fastest(checkpoint) if dtype == AUTO else dtype
-        if dtype == INT8:
+        timed = compared(checkpoint) if dtype == AUTO else {}
+        dtype = min(timed, key=lambda name: timed[name]) if timed else dtype
+        if dtype == GGUF:
+            model = BlockTransformer.open(checkpoint, length)
+        elif dtype == INT8:
             model = open_int8(checkpoint, length)
         else:
             model = Transformer(config, weights, DTYPES[dtype], length=length)
+        if len(timed) > 1:
+            model.description = _chosen(dtype, timed)
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
 
 
-def fastest(checkpoint: Checkpoint) -> str:
-    """The fastest dtype that keeps the file's precision, timed once per machine and shape."""
+def _chosen(dtype: str, timed: dict[str, float]) -> str:
+    others = ", ".join(f"{1e3 * timed[name]:.1f} in {name}" for name in timed if name != dtype)
+    rows = ", ".join(map(str, ROWS))
+    own = f"{1e3 * timed[dtype]:.1f} ms"
+    return f"dtype auto is {dtype} here: passes of {rows} rows through some of it take {own}, {others}."
+
+
+def compared(checkpoint: Checkpoint) -> dict[str, float]:
+    """Seconds of passes in every dtype that keeps the file's precision, timed once per machine and shape."""
     config = checkpoint.config
     names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
+    shape: tuple[object, ...] = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads)
+    shape += (config.head_dim,)
     if getattr(checkpoint.weights, "quantised", False):
         names.append(INT8)
-    shape = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads, config.head_dim)
-    key = hashlib.sha256(repr((shape, names)).encode()).hexdigest()[:12]
+        if blocks.runs(checkpoint.weights, config):
+            names.append(GGUF)
+            shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
+    key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]
     file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
     seconds: dict[str, float] = read_seconds(file) or {}
     if not seconds:
         with stage("Comparing precisions") as done:
             for i, name in enumerate(names):
-                seconds[name] = _layer_seconds(config, name)
+                seconds[name] = _layer_seconds(config, checkpoint.weights, name)
                 done((i + 1) / len(names))
         write_quietly(file, json.dumps(seconds))
-    return min(seconds, key=lambda name: seconds[name])
+    return seconds
 
 
-def _layer_seconds(config: ModelConfig, dtype: str) -> float:
-    """Seconds of passes with `ROWS` rows through layers of this shape: enough layers to exceed the CPU's caches."""
+def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
+    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix: enough of
+    both to exceed the CPU's caches."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
+    vocabulary = max(64, config.vocab_size * layers // config.layers)
     one = ModelConfig(
-        architecture="llama", vocab_size=64, hidden_size=config.hidden_size, layers=layers, heads=config.heads,
+        architecture="llama", vocab_size=vocabulary, hidden_size=config.hidden_size, layers=layers, heads=config.heads,
         kv_heads=config.kv_heads, head_dim=config.head_dim, intermediate_size=config.intermediate_size,
-        norm_eps=config.norm_eps, rope_theta=config.rope_theta, context_length=64, tied=True,
+        norm_eps=config.norm_eps, rope_theta=config.rope_theta, context_length=64, tied=config.tied,
     )  # fmt: skip
     weights = RandomWeights(one, seed=1)
-    if dtype == INT8:
-        model: Model = Int8Transformer(one, quant.calibrated(one, weights, list(range(32))), 64)
+    if dtype == GGUF:
+        model: Model = BlockTransformer(one, file, blocks.repacked(one, file), 64)
+    elif dtype == INT8:
+        model = Int8Transformer(one, quant.calibrated(one, weights, list(range(32))), 64)
     else:
         model = Transformer(one, weights, DTYPES[dtype], length=64)
     cache = Cache(64, 2, 32)
@@ -113,6 +136,7 @@ def _layer_seconds(config: ModelConfig, dtype: str) -> float:
         start = time.perf_counter()
         batch = BatchBuilder(cache)
         batch.pending(seq, 0, rows, want=True)
+        batch.want = list(range(rows))
         model.forward(rows_of(batch), plane)
         return time.perf_counter() - start
 

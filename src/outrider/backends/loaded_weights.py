@@ -49,17 +49,20 @@ def _unseen_bytes(value: Any, seen: set[int]) -> int:
 
 def output_rows(target: Any, ids: Tensor) -> Tensor:
     """Rows of the output matrix for the ids [D]: floats [D, H] on the target's device."""
+    from .cpu import quantise as quant
+    from .cpu.blocks import BlockTransformer
+    from .cpu.int8 import TorchProduct
+
     config = target.config
     if config.tied:
         return embedding_of(target)[ids.to(embedding_of(target).device)]
     if hasattr(target, "module"):  # transformers runs it
         rows: Tensor = target.module.get_output_embeddings().weight.detach()
         return rows[ids.to(rows.device)].to(target.device)
+    if isinstance(target, BlockTransformer):
+        return target.output_rows(ids)
     if hasattr(target, "head"):
         return product_rows(target.head, config.hidden_size, target.compute, target.device, ids)
-    from .cpu import quantise as quant
-    from .cpu.int8 import TorchProduct
-
     product = TorchProduct.of(quant.product(target.tensors, "head", config))
     return product_rows(product, config.hidden_size, torch.float32, target.device, ids)
 
@@ -77,10 +80,11 @@ def product_rows(product: Any, hidden: int, dtype: torch.dtype, device: torch.de
 def output_product(target: Any, dtype: torch.dtype) -> Any:
     """The output product [V, H] for inputs of this dtype: the target's own where that fits, else a copy."""
     from .cpu import quantise as quant
+    from .cpu.blocks import BlockTransformer
     from .cpu.int8 import Int8Linear
 
     every = torch.arange(target.config.vocab_size)
-    if dtype is not target.compute:
+    if dtype is not target.compute or isinstance(target, BlockTransformer):
         rows = output_rows(target, every)
         return Int8Linear.of(rows) if dtype is torch.int8 else linear(rows.to(dtype))
     if dtype is torch.int8:

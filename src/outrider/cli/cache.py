@@ -16,7 +16,8 @@ from .common import note, print_json
 from .options import Json
 
 CONTENTS = {
-    "models": "downloaded models", "int8": "weights in eight bits", "native": "kernels compiled for this processor",
+    "models": "downloaded models", "int8": "weights in eight bits",
+    "blocks": "GGUF files in the order of the kernels", "native": "kernels compiled for this processor",
     "profiles": "measured times of passes", "drift": "records of acceptance", "learnt": "what drafters have learnt",
     "pages": "pages of `outrider explain`", "skips": "sets of layers to skip", "vllm": "files for vLLM",
     "heads": "trained heads", "readings": "how published heads are read",

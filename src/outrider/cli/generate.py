@@ -152,6 +152,10 @@ class StreamedAnswer:
             stderr.print(show.translation_line(translation))
         for sentence in self.llm.drift.sentences():
             stderr.print(f"[yellow]{sentence}[/yellow]")
+        if not self.llm.exact and self.llm.config.drafter_name != "off":
+            from ..measure.doctor import NOT_EXACT
+
+            stderr.print(f"[yellow]{NOT_EXACT}[/yellow]")
 
     def as_json(self, race: BenchRow | None) -> dict[str, Any]:
         seq, stats, llm = self.seq, self.seq.stats, self.llm

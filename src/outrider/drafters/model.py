@@ -24,7 +24,7 @@ from .translate.rollout import TOKENS_PER_TARGET_TOKEN, TranslatedRollout, make_
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
 
-DTYPES = ("auto", "int8", "bfloat16", "float32", "float64")
+DTYPES = ("auto", "gguf", "int8", "bfloat16", "float32", "float64")
 
 
 @register("model")

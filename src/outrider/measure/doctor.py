@@ -31,6 +31,10 @@ GOOD, HINT, WRONG = "good", "hint", "wrong"
 _STALE = 0.3  # relative difference from which stored pass costs count as measured under other conditions
 _RUNNERS = {"Graphs": "captured graphs", "Eager": "eager"}  # by class
 LOSS = 0.97  # of the plain speed: below it a kind of text counts as lost, above it as noise
+NOT_EXACT = (
+    "Passes are not row-invariant with this dtype on this machine: near-ties may fall differently with speculation. "
+    "`outrider verify` counts how often."
+)
 _MIN_DISK_GB = 2.0  # less than a small model and its packed copy
 _TRIAL_SLOTS = 64  # of the cache in which a drafter's memory is measured
 
@@ -116,7 +120,7 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
     folder_trouble, disk_gb = folder_state(cache_folder())
     runner = type(llm.engine.target).__name__
     return Facts(
-        llm.name, llm.dtype, tuple(DTYPES), bool(getattr(llm.target, "exact", False)), llm.config.drafter_name,
+        llm.name, llm.dtype, tuple(DTYPES), llm.exact, llm.config.drafter_name,
         pass_costs(llm), kinds, overall, before, cache_folder(), folder_trouble, disk_gb, versions_trouble(),
         kept=bench.pass_costs, kept_in=llm.costs.path,
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
@@ -290,7 +294,7 @@ def _model_hints(facts: Facts) -> Iterator[str]:
     """Its dtype, stored pass costs that differ from those measured now, and its drafter."""
     if facts.dtype.startswith(("float32", "float64")):
         yield f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
-    elif "int8" in facts.dtypes and "int8" not in facts.dtype:
+    elif "int8" in facts.dtypes and facts.dtype not in ("int8", "gguf"):
         rounded = ", with rounded weights" if facts.on_gpu else ""
         yield f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{rounded}."
     if facts.kept and facts.kept_in is not None:
@@ -318,10 +322,7 @@ def _installation(facts: Facts) -> list[Finding]:
     if facts.disk_gb is not None and facts.disk_gb < _MIN_DISK_GB:
         problems.append(f"Only {facts.disk_gb:.1f} GB are free at {facts.folder}: models may not fit.")
     if not facts.exact:
-        problems.append(
-            "Passes are not row-invariant with this dtype on this machine: near-ties may fall differently with "
-            "speculation. `outrider verify` counts how often."
-        )
+        problems.append(NOT_EXACT)
     if problems:
         return [Finding(WRONG, text) for text in problems]
     return [Finding(GOOD, "The installation is in order, and speculative text is bit-identical to plain text.")]

@@ -142,15 +142,20 @@ class GGUF:
     def array(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor dequantised to float32, in its stored order; the result owns its memory."""
         entry = self._find(name)
-        raw = np.frombuffer(self._data, np.uint8, entry.size, self._base + entry.start)
         try:
-            values = quants.dequantize(raw.reshape(*entry.shape[:-1], -1), entry.kind)
+            values = quants.dequantize(self.raw(name), entry.kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path} has tensors of type {entry.kind.name}, which cannot be read; "
                 "use a file of another type, such as Q8_0, Q4_K_M or F16."
             ) from error
         return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes, in its stored order: [..., bytes of a row], mapped."""
+        entry = self._find(name)
+        flat = np.frombuffer(self._data, np.uint8, entry.size, self._base + entry.start)
+        return flat.reshape(*entry.shape[:-1], -1)
 
     def _find(self, name: str) -> _Entry:
         if name not in self.tensors:
@@ -336,6 +341,15 @@ class GGUFWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.shape(self._names[name])
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor's values, such as "F32" or "Q4_K"."""
+        return self._file.tensors[self._names[name]].kind.name
+
+    def blocks(self, name: str) -> Tensor:
+        """A tensor's quantised rows as they are stored: [rows, bytes] uint8, in Hugging Face's order."""
+        raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
+        return reorder_rows(name, raw, self._config, to_gguf=False)
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))

@@ -214,17 +214,27 @@ class FamilyWeights(Weights):
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         if name in self._stacked:
             return torch.stack([self.source.get(one, dtype) for one in self._stacked[name]])
-        stored, rows = self._stored[name]
-        if ".mlp.experts." in name:
-            experts: Tensor = self.source.get(stored, dtype)[:, rows]
-            return experts
+        stored, _ = self._stored[name]
         gain = self.config.architecture.startswith("gemma") and name.endswith("norm.weight") and not self.in_gguf
-        tensor: Tensor = self.source.get(stored, torch.float32 if gain else dtype)[rows]
-        if gain:  # Gemma's files have it minus one
-            return (tensor + 1.0).to(dtype)
+        tensor = self._rows(name, self.source.get(stored, torch.float32 if gain else dtype))
+        return (tensor + 1.0).to(dtype) if gain else tensor  # Gemma's files have it minus one
+
+    def kind(self, name: str) -> str:
+        """As `GGUFWeights.kind`, of a GGUF file."""
+        return str(self.source.kind(self._stored[name][0]))
+
+    def blocks(self, name: str) -> Tensor:
+        """As `GGUFWeights.blocks`, of a GGUF file."""
+        return self._rows(name, self.source.blocks(self._stored[name][0]))
+
+    def _rows(self, name: str, stored: Tensor) -> Tensor:
+        """A tensor's rows, in Llama's order, from the tensor that holds them."""
+        rows = self._stored[name][1]
+        if ".mlp.experts." in name:
+            return stored[:, rows]
         if self.config.architecture == "glm4" and _split(name)[1] in ("self_attn.q_proj", "self_attn.k_proj"):
-            return halves(tensor, self.config.head_dim, self.config.rotary_dim)
-        return tensor
+            return halves(stored[rows], self.config.head_dim, self.config.rotary_dim)
+        return stored[rows]
 
     def _cut(self, name: str) -> tuple[str, slice]:
         """The name of the tensor that holds this one, and its rows there."""

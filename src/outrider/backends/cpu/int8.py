@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -101,18 +101,19 @@ class Addresses:
     def _linear(self, q: Quantised) -> tuple[int, ...]:
         """The fields of `Linear` in int8.h."""
         self._held.append(q)
-        addresses = ops.addresses_of(q.weight, q.scale, q.bias, q.outliers)
-        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0])
+        addresses = ops.addresses_of(q.weight, q.high, q.scale, q.bias, q.outliers)
+        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
 
 
 class NativePass(Addresses):
     """The addresses of all weights, in the order of native/pass.h."""
 
-    def __init__(self, model: Int8Transformer, kernels: native.Kernels) -> None:
+    def __init__(self, model: Any, kernels: native.Kernels) -> None:
+        """model: has `config`, `tensors`, `cos` and `sin`."""
         super().__init__(model.tensors, model.cos, model.sin)
-        self.config, self.kernels, self.length = model.config, kernels, model.cos.shape[0]
-        self._models = {model.config.vocab_size: self._pack_model(model, model.config.vocab_size)}
-        self._pack = partial(self._pack_model, model)
+        self.config, self.tensors, self.kernels, self.length = model.config, model.tensors, kernels, model.cos.shape[0]
+        self.half, self._rope = model.cos.shape[1], ops.addresses_of(model.cos, model.sin)
+        self._models = {model.config.vocab_size: self._pack_model(model.config.vocab_size)}
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, count = self.config, rows.slots.shape[0]
@@ -124,7 +125,7 @@ class NativePass(Addresses):
         inputs = [*(ops.contiguous(index, torch.int64) for index in indices), table, ancestors, x]
         ids = min(part.vocab or c.vocab_size, c.vocab_size)
         if ids not in self._models:
-            self._models[ids] = self._pack(ids)
+            self._models[ids] = self._pack_model(ids)
         logits = torch.empty(rows.want.shape[0] if part.head else 0, ids)  # [R, V]
         hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
@@ -139,21 +140,29 @@ class NativePass(Addresses):
         )  # fmt: skip
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 
-    def _pack_model(self, model: Int8Transformer, ids: int) -> int:
-        """The model with the output product of the first `ids` ids, which are its first rows."""
-        c, tensors = self.config, model.tensors
-        layers = b"".join(self._pack_layer(tensors, i) for i in range(c.layers))
-        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, model.cos.shape[1], c.intermediate_size, ids)
-        addresses = ops.addresses_of(tensors["norm"], tensors["embedding"], model.cos, model.sin)
-        head = self._linear(replace(quant.product(tensors, "head", c), outputs=ids))
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *[0] * 8)
-        return self._keep(struct.pack(native.MODEL, self._keep(layers), *addresses, *head, *sizes, *rest))
+    def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
+        """The fields of a product's `Linear`, or of its first outputs."""
+        q = quant.product(self.tensors, name, self.config)
+        return self._linear(q if outputs is None else replace(q, outputs=outputs))
 
-    def _pack_layer(self, tensors: Tensors, i: int) -> bytes:
+    def _words(self) -> tuple[int, int]:
+        """Addresses of the embedding: in bfloat16, or in pieces."""
+        return self.tensors["embedding"].data_ptr(), 0
+
+    def _pack_model(self, ids: int) -> int:
+        """The model with the output product of the first `ids` ids, which are its first rows."""
+        c, (words, pieces) = self.config, self._words()
+        layers = b"".join(self._pack_layer(i) for i in range(c.layers))
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, self.half, c.intermediate_size, ids)
+        addresses = (self._keep(layers), self.tensors["norm"].data_ptr(), words, *self._rope)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, 0, pieces)
+        return self._keep(struct.pack(native.MODEL, *addresses, *self._product("head", ids), *sizes, *rest))
+
+    def _pack_layer(self, i: int) -> bytes:
         prefix, c = f"layers.{i}.", self.config
         names = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-        norms = ops.addresses_of(*(tensors.get(prefix + name) for name in names))
-        linears = [field for name in PRODUCTS for field in self._linear(quant.product(tensors, prefix + name, c))]
+        norms = ops.addresses_of(*(self.tensors.get(prefix + name) for name in names))
+        linears = [field for name in PRODUCTS for field in self._product(prefix + name)]
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
 
 
@@ -221,12 +230,15 @@ class TorchProduct(NamedTuple):
 
     @staticmethod
     def of(q: Quantised, gated: bool = False) -> TorchProduct:
-        flat = q.weight.transpose(1, 2).reshape(q.scale.shape[0], -1)  # [N, O + K, padded]
-        signed, count = (flat.to(torch.int16) - 128).to(torch.int8), q.outliers.shape[0]
         order = torch.arange(q.outputs)
         if gated:  # all gates, then all ups
             order = order.view(-1, 2, quant.HALF).transpose(0, 1).reshape(-1)
-        highs, lows = signed[order, :count].T.contiguous(), signed[order, count : count + q.inputs].T.contiguous()
+
+        def columns(blocks: Tensor, count: int) -> Tensor:
+            flat = blocks.transpose(1, 2).reshape(q.scale.shape[0], -1)[order, :count]
+            return (flat.to(torch.int16) - 128).to(torch.int8).T.contiguous()
+
+        highs, lows = columns(q.high, q.outliers.shape[0]), columns(q.weight, q.inputs)
         return TorchProduct(highs, lows, q.scale[order], None if q.bias is None else q.bias[order], q.outliers)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -301,24 +313,22 @@ class Int8Linear:
         weight = quant.interleave(weight) if gates else weight
         none = torch.zeros(weight.shape[1])
         chunks = [quant.quantise(chunk.float(), None, none, 0) for chunk in weight.split(_CHUNK)]
-        packed, scale = torch.cat([chunk.weight for chunk in chunks]), torch.cat([chunk.scale for chunk in chunks])
+        packed, high, scale = (torch.cat([getattr(chunk, n) for chunk in chunks]) for n in quant.PARTS[:3])
         bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, scale.shape[0] - outputs))
-        return cls(Quantised(packed, scale, bias, chunks[0].outliers, *weight.shape), outputs, gates)
+        return cls(Quantised(packed, high, scale, bias, chunks[0].outliers, *weight.shape), outputs, gates)
 
     def as_tensors(self, name: str) -> dict[str, Tensor]:
         """For `quantise.stored`."""
         q = self.packed
-        parts = {"weight": q.weight, "scale": q.scale, "outliers": q.outliers}
-        parts |= {} if q.bias is None else {"bias": q.bias}
         shape = torch.tensor([q.outputs, q.inputs, self.outputs, self.gates])
-        return {f"{name}.{part}": tensor for part, tensor in parts.items()} | {f"{name}.shape": shape}
+        return q.named(name) | {f"{name}.shape": shape}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], name: str) -> Int8Linear:
-        weight, scale, outliers = (tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers"))
+        weight, high, scale, outliers = (tensors[f"{name}.{part}"] for part in quant.PARTS)
         rows, inputs, outputs, gates = tensors[f"{name}.shape"].tolist()
         bias = tensors.get(f"{name}.bias")
-        return cls(Quantised(weight, scale, bias, outliers, rows, inputs), outputs, bool(gates))
+        return cls(Quantised(weight, high, scale, bias, outliers, rows, inputs), outputs, bool(gates))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._torch(x.float())[:, : self.outputs]
@@ -359,7 +369,7 @@ class NativeProduct(Int8Linear, Addresses):
         Addresses.__init__(self)
         Int8Linear.__init__(self, packed, packed.outputs)
         sizes = (packed.inputs, 1, 1, 1, 0, 1, packed.outputs, 1)
-        fields = (0, 0, 0, 0, 0, *self._linear(packed), *sizes, 0.0, 0, 0, 0, 1, *[0] * 8)
+        fields = (0, 0, 0, 0, 0, *self._linear(packed), *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, 0)
         self.kernels, self._model = kernels, self._keep(struct.pack(native.MODEL, *fields))
 
     def __call__(self, x: Tensor) -> Tensor:

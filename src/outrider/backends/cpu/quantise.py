@@ -37,13 +37,14 @@ from .. import Part, ops
 from ..rows import Rows
 from ..transformer import Loader, Transformer, WeightSource
 
-FORMAT = 1  # of the file; a change makes old files be built again
+FORMAT = 2  # of the file; a change makes old files be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
 _HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+PARTS = ("weight", "high", "scale", "outliers")  # of a product, besides its bias
 Tensors = dict[str, Tensor]
 
 
@@ -73,12 +74,18 @@ DEFAULT = Settings()
 class Quantised:
     """One product's weights, packed."""
 
-    weight: Tensor  # [blocks, (outliers + inputs)/4, 32, 4] uint8: w + 128; outliers' columns first, then all
+    weight: Tensor  # [blocks, inputs/4, 32, 4] uint8: w + 128
+    high: Tensor  # [blocks, outliers/4, 32, 4] uint8: the outliers' columns again, for their high bytes
     scale: Tensor  # [blocks * 32]
     bias: Tensor | None  # [blocks * 32]
     outliers: Tensor  # [O] int64: which inputs have two bytes
     outputs: int  # of a gated pair: gates and ups, padded to whole blocks
     inputs: int
+
+    def named(self, name: str) -> Tensors:
+        """Its tensors under the product's name, as they are stored."""
+        parts = {part: getattr(self, part) for part in (*PARTS, "bias")}
+        return {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
 
 
 def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int, gated: bool = False) -> Quantised:
@@ -91,11 +98,17 @@ def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
     count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
     strong = largest.argsort(descending=True, stable=True)[:count].sort().values  # [O]
-    both = F.pad(torch.cat([whole[:, strong], whole], 1), (0, -inputs % 4, 0, -outputs % OUTPUTS))
-    blocks = (both + 128).to(torch.uint8).view(-1, OUTPUTS, both.shape[1] // 4, 4).transpose(1, 2)
     padding = (0, -outputs % OUTPUTS)
-    bias = None if bias is None else F.pad(bias.float(), padding)
-    return Quantised(blocks.contiguous(), F.pad(scale.float(), padding), bias, strong, outputs, inputs)
+    bias, scale = None if bias is None else F.pad(bias.float(), padding), F.pad(scale.float(), padding)
+    return Quantised(_blocks(whole), _blocks(whole[:, strong]), scale, bias, strong, outputs, inputs)
+
+
+def _blocks(whole: Tensor) -> Tensor:
+    """[N, K] -> [blocks, ceil(K/4), 32, 4], as kernels read them."""
+    padded = F.pad(whole, (0, -whole.shape[1] % 4, 0, -whole.shape[0] % OUTPUTS))
+    outputs, inputs = padded.shape
+    blocks = (padded + 128).to(torch.uint8).view(outputs // OUTPUTS, OUTPUTS, inputs // 4, 4)
+    return blocks.transpose(1, 2).contiguous()
 
 
 def interleave(both: Tensor) -> Tensor:
@@ -183,10 +196,7 @@ class _Calibration:
     def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor) -> None:
         outliers = self.settings.outliers(key, weight.shape[1])
         gated = kind_of(key) == "gate_up" and self.config.llama_like
-        q = quantise(weight, bias, largest, outliers, gated)
-        self.tensors |= {f"{key}.weight": q.weight, f"{key}.scale": q.scale, f"{key}.outliers": q.outliers}
-        if q.bias is not None:
-            self.tensors[f"{key}.bias"] = q.bias
+        self.tensors |= quantise(weight, bias, largest, outliers, gated).named(key)
 
 
 class _OneLayer:
@@ -237,24 +247,32 @@ def kind_of(name: str) -> str:
 
 def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
     """One product of a model, by its name: "head", "layers.3.qkv" or "layers.3.down.7" of an expert."""
-    c, kind, one_of_many = config, kind_of(name), name.rpartition(".")[2].isdigit()
-    inner, middle = c.heads * c.head_dim, c.expert_size if one_of_many else c.intermediate_size
+    weight, high, scale, strong = (tensors[f"{name}.{part}"] for part in PARTS)
+    return Quantised(weight, high, scale, tensors.get(f"{name}.bias"), strong, *shape(name, config))
+
+
+def shape(name: str, c: ModelConfig) -> tuple[int, int]:
+    """Outputs and inputs of a product, such as "head" or "layers.3.qkv"."""
+    inner, middle = c.heads * c.head_dim, c.expert_size if name[-1].isdigit() else c.intermediate_size
     pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle
-    outputs, inputs = {
+    return {
         "qkv": (inner + 2 * c.kv_heads * c.head_dim, c.hidden_size),
         "out": (c.hidden_size, inner),
         "gate_up": (pair, c.hidden_size),
         "down": (c.hidden_size, middle),
         "head": (c.vocab_size, c.hidden_size),
-    }[kind]
-    parts = [tensors[f"{name}.{part}"] for part in ("weight", "scale", "outliers")]
-    return Quantised(parts[0], parts[1], tensors.get(f"{name}.bias"), parts[2], outputs, inputs)
+    }[kind_of(name)]
 
 
 # ------------------------------------------------------------ on disk
 
 
-def identity(path: Path, config: ModelConfig, settings: Settings = DEFAULT) -> str:
+def folder(name: str) -> Path:
+    """Of our cache."""
+    return cache_folder() / name
+
+
+def identity(path: Path, config: ModelConfig, settings: object = DEFAULT) -> str:
     """A hash of everything that determines the bytes: names, sizes and times of the model's files, and the settings."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

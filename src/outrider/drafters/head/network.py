@@ -340,7 +340,7 @@ class Int8Head(Addresses):
             *self._linear(head.head.packed),
             *(*sizes, head.cos.shape[0], c.norm_eps),
             *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._linear(head.fc.packed)),
-            c.norm_before_residual,
+            *(c.norm_before_residual, 0),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 

@@ -77,8 +77,9 @@ def require_vllm(notify: Notify) -> None:
 
 def launch_command(checkpoint: Checkpoint, plan: ExportPlan, options: LaunchOptions, notify: Notify) -> LaunchCommand:
     """The command and environment of vLLM; writes the folders that vLLM reads where they are missing."""
-    if options.dtype == "int8":
-        raise ConfigError("vLLM does not run Outrider's int8; leave --dtype out, or choose bfloat16 or float32.")
+    if options.dtype in ("int8", "gguf"):
+        other = "leave --dtype out, or choose bfloat16 or float32"
+        raise ConfigError(f"vLLM does not run Outrider's {options.dtype}; {other}.")
     default = "bfloat16" if torch.cuda.is_available() else "float32"  # bfloat16 is slow or faulty on many CPUs
     dtype = default if options.dtype == "auto" else options.dtype
     target = _target(checkpoint, dtype, notify)

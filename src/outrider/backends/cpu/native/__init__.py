@@ -1,4 +1,4 @@
-"""Builds and loads kernels.c with the user's C compiler, once per machine; without one, what a wheel has built.
+"""Builds and loads kernels.c with the user's C compiler, once per machine; without one, a library from the wheel.
 
 Promise: the library that `load` returns has passed a self-check in a child process (an unsupported instruction kills
 the child, not the caller), and is the very file that passed. If anything goes wrong, the caller gets a reason instead
@@ -22,7 +22,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +36,22 @@ FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 # OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
 THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
 TUNED = ("-march=native",)
-PREBUILT = Path(__file__).with_name("prebuilt")  # in a wheel (`hatch_build.py`): kernels-LEVEL-omp.so, kernels-LEVEL.so
-LEVELS = {  # best first: what a level is compiled with, and what the processor must have
-    "vnni": (("-march=x86-64-v4", "-mavx512vnni"), ("avx512_vnni", "avx512vl", "avx512bw", "avx512dq")),
-    "v3": (("-march=x86-64-v3",), ("avx2", "fma", "bmi2", "f16c")),
-}
+# By machine, the worst first: for the libraries of a wheel, and what OUTRIDER_NATIVE forces (0: no native kernels).
+INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
+        "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
+    },
+    "aarch64": {"plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",)},
+}  # fmt: skip
+_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
+# What a processor must have for a wheel's library, as Linux names it: its check does not meet every instruction in it.
+FEATURES = {
+    "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",),
+    "avx512": (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"),
+}  # fmt: skip
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel (`hatch_build.py`): MACHINE-INSTRUCTIONS.so
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
 
@@ -48,9 +60,10 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 STRUCTS = {"add_norm": "4P2qd3q", "gate_mul": "2P5q", "rope_store": "9P5qd2q", "attend": "9P7q2d2q"}
 STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
-LINEAR = "4P3q"
+LINEAR = "5P3qP"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q"
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "qP"
+NO_LINEAR = (0,) * 9
 
 
 class Kernels:
@@ -109,38 +122,47 @@ def load(folder: Path | None = None) -> Native:
 
 
 def _load(folder: Path) -> Native:
-    """Built here for this processor, or by whoever made the wheel for its level; the first that can be used."""
+    """Built here for this processor, or by whoever made the wheel; the first that can be used."""
+    forced, known = os.environ.get("OUTRIDER_NATIVE", ""), INSTRUCTIONS.get(MACHINE, {})
+    if forced and forced not in known:
+        raise _Unusable(f"OUTRIDER_NATIVE is {forced}; choose one of: {', '.join(['0', *known])}")
     folder.mkdir(parents=True, exist_ok=True)
-    reasons: list[str] = []
-    for threaded, library in [*_builds(folder, reasons), *_prebuilt(folder)]:
+    reasons = []
+    for find in (*_compiled(folder, known.get(forced)), *_prebuilt(folder, [forced] if forced else list(known)[::-1])):
         try:
-            return Native(_opened(library(), threaded))
-        except _Unusable as problem:
+            return Native(_opened(*find()))
+        except (_Unusable, OSError, subprocess.SubprocessError) as problem:
             reasons.append(str(problem))
     raise _Unusable(reasons[0])
 
 
-def _builds(folder: Path, reasons: list[str]) -> list[tuple[bool, Callable[[], Path]]]:
-    try:
-        compiler = _compiler()
-    except _Unusable as problem:
-        reasons.append(str(problem))
-        return []
-    extras = dict.fromkeys([(*TUNED, *THREADS), THREADS, TUNED, ()])
-    return [("-fopenmp" in extra, partial(_built, folder, compiler, (*FLAGS, *extra))) for extra in extras]
+Find: TypeAlias = "Callable[[], tuple[Path, bool]]"  # a checked library, and whether it has threads
 
 
-def _prebuilt(folder: Path) -> list[tuple[bool, Callable[[], Path]]]:
-    """The wheel's libraries for this processor, best first, threaded before others. Reports go to `folder`."""
+def _compiled(folder: Path, forced: tuple[str, ...] | None) -> Iterator[Find]:
+    """Libraries to compile, the best first."""
+    best = TUNED if forced is None else forced
+    for extra in dict.fromkeys([(*best, *THREADS), *([THREADS] if forced is None else []), best, forced or ()]):
+        yield partial(_built, folder, extra)
+
+
+def _prebuilt(folder: Path, names: list[str]) -> Iterator[Find]:
+    """The wheel's libraries for this processor, those with threads first. Their checks are stored in `folder`."""
     features = set(_cpu().split())
-    levels = [level for level, (_, needed) in LEVELS.items() if features.issuperset(needed)]
-    paths = [(end, PREBUILT / f"kernels-{level}{end}.so") for end in ("-omp", "") for level in levels]
-    return [(bool(end), partial(_checked, folder, path)) for end, path in paths if path.exists()]
+    usable = [name for name in names if features.issuperset(FEATURES.get(name, ()))]
+    for threaded in (True, False):
+        for path in [PREBUILT / _prebuilt_name(MACHINE, name, threaded) for name in usable]:
+            if path.is_file():
+                yield partial(_checked, path, folder, threaded)
 
 
-def _checked(folder: Path, path: Path) -> Path:
+def _prebuilt_name(machine: str, name: str, threaded: bool) -> str:
+    return f"{machine}-{name}{'' if threaded else '-one-thread'}.so"
+
+
+def _checked(path: Path, folder: Path, threaded: bool) -> tuple[Path, bool]:
     """A library of the wheel that has passed the check on this processor."""
-    key = hashlib.sha256(f"{_digest(path)}{_cpu()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256((_digest(path) + _cpu()).encode()).hexdigest()[:16]
     report = folder / f"prebuilt-{key}.checked"
     if _result(path, report) is None:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -148,8 +170,27 @@ def _checked(folder: Path, path: Path) -> Path:
             checked.write_text(f"{_digest(path)} {_check_in_child(path)}")
             os.replace(checked, report)
     if (result := _result(path, report)) != "ok":
-        raise _Unusable(f"the wheel's library failed its check: {result}")
-    return path
+        raise _Unusable(f"the wheel's {path.name} failed its check: {result}")
+    return path, threaded
+
+
+def prebuild(folder: Path, machine: str, compiler: list[str]) -> tuple[list[Path], list[str]]:
+    """Compile the libraries of a wheel for one kind of machine; returns those, and why others could not be compiled.
+
+    One is without threads, for systems where the others would load a second OpenMP runtime, or find none.
+    """
+    source, names = str(Path(__file__).with_name("kernels.c")), list(INSTRUCTIONS[machine])
+
+    def build(name: str, threaded: bool) -> Path | str:
+        path = folder / _prebuilt_name(machine, name, threaded)
+        flags = (*FLAGS, *INSTRUCTIONS[machine][name], *(("-fopenmp",) if threaded else ()))
+        done = _run([*compiler, *flags, source, "-o", str(path), "-lm"], SECONDS_TO_BUILD)
+        return f"{path.name}: {done.stderr.strip()[:300] or done.returncode}" if done.returncode else path
+
+    alone = names[1] if len(names) > 1 else names[0]  # the one that most processors have
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(build, [*names, alone], [True] * len(names) + [False]))
+    return [path for path in done if isinstance(path, Path)], [problem for problem in done if isinstance(problem, str)]
 
 
 def _opened(path: Path, threaded: bool) -> Kernels:
@@ -191,8 +232,9 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(keys)})) + platform.machine()
 
 
-def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
+def _built(folder: Path, extra: tuple[str, ...]) -> tuple[Path, bool]:
     """A library built with these flags that has passed the check; built unless it is there already."""
+    compiler, flags = _compiler(), (*FLAGS, *extra)
     version = _run([*compiler, "--version"], SECONDS_TO_CHECK)
     if version.returncode:
         raise _Unusable(f"{' '.join(compiler)} does not run: {version.stderr.strip()[:200] or version.returncode}")
@@ -204,7 +246,7 @@ def _built(folder: Path, compiler: list[str], flags: tuple[str, ...]) -> Path:
     result = _result(path, report)
     if result != "ok":
         raise _Unusable(f"the built library failed its check: {result}")
-    return path
+    return path, "-fopenmp" in extra
 
 
 def _digest(path: Path) -> str:
@@ -239,12 +281,9 @@ def _build(path: Path, report: Path, compiler: list[str], flags: tuple[str, ...]
 
 def _check_in_child(path: Path) -> str:
     """ "ok", or what went wrong. In a child, because an unsupported instruction kills its process."""
-    done = _run([sys.executable, "-E", "-S", __file__, str(path)], SECONDS_TO_CHECK)
-    if -done.returncode in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        9,
-    ):  # proves nothing: check again next time
+    runtimes = sorted(_openmp_runtimes())  # torch brings one; the system need not have any
+    done = _run([sys.executable, "-E", "-S", __file__, str(path), *runtimes], SECONDS_TO_CHECK)
+    if -done.returncode in (signal.SIGINT, signal.SIGTERM, 9):  # proves nothing: check again next time
         raise _Unusable(f"its check was interrupted by signal {-done.returncode}")
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}"
@@ -259,6 +298,7 @@ def check(path: str) -> None:
         _check_attend(kernels, d)
         _check_int8(kernels, d)
         _check_choose(kernels, d)
+    _check_blocks(kernels)
 
 
 Floats: TypeAlias = "ctypes.Array[ctypes.c_float]"
@@ -320,24 +360,57 @@ def _check_choose(kernels: Kernels, d: int) -> None:
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:
-    """A model without layers: one row of integers through quantisation and the head, which must be exact."""
-    outputs, eps = 40, 0.0
+    """One row of integers through quantisation and the head, which must be exact."""
+    outputs = 40
     x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
     weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
     weights += [[0] * d] * (64 - outputs)
     packed = [
         weights[b * 32 + n][4 * s + i] + 128 for b in (0, 1) for s in range(d // 4) for n in range(32) for i in range(4)
     ]
-    weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64), _floats([1.0] * d)
-    head = (_address(weight), _address(scale), 0, 0, outputs, d, 0)
+    weight, scale = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64)
+    out = _head_of(kernels, (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0), x)
+    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
+
+
+def _check_blocks(kernels: Kernels) -> None:
+    """The same with 16 outputs of GGUF's blocks, of 32 and of 256 inputs (native/blocks.h)."""
+    inputs, step = 256, 2.0**-10
+    x = [1.0 if i % 3 else -1.0 for i in range(inputs)]
+    nibbles = [[(3 * n + 5 * i) % 16 for i in range(inputs)] for n in range(16)]
+
+    def lines(start: int, stop: int) -> bytes:
+        return bytes(
+            row[i + k] | row[i + 4 + k] << 4 for i in range(start, stop, 8) for row in nibbles for k in range(4)
+        )
+
+    steps, zero_point = struct.pack("<16e", *[step] * 16), 8
+    q4_0 = b"".join(steps + lines(i, i + 32) for i in range(0, inputs, 32))
+    scales, least = bytes(j + 1 for j in range(8) for _ in range(16)), 2
+    q4_k = steps + steps + scales + bytes([least] * 128) + lines(0, inputs)
+    for bits, data in ((0, q4_0), (3, q4_k)):
+        held = ctypes.create_string_buffer(data, len(data))
+        table = _int64s([_address(held), bits])
+        out = _head_of(kernels, (0, 0, 0, 0, 0, 16, inputs, 0, _address(table)), x)
+        scale, offset = ([i // 32 + 1 for i in range(inputs)], least) if bits else ([1] * inputs, zero_point)
+        expected = [step * sum((s * q - offset) * v for s, q, v in zip(scale, row, x, strict=True)) for row in nibbles]
+        _compare("blocks", out, expected)
+
+
+def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
+    """The output product of one row whose norm is itself, by a model without layers."""
+    outputs, d, eps = head[5], head[6], 0.0
+    ones = _floats([1.0] * d)
     model = ctypes.create_string_buffer(
-        struct.pack(MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *[0] * 8)
+        struct.pack(
+            MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, 0, 0
+        )
     )
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
     inputs = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
     kernels.int8_pass(_address(model), *inputs, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
-    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
+    return out
 
 
 def _attention(q: list[float], k: Floats, v: Floats, keys: int) -> list[float]:
@@ -353,4 +426,6 @@ def _compare(name: str, actual: Iterable[float], expected: list[float]) -> None:
 
 
 if __name__ == "__main__":
+    for runtime in sys.argv[2:]:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     check(sys.argv[1])

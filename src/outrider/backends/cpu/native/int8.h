@@ -1,13 +1,13 @@
 /* Products of quantised rows with quantised weights: exact integer sums, then one float epilogue in fixed order.
  *
  * A weight is w = scale[n] * (byte - 128). A row is x = scale * q, where q fits a signed byte except in a few inputs
- * (outliers, the same for every row) whose q has two bytes: q = 256 * high + low. A packed row is [highs, lows]; the
- * weights' columns of the outliers stand twice accordingly. So
+ * (outliers, the same for every row) whose q has two bytes: q = 256 * high + low. A packed row is [highs, lows], and
+ * the outliers' columns of the weights are stored again for the highs. So
  *
  *     y[n] = scale * weight_scale[n] * (256 * sum(high * w) + sum(low * w)) + bias[n]
  *
  * Integer sums do not depend on the order: every instruction set, tile and thread count gives the same bits. Weights
- * are read once for all rows of a tile, in memory order: [blocks of 32 outputs][inputs / 4][32][4].
+ * are read from memory once for all rows, in its order: [blocks of 32 outputs][inputs / 4][32][4].
  */
 #ifndef OUTRIDER_INT8_H
 #define OUTRIDER_INT8_H
@@ -17,82 +17,90 @@
 enum {
     OUTPUTS = 32, /* outputs of a block */
     STEP = 4 * OUTPUTS, /* bytes that four inputs of it take */
-    FEW = 4, /* up to this many rows, hardware prefetching alone is faster */
+    CHUNK = 64, /* steps whose weights all rows of a call use before the next ones: 8 KB, a part of the L1 cache */
+    MANY = 48, /* rows of a call, at most */
 };
 
-/* dot: sum += four products in each lane. OFFSET: what it adds to every weight; OFFSET * the row's sum is subtracted
- * afterwards. ROWS x (STEP / BYTES) sums fit the registers. */
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define DOT_ISA "VNNI"
-enum { BYTES = 64, OFFSET = 128, ROWS = 12 };
-typedef __m512i vi;
-INLINE vi dot(vi sum, vi w, vi x) { return _mm512_dpbusd_epi32(sum, w, x); }
-INLINE vi four_bytes(const int8_t *x) {
+INLINE int32_t four_bytes(const void *x) {
     int32_t bits;
     memcpy(&bits, x, sizeof bits);
-    return _mm512_set1_epi32(bits);
+    return bits;
 }
-INLINE vi times256(vi sum) { return _mm512_slli_epi32(sum, 8); }
+
+/* dot: sum += four products in each lane. OFFSET: what it adds to every weight; OFFSET * the row's sum is subtracted
+ * afterwards. ROWS x VECTORS sums fit the registers. WIDE: an input has 16 bits, so that an outlier needs no second
+ * one. widened: done once for all rows of a tile. */
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define DOT_ISA "VNNI"
+enum { BYTES = 64, OFFSET = 128, ROWS = 12, VECTORS = 2, WIDE = 0 };
+typedef __m512i vi, Weights, Inputs;
+typedef int8_t Input;
+INLINE Weights widened(vi w) { return w; }
+INLINE Inputs four_inputs(const Input *x) { return _mm512_set1_epi32(four_bytes(x)); }
+INLINE vi dot(vi sum, Weights w, Inputs x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #elif defined(__AVXVNNI__)
 #define DOT_ISA "AVX-VNNI"
-enum { BYTES = 32, OFFSET = 128, ROWS = 2 };
-typedef __m256i vi;
-INLINE vi dot(vi sum, vi w, vi x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
-INLINE vi times256(vi sum) { return _mm256_slli_epi32(sum, 8); }
+enum { BYTES = 32, OFFSET = 128, ROWS = 6, VECTORS = 2, WIDE = 0 };
+typedef __m256i vi, Weights, Inputs;
+typedef int8_t Input;
+INLINE Weights widened(vi w) { return w; }
+INLINE Inputs four_inputs(const Input *x) { return _mm256_set1_epi32(four_bytes(x)); }
+INLINE vi dot(vi sum, Weights w, Inputs x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #elif defined(__AVX2__)
+/* Two products of bytes fill 16 bits, so that bytes would have to be widened for each row. Weights of 16 bits need it
+ * once: bytes 0 and 2 of a lane are masked, 1 and 3 shifted. Rows store their fours in the order 0 2 1 3. */
 #define DOT_ISA "AVX2"
-enum { BYTES = 32, OFFSET = 0, ROWS = 2 };
+enum { BYTES = 32, OFFSET = 128, ROWS = 5, VECTORS = 2, WIDE = 1 };
 typedef __m256i vi;
-INLINE vi dot(vi sum, vi w, vi x) { /* |x| * (w with x's sign): pairs are at most 2 * 128 * 127, which fits 16 bits */
-    const vi signed_w = _mm256_sign_epi8(_mm256_xor_si256(w, _mm256_set1_epi8((char)0x80)), x);
-    const vi pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), signed_w);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+typedef struct {
+    vi even, odd;
+} Weights, Inputs;
+typedef int16_t Input;
+INLINE Weights widened(vi w) {
+    return (Weights){_mm256_and_si256(w, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(w, 8)};
 }
-INLINE vi times256(vi sum) { return _mm256_slli_epi32(sum, 8); }
+INLINE Inputs four_inputs(const Input *x) {
+    return (Inputs){_mm256_set1_epi32(four_bytes(x)), _mm256_set1_epi32(four_bytes(x + 2))};
+}
+INLINE vi dot(vi sum, Weights w, Inputs x) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w.even, x.even));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, x.odd));
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define DOT_ISA "dotprod"
-enum { BYTES = 16, OFFSET = 0, ROWS = 2 };
+enum { BYTES = 16, OFFSET = 0, ROWS = 5, VECTORS = 4, WIDE = 0 };
 typedef int32x4_t vi;
-INLINE vi dot(vi sum, vi w, vi x) {
-    const int8x16_t signed_w = veorq_s8(vreinterpretq_s8_s32(w), vdupq_n_s8((int8_t)0x80));
-    return vdotq_s32(sum, signed_w, vreinterpretq_s8_s32(x));
-}
-INLINE vi times256(vi sum) { return vshlq_n_s32(sum, 8); }
+typedef int8x16_t Weights, Inputs;
+typedef int8_t Input;
+INLINE Weights widened(vi w) { return veorq_s8(vreinterpretq_s8_s32(w), vdupq_n_s8((int8_t)0x80)); }
+INLINE Inputs four_inputs(const Input *x) { return vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x))); }
+INLINE vi dot(vi sum, Weights w, Inputs x) { return vdotq_s32(sum, w, x); }
 #else
 #define DOT_ISA "plain C"
-enum { BYTES = 16, OFFSET = 0, ROWS = 1 };
+enum { BYTES = 16, OFFSET = 0, ROWS = 2, VECTORS = 2, WIDE = 0 };
 typedef int32_t vi __attribute__((vector_size(16)));
-INLINE vi dot(vi sum, vi w, vi x) {
-    uint8_t weights[16];
-    int8_t inputs[16];
-    memcpy(weights, &w, sizeof w);
-    memcpy(inputs, &x, sizeof x);
-    for (int i = 0; i < 16; i++) sum[i / 4] += ((int32_t)weights[i] - 128) * inputs[i];
-    return sum;
+typedef vi Weights, Inputs;
+typedef int8_t Input;
+INLINE Weights widened(vi w) { return w ^ (int32_t)0x80808080u; }
+INLINE Inputs four_inputs(const Input *x) { return four_bytes(x) + (vi){0}; }
+INLINE vi four_products(vi w, vi x) { /* of signed bytes: two are at most 2 * 128 * 127, which fit 16 bits */
+    typedef int16_t vh16 __attribute__((vector_size(16)));
+    const vh16 a = (vh16)w, b = (vh16)x, even = ((a << 8) >> 8) * ((b << 8) >> 8), pairs = even + (a >> 8) * (b >> 8);
+    return (((vi)pairs << 16) >> 16) + ((vi)pairs >> 16);
 }
-INLINE vi times256(vi sum) { return sum * 256; }
+INLINE vi dot(vi sum, Weights w, Inputs x) { return sum + four_products(w, x); }
 #endif
-#if !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
-INLINE vi four_bytes(const int8_t *x) {
-    int32_t bits, lanes[BYTES / 4];
-    vi v;
-    memcpy(&bits, x, sizeof bits);
-    for (int i = 0; i < BYTES / 4; i++) lanes[i] = bits;
-    memcpy(&v, lanes, sizeof v);
-    return v;
-}
-#endif
-enum { VECTORS = STEP / BYTES };
 
 typedef struct {
-    const uint8_t *weight; /* [blocks, (outliers + inputs) / 4, 32, 4] */
+    const uint8_t *weight, *high; /* [blocks, inputs / 4, 32, 4], and [blocks, outliers / 4, 32, 4] for high bytes */
     const float *scale, *bias; /* [blocks * 32]; bias may be NULL */
     const int64_t *outliers; /* [outlier_count] which inputs have two bytes */
     int64_t outputs, inputs, outlier_count; /* the count is a multiple of 4 */
+    const struct Piece *pieces; /* [ceil(outputs / 16)] blocks of a GGUF file (blocks.h) instead of bytes; or NULL */
 } Linear;
 
 typedef struct {
-    int8_t *bytes; /* [T, stride] */
+    Input *inputs; /* [T, stride] the high bytes of outliers, then all inputs; WIDE: all inputs */
     float *scale; /* [T] */
     int32_t *offset; /* [T] OFFSET * the row's sum */
     int64_t stride, rows;
@@ -108,45 +116,106 @@ typedef struct {
     enum Kind kind; /* SILU: a block is 16 gates, then 16 ups */
 } Product;
 
-INLINE int64_t steps_of(const Linear *a) { return a->outlier_count / 4 + (a->inputs + 3) / 4; }
+enum { ALL = STEP / BYTES }; /* vectors of a block */
+
+enum { FEW = WIDE ? 2 : 4 }; /* up to this many rows, hardware prefetching alone is faster */
+
+INLINE int64_t steps_of(const Linear *a) { return (a->inputs + 3) / 4; }
 
 INLINE int64_t blocks_of(const Linear *a) { return (a->outputs + OUTPUTS - 1) / OUTPUTS; }
 
 /* ---------------------------------------------------------------- a register tile */
 
-/* Sums of R rows and one block. With `ask`, the next block is prefetched meanwhile. */
-INLINE void sum_rows(int R, int ask, const uint8_t *w, const int8_t *x, int64_t stride, int64_t high, int64_t steps,
-                     int32_t out[][OUTPUTS]) {
-    vi sum[ROWS][VECTORS];
-    memset(sum, 0, sizeof sum);
-    for (int64_t from = 0, to = high;; from = to, to = steps) {
-        for (int64_t s = from; s < to; s++) {
-            vi weight[VECTORS];
-#pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; j++) memcpy(&weight[j], w + s * STEP + j * BYTES, BYTES);
-#pragma GCC unroll 2
-            for (int line = 0; ask && line < STEP; line += 64)
-                __builtin_prefetch(w + (steps + s) * STEP + line, 0, 2);
+/* Adds the products of some steps to sums of R rows and V vectors. With `ask`, the steps after them are prefetched. */
+INLINE void sum_tile(int R, int V, int ask, const uint8_t *w, const Input *x, int64_t stride, int64_t steps,
+                     int32_t (*out)[OUTPUTS]) {
+    vi sum[ROWS][ALL];
 #pragma GCC unroll 12
-            for (int i = 0; i < R; i++) {
-                const vi input = four_bytes(x + i * stride + 4 * s);
+    for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
-                for (int j = 0; j < VECTORS; j++) sum[i][j] = dot(sum[i][j], weight[j], input);
-            }
+        for (int j = 0; j < V; j++) memcpy(&sum[i][j], out[i] + j * (BYTES / 4), BYTES);
+    for (int64_t s = 0; s < steps; s++) {
+        Weights weight[ALL];
+#pragma GCC unroll 8
+        for (int j = 0; j < V; j++) {
+            vi packed;
+            memcpy(&packed, w + s * STEP + j * BYTES, BYTES);
+            weight[j] = widened(packed);
         }
-        if (to == steps) break;
+#pragma GCC unroll 2
+        for (int line = 0; ask && line < STEP; line += 64)
+            __builtin_prefetch(w + (s + CHUNK) * STEP + line, 0, 2);
 #pragma GCC unroll 12
-        for (int i = 0; i < R; i++)
+        for (int i = 0; i < R; i++) {
+            const Inputs input = four_inputs(x + i * stride + 4 * s);
 #pragma GCC unroll 8
-            for (int j = 0; j < VECTORS; j++) sum[i][j] = times256(sum[i][j]);
+            for (int j = 0; j < V; j++) sum[i][j] = dot(sum[i][j], weight[j], input);
+        }
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) memcpy(out[i], sum[i], sizeof sum[i]);
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < V; j++) memcpy(out[i] + j * (BYTES / 4), &sum[i][j], BYTES);
+}
+
+/* The same for up to ROWS rows and a whole block. Few rows leave registers for all of its vectors: then memory is read
+ * in one stream. */
+static void sum_tiles(int64_t rows, int ask, const uint8_t *w, const Input *x, int64_t stride, int64_t steps,
+                      int32_t (*sums)[OUTPUTS]) {
+#define TILE_OF(R, V) \
+    case R: \
+        for (int j = 0; j < ALL; j += V) { \
+            int32_t(*out)[OUTPUTS] = (int32_t(*)[OUTPUTS])(sums[0] + j * (BYTES / 4)); \
+            if (ask && !j) sum_tile(R <= ROWS ? R : ROWS, V, 1, w, x, stride, steps, out); \
+            else sum_tile(R <= ROWS ? R : ROWS, V, 0, w + j * BYTES, x, stride, steps, out); \
+        } \
+        break
+    switch (rows) {
+        TILE_OF(1, ALL);
+        TILE_OF(2, ALL);
+        TILE_OF(3, VECTORS);
+        TILE_OF(4, VECTORS);
+        TILE_OF(5, VECTORS);
+        TILE_OF(6, VECTORS);
+        TILE_OF(7, VECTORS);
+        TILE_OF(8, VECTORS);
+        TILE_OF(9, VECTORS);
+        TILE_OF(10, VECTORS);
+        TILE_OF(11, VECTORS);
+        TILE_OF(12, VECTORS);
+    }
+}
+
+/* The same for n rows. */
+static void sum_chunk(const uint8_t *w, const Input *x, int64_t stride, int64_t n, int64_t steps,
+                      int32_t (*sums)[OUTPUTS]) {
+    for (int64_t t = 0, tile; t < n; t += tile) {
+        const int64_t left = n - t, turns = (left + ROWS - 1) / ROWS;
+        tile = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
+        sum_tiles(tile, n > FEW && !t, w, x + t * stride, stride, steps, sums + t);
+    }
 }
 
 typedef int32_t vl __attribute__((vector_size(4 * W)));
 
-/* Scales the sums of one row and one block, and writes them to the output. */
+/* Writes the results y [32] of one row and one block to the output. */
+static void emit(const Product *a, int64_t t, int64_t block, const float *y) {
+    if (a->kind == SILU) {
+        float *out = a->out + t * a->out_stride + block * (OUTPUTS / 2);
+        for (int j = 0; j < OUTPUTS / 2; j += W) {
+            const vf gate = load(y + j);
+            store(out + j, gate / (1.0f + exp_(-gate)) * load(y + OUTPUTS / 2 + j));
+        }
+        return;
+    }
+    float *out = a->out + t * a->out_stride + block * OUTPUTS;
+    const int64_t n = least(OUTPUTS, a->linear->outputs - block * OUTPUTS);
+    if (a->kind == ADD)
+        for (int64_t i = 0; i < n; i++) out[i] += y[i];
+    else memcpy(out, y, (size_t)n * sizeof *out);
+}
+
+/* Scales the sums of one row and one block. */
 static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t *sums) {
     const Linear *linear = a->linear;
     const int64_t first = block * OUTPUTS;
@@ -158,59 +227,37 @@ static void finish_row(const Product *a, int64_t t, int64_t block, const int32_t
         const vf bias = linear->bias ? load(linear->bias + first + j) : (vf){0};
         store(y + j, fma_(number, load(linear->scale + first + j), bias));
     }
-    if (a->kind == SILU) {
-        float *out = a->out + t * a->out_stride + block * (OUTPUTS / 2);
-        for (int j = 0; j < OUTPUTS / 2; j += W) {
-            const vf gate = load(y + j);
-            store(out + j, gate / (1.0f + exp_(-gate)) * load(y + OUTPUTS / 2 + j));
-        }
-        return;
-    }
-    float *out = a->out + t * a->out_stride + first;
-    const int64_t n = least(OUTPUTS, linear->outputs - first);
-    if (a->kind == ADD)
-        for (int64_t i = 0; i < n; i++) out[i] += y[i];
-    else memcpy(out, y, (size_t)n * sizeof *out);
+    emit(a, t, block, y);
 }
 
-/* One block of outputs for all rows: its weights stay in the L1 cache. */
+/* Sums of n rows with one block. Where outliers have a second byte, that comes first. */
+static void sum_block(const Linear *linear, int64_t block, const Input *x, int64_t stride, int64_t n,
+                      int32_t (*sums)[OUTPUTS]) {
+    const int64_t high = WIDE ? 0 : linear->outlier_count / 4, steps = steps_of(linear);
+    const uint8_t *w = linear->weight + block * steps * STEP;
+    memset(sums, 0, (size_t)n * sizeof *sums);
+    if (high) {
+        sum_chunk(linear->high + block * high * STEP, x, stride, n, high, sums);
+        for (int64_t t = 0; t < n; t++)
+            for (int j = 0; j < OUTPUTS; j++) sums[t][j] *= 256;
+    }
+    for (int64_t s = 0; s < steps; s += CHUNK)
+        sum_chunk(w + s * STEP, x + 4 * (high + s), stride, n, least(CHUNK, steps - s), sums);
+}
+
+/* One block of outputs for all rows. */
 static int multiply_block(const void *job, int64_t block) {
     const Product *a = job;
-    const Linear *linear = a->linear;
-    const int64_t steps = steps_of(linear), high = linear->outlier_count / 4;
-    const uint8_t *w = linear->weight + block * steps * STEP;
-    int32_t sums[ROWS][OUTPUTS];
-    for (int64_t t = 0, n; t < a->x.rows; t += n) {
-        const int64_t left = a->x.rows - t, turns = (left + ROWS - 1) / ROWS;
-        n = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
-        const int8_t *x = a->x.bytes + t * a->x.stride;
-        const int ask = a->x.rows > FEW && left == n; /* only in the last tile: the others still read this block */
-        switch (n) {
-#define SUM(R, ask) sum_rows(R <= ROWS ? R : ROWS, ask, w, x, a->x.stride, high, steps, sums)
-#define TILE_OF(R) \
-    case R: \
-        if (ask) SUM(R, 1); \
-        else SUM(R, 0); \
-        break
-            TILE_OF(1);
-            TILE_OF(2);
-            TILE_OF(3);
-            TILE_OF(4);
-            TILE_OF(5);
-            TILE_OF(6);
-            TILE_OF(7);
-            TILE_OF(8);
-            TILE_OF(9);
-            TILE_OF(10);
-            TILE_OF(11);
-            TILE_OF(12);
-        }
+    int32_t sums[MANY][OUTPUTS];
+    for (int64_t t = 0; t < a->x.rows; t += MANY) {
+        const int64_t n = least(MANY, a->x.rows - t);
+        sum_block(a->linear, block, a->x.inputs + t * a->x.stride, a->x.stride, n, sums);
         for (int64_t i = 0; i < n; i++) finish_row(a, t + i, block, sums[i]);
     }
     return 0;
 }
 
-/* ---------------------------------------------------------------- rows to bytes */
+/* ---------------------------------------------------------------- rows to integers */
 
 INLINE vf larger(vf a, vf b) { return either((vu)(a > b), a, b); }
 
@@ -221,11 +268,21 @@ INLINE vl nearest(vf x) { /* to nearest, ties to even; |x| < 2^22 */
     return (vl)(x + shift) - 0x4b400000;
 }
 
+INLINE int64_t place(int64_t i) { return WIDE ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i; } /* of an input in its row */
+
+#define MIDDLES(i, off) ((i) / 4 * 4 + (i) % 2 * 2 + (i) % 4 / 2) /* the same for lanes */
+
+INLINE void put(Input *out, vl q) {
+    typedef Input vs __attribute__((vector_size(W * sizeof(Input))));
+    const vs narrow = __builtin_convertvector(WIDE ? PICK(MIDDLES, q, q, 0) : q, vs);
+    memcpy(out, &narrow, sizeof narrow);
+}
+
 /* Row t of `out` from n floats, which are overwritten and readable up to padded(n). NaN and infinity give NaN. */
 static void quantise(const Linear *linear, float *x, const Packed *out, int64_t t) {
     const int64_t n = linear->inputs, count = linear->outlier_count, wide = padded(n);
     float strong[64], top = 0.0f;
-    int8_t *high = out->bytes + t * out->stride, *low = high + count;
+    Input *high = out->inputs + t * out->stride, *low = WIDE ? high : high + count;
     for (int64_t i = n; i < wide; i++) x[i] = 0.0f;
     for (int64_t i = 0; i < count; i++) {
         strong[i] = x[linear->outliers[i]];
@@ -246,16 +303,14 @@ static void quantise(const Linear *linear, float *x, const Packed *out, int64_t 
     for (int64_t i = 0; i < wide; i += W) {
         const vl q = nearest(load(x + i) * inverse);
         total += q;
-        typedef int8_t vb __attribute__((vector_size(W)));
-        const vb bytes = __builtin_convertvector(q, vb);
-        memcpy(low + i, &bytes, sizeof bytes);
+        put(low + i, q);
     }
     int32_t sum = 0;
     for (int i = 0; i < W; i++) sum += total[i];
     for (int64_t i = 0; i < count; i++) {
         const int32_t q = (int32_t)rintf(strong[i] * inverse), upper = (q + 128) >> 8;
-        high[i] = (int8_t)upper;
-        low[linear->outliers[i]] = (int8_t)(q - 256 * upper);
+        if (!WIDE) high[i] = (Input)upper;
+        low[place(linear->outliers[i])] = (Input)(WIDE ? q : q - 256 * upper);
         sum += q;
     }
     out->scale[t] = scale + lanes_sum(odd);

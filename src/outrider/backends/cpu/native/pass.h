@@ -8,6 +8,7 @@
 #define OUTRIDER_PASS_H
 
 #include "attend.h"
+#include "blocks.h"
 #include "int8.h"
 #include "team.h"
 
@@ -20,7 +21,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const float *norm; /* [H] */
-    const uint16_t *embedding; /* [V, H] bfloat16 */
+    const uint16_t *embedding; /* [V, H] bfloat16; or NULL: `word_pieces` */
     const float *cos, *sin; /* [length, half] */
     Linear head;
     int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
@@ -31,6 +32,7 @@ typedef struct {
     int64_t words; /* rows of `embedding` */
     Linear fuse; /* from the tapped states of the target's layers to the head's residual stream */
     int64_t begins_normed; /* the residual stream begins with the normed feature */
+    const struct Piece *word_pieces; /* [ceil(words / 16)] */
 } Model;
 
 typedef struct {
@@ -79,7 +81,9 @@ static int pack_row(const void *job, int64_t t) {
     if (!row) return 1;
     if (a->norm) normed(row, x, a->norm, n, a->s->p->model->eps);
     else memcpy(row, x, (size_t)n * sizeof *row);
-    quantise(a->linear, row, &a->s->packed, t);
+    const Packed *packed = &a->s->packed;
+    if (a->linear->pieces) quantise_units(a->linear, row, (char *)(packed->inputs + t * packed->stride));
+    else quantise(a->linear, row, packed, t);
     return 0;
 }
 
@@ -105,7 +109,7 @@ static int pack_shown(const void *job, int64_t t) {
     const Packed *out = &s->packed;
     const int64_t n = s->p->model->fuse.inputs;
     const float *x = s->p->shown + t * n;
-    int8_t *high = out->bytes + 2 * t * out->stride, *low = high + out->stride;
+    Input *high = out->inputs + 2 * t * out->stride, *low = high + out->stride;
     float top = 0.0f, odd = 0.0f;
     int32_t highs = 0, lows = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -115,12 +119,12 @@ static int pack_shown(const void *job, int64_t t) {
     const float scale = top / 32639.0f, inverse = scale > 1e-30f && odd == 0.0f ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < n; i++) {
         const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + 128) >> 8;
-        high[i] = (int8_t)upper;
-        low[i] = (int8_t)(q - 256 * upper);
+        high[place(i)] = (Input)upper;
+        low[place(i)] = (Input)(q - 256 * upper);
         highs += upper;
         lows += q - 256 * upper;
     }
-    for (int64_t i = n; i < (n + 3) / 4 * 4; i++) high[i] = low[i] = 0;
+    for (int64_t i = n; i < (n + 3) / 4 * 4; i++) high[place(i)] = low[place(i)] = 0;
     out->scale[2 * t] = 256.0f * scale + odd;
     out->scale[2 * t + 1] = scale + odd;
     out->offset[2 * t] = OFFSET * highs;
@@ -137,6 +141,8 @@ static int embed_row(const void *job, int64_t t) {
     else if (p->shown)
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
+    else if (!p->model->embedding)
+        read_piece(p->model->word_pieces + p->tokens[t] / LANES, p->tokens[t] % LANES, n, s->x + t * n);
     else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
     if (head && p->model->begins_normed) normed(s->x + t * n, s->x + t * n, p->model->beside_norm, n, p->model->eps);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
@@ -169,7 +175,7 @@ static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t ro
                     enum Kind kind) {
     Product product = {linear, s->packed, out, stride, kind};
     product.x.rows = rows;
-    return each(m, multiply_block, &product, blocks_of(linear));
+    return each(m, linear->pieces ? multiply_pieces : multiply_block, &product, blocks_of(linear));
 }
 
 static int mix(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
@@ -255,7 +261,8 @@ static int64_t furnish(State8 *s, char *memory) {
     char *at = memory;
     s->middle_stride = (model->middle + 15) / 16 * 16;
     const int64_t first = model->beside_norm ? 2 * model->hidden : model->hidden;
-    s->packed.stride = (most(most(first, model->heads * d), most(model->middle, shown)) + 64 + 63 + W) / 64 * 64;
+    const int64_t widest = most(most(first, model->heads * d), most(model->middle, shown));
+    s->packed.stride = (widest * 3 / 2 + 64 + 63 + W) / 64 * 64; /* a unit's scale and sums take up to half as much */
     s->fused = cut(&at, 4 * twice * model->hidden);
     s->x = cut(&at, 4 * rows * model->hidden);
     s->qkv = cut(&at, 4 * rows * qkv);
@@ -264,7 +271,7 @@ static int64_t furnish(State8 *s, char *memory) {
     s->middle = cut(&at, 4 * rows * s->middle_stride);
     s->cos = cut(&at, 4 * rows * model->half);
     s->sin = cut(&at, 4 * rows * model->half);
-    s->packed.bytes = cut(&at, most_rows * s->packed.stride);
+    s->packed.inputs = cut(&at, most_rows * s->packed.stride * (int64_t)sizeof(Input));
     s->packed.scale = cut(&at, 4 * most_rows);
     s->packed.offset = cut(&at, 4 * most_rows);
     return at - memory;

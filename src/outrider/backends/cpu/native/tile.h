@@ -94,9 +94,7 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
     }
 #pragma GCC unroll 4
     for (int i = 0; i < Q; i++) {
-#if W == 16
-        part[i][0] = FOLD(QUADS, FOLD(QUADS, part[i][0], part[i][1]), FOLD(QUADS, part[i][2], part[i][3]));
-#elif W == 8
+#if W == 8
         part[i][0] = FOLD(QUADS, part[i][0], part[i][1]);
 #endif
         store(scores + i * STRIDE, part[i][0]);

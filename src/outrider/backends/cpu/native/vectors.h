@@ -1,7 +1,7 @@
 /* Building blocks of the kernels: vectors with a fixed order of operations, rows in two types, scratch, threads.
  *
- * The width W is the machine's; a sum's order depends on it, so machines may differ in the last bit, but calls on one
- * machine never do. It does not know what the numbers mean.
+ * A sum's order depends on the width W: x86 machines from AVX2 on agree in every bit, others may differ in the last one;
+ * calls on one machine never do. It does not know what the numbers mean.
  */
 #ifndef OUTRIDER_VECTORS_H
 #define OUTRIDER_VECTORS_H
@@ -17,12 +17,13 @@
 #include <arm_neon.h>
 #endif
 
+#if defined(__AVX2__) && defined(__FMA__)
+#define W 8 /* with AVX-512 too: the same bits on every such machine */
 #if defined(__AVX512F__)
-#define W 16
 #define ISA "AVX512"
-#elif defined(__AVX2__) && defined(__FMA__)
-#define W 8
+#else
 #define ISA "AVX2"
+#endif
 #elif defined(__aarch64__)
 #define W 4
 #define ISA "NEON"
@@ -54,9 +55,7 @@ INLINE vf load_some(const float *p, int64_t n) { /* n < W values, then zeros */
 INLINE vf all(float x) { return x - (vf){0}; }
 
 INLINE vf fma_(vf a, vf b, vf c) { /* a * b + c, rounded once where the machine can */
-#if defined(__AVX512F__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
     return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -89,22 +88,21 @@ INLINE float lanes_top(vf v) {
 #define PAIRS(i, off) ((i) / 4 * 4 + (i) % 2 + (i) % 4 / 2 * W + 2 * (off)) /* a0 a1 b0 b1, or a2 a3 b2 b3 */
 #define QUADS(i, off) ((i) % 4 + (i) % (W / 2) / 4 * 8 + (i) / (W / 2) * W + 4 * (off)) /* even fours, or odd ones */
 #define FOUR(F, i, off) F(i, off), F((i) + 1, off), F((i) + 2, off), F((i) + 3, off)
-#if W == 16
-#define LANES(F, off) FOUR(F, 0, off), FOUR(F, 4, off), FOUR(F, 8, off), FOUR(F, 12, off)
-#elif W == 8
-#define LANES(F, off) FOUR(F, 0, off), FOUR(F, 4, off)
+#if W == 8
+#define ORDER(F, off) FOUR(F, 0, off), FOUR(F, 4, off)
 #else
-#define LANES(F, off) FOUR(F, 0, off)
+#define ORDER(F, off) FOUR(F, 0, off)
 #endif
 #if defined(__clang__) || __GNUC__ >= 12
-#define PICK(F, a, b, off) __builtin_shufflevector(a, b, LANES(F, off))
+#define PICK(F, a, b, off) __builtin_shufflevector(a, b, ORDER(F, off))
 #else
-#define PICK(F, a, b, off) __builtin_shuffle(a, b, (vu){LANES(F, off)})
+#define PICK(F, a, b, off) __builtin_shuffle(a, b, (vu){ORDER(F, off)})
 #endif
 #define FOLD(F, a, b) (PICK(F, a, b, 0) + PICK(F, a, b, 1))
 
 /* Keeps a value in its register: compilers tend to load it again for every use. */
-#if defined(__AVX512F__)
+#if defined(KEEP) /* a test emulates wider registers */
+#elif defined(__AVX512F__)
 #define KEEP(x) __asm__("" : "+v"(x))
 #elif defined(__SSE__)
 #define KEEP(x) __asm__("" : "+x"(x))

@@ -1,0 +1,311 @@
+"""The decoder on a CPU with a GGUF file's own blocks: its four to eight bits are repacked, never rounded again.
+
+The promise: `repack` loses no bit, and a row's logits are the same bits whichever rows share its pass, for every number
+of rows and threads and for every instruction set (see native/blocks.h). The repacked file is made once. It knows block
+formats and the names of weights; it does not know sequences, drafts or text. It needs the native kernels: without them
+the int8 decoder runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...engine.cache import Plane
+from ...errors import ModelError
+from ...models.config import ModelConfig
+from ...models.gguf_file import GGUFWeights
+from ...models.stages import stage
+from ...models.weights import FamilyWeights
+from ...types import Output
+from .. import WHOLE, Model, Part, PlaneShape, ops
+from ..rows import Rows
+from ..transformer import rope_tables
+from . import native, quantise as quant
+from .int8 import NativePass
+from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
+
+if TYPE_CHECKING:
+    from ...models.checkpoint import Checkpoint
+
+FORMAT = 1  # of the repacked file; a change makes old files be built again
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of native/blocks.h
+SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
+LANES = 16  # outputs of a piece
+_CHUNK = 1 << 24  # weights that are repacked at once
+Bytes = npt.NDArray[Any]  # uint8
+FileWeights: TypeAlias = GGUFWeights | FamilyWeights  # of a GGUF file
+_SOURCES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------ repacking
+
+
+def repack(raw: Tensor, kind: str) -> Tensor:
+    """Rows of GGUF blocks [N, bytes] -> pieces of 16 rows [ceil(N/16), bytes], in the order of native/blocks.h."""
+    rows = F.pad(raw, (0, 0, 0, -raw.shape[0] % LANES)).view(-1, LANES, raw.shape[1])  # [P, 16, bytes]
+    step = max(1, _CHUNK // (2 * LANES * raw.shape[1]))
+    return torch.cat([torch.from_numpy(_pieces(chunk.numpy(), kind)) for chunk in rows.split(step)])
+
+
+def _pieces(raw: Bytes, kind: str) -> Bytes:
+    """[P, 16, bytes] -> [P, bytes]: the fields of each unit, one after the other."""
+    units = raw.reshape(*raw.shape[:2], -1, _BYTES[kind]).swapaxes(1, 2)  # [P, U, 16, bytes of a block]
+    fields = [field.reshape(*units.shape[:2], -1) for field in _FIELDS[kind](units)]
+    return np.ascontiguousarray(np.concatenate(fields, -1).reshape(raw.shape[0], -1))
+
+
+def _lines(values: Bytes, steps: int, bits: int) -> Bytes:
+    """[P, U, 16, n] -> [P, U, n/(4 steps), 16, 4]: a byte holds `bits` bits of each of so many steps, lowest first."""
+    split = values.reshape(*values.shape[:3], -1, steps, 4)  # [P, U, 16, lines, steps, 4]
+    packed = np.zeros_like(split[..., 0, :])
+    for s in range(steps):
+        packed |= split[..., s, :] << (bits * s)
+    return packed.swapaxes(2, 3)
+
+
+def _halves(qs: Bytes) -> Bytes:
+    """Nibbles in GGUF's order: the low ones of some bytes, then the high ones. [..., n] -> [..., 2n]"""
+    return np.concatenate([qs & 15, qs >> 4], -1)
+
+
+def _pairs(values: Bytes) -> Bytes:
+    """[P, U, 16, n] -> [P, U, n/2, 16, 2]"""
+    return values.reshape(*values.shape[:3], -1, 2).swapaxes(2, 3)
+
+
+def _q4_0(b: Bytes) -> Iterator[Bytes]:
+    yield b[..., :2]
+    yield _lines(_halves(b[..., 2:]), 2, 4)
+
+
+def _q4_1(b: Bytes) -> Iterator[Bytes]:
+    yield b[..., :2]
+    yield b[..., 2:4]
+    yield _lines(_halves(b[..., 4:]), 2, 4)
+
+
+def _q8_0(b: Bytes) -> Iterator[Bytes]:
+    yield b[..., :2]
+    yield _lines(b[..., 2:] ^ 0x80, 1, 8)
+
+
+def _q4_k(b: Bytes, at: int = 16) -> Iterator[Bytes]:
+    """`at`: where the nibbles begin."""
+    yield b[..., :2]
+    yield b[..., 2:4]
+    q = b[..., 4:16]  # 6 bits each: 8 scales and 8 minima
+    top = q[..., :8] >> 6 << 4
+    scales = np.concatenate([q[..., :4] & 63, (q[..., 8:] & 15) | top[..., :4]], -1)
+    minima = np.concatenate([q[..., 4:8] & 63, (q[..., 8:] >> 4) | top[..., 4:]], -1)
+    yield scales.swapaxes(2, 3)  # [P, U, 8, 16]
+    yield _pairs(minima)
+    yield _lines(_halves(b[..., at:].reshape(*b.shape[:3], 4, 32)).reshape(*b.shape[:3], 256), 2, 4)
+
+
+def _q5_k(b: Bytes) -> Iterator[Bytes]:
+    yield from _q4_k(b, 48)
+    fifth = (b[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [P, U, 16, 8, 32]
+    yield _lines(fifth.reshape(*b.shape[:3], 256), 8, 1)
+
+
+def _q6_k(b: Bytes) -> Iterator[Bytes]:
+    low, high = b[..., :128].reshape(*b.shape[:3], 2, 64), b[..., 128:192].reshape(*b.shape[:3], 2, 1, 32)
+    twos = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3  # [P, U, 16, 2, 4, 32]
+    yield b[..., 208:210]
+    yield _pairs(b[..., 192:208])
+    yield _lines(_halves(low).reshape(*b.shape[:3], 256), 2, 4)
+    yield _lines(twos.reshape(*b.shape[:3], 256), 4, 2)
+
+
+_FIELDS = dict(zip(KINDS, (_q4_0, _q4_1, _q8_0, _q4_k, _q5_k, _q6_k), strict=True))
+_BYTES = dict(zip(KINDS, (18, 20, 34, 144, 176, 210), strict=True))  # of a block in the file
+
+
+# ------------------------------------------------------------ a model's products
+
+
+def reason_against(weights: object, config: ModelConfig) -> str:
+    """Why the blocks of a model's file cannot be used as they are; empty if they can."""
+    if not isinstance(getattr(weights, "source", weights), GGUFWeights):
+        return "the weights are not those of a GGUF file"
+    assert isinstance(weights, FileWeights)
+    if not config.llama_like:  # the one native call knows no other layers
+        return f"layers of the family {config.architecture} differ from Llama's"
+    for i in range(config.layers):
+        for name in PRODUCTS:
+            kinds = {weights.kind(source) for source in _sources(name, i)}
+            if not kinds.issubset(KINDS):
+                return f"layer {i} has blocks of type {min(kinds.difference(KINDS))}"
+            if 0 < len(kinds.intersection(SUPER)) < len(kinds):
+                return f"layer {i} mixes blocks of 32 and of 256 inputs in one product"
+    head = weights.kind(_head(config))
+    if head not in KINDS:
+        return f"the output matrix has type {head}"
+    if config.head_dim % LANES:
+        return f"heads have {config.head_dim} values, not a multiple of {LANES}"
+    return ""
+
+
+def runs(weights: object, config: ModelConfig) -> bool:
+    """Whether a model's file can run as it is, on this machine."""
+    return not reason_against(weights, config) and ops._loaded().kernels is not None
+
+
+def _sources(name: str, layer: int) -> list[str]:
+    return [f"layers.{layer}.{source}.weight" for source in _SOURCES[name]]
+
+
+def _head(config: ModelConfig) -> str:
+    return "embed_tokens.weight" if config.tied else "lm_head.weight"
+
+
+def repacked(config: ModelConfig, weights: FileWeights) -> Tensors:
+    """Every tensor of the model by name. A product's pieces are `PRODUCT.0.KIND`, `PRODUCT.1.KIND`, ... in order."""
+    tensors: Tensors = {}
+    with stage("Repacking the weights") as done:
+        for i in range(config.layers):
+            at = f"layers.{i}."
+            for name in PRODUCTS:
+                tensors |= _product(weights, f"{at}{name}", _sources(name, i))
+            norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            if config.qk_norm:
+                norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+            tensors |= {f"{at}{key}": weights.get(f"{at}{n}.weight", torch.float32) for key, n in norms.items()}
+            done((i + 1) / (config.layers + 1))
+        tensors |= _product(weights, "head", [_head(config)], config.vocab_size)
+        if not config.tied:
+            tensors |= _embedding(weights, config.vocab_size)
+        tensors["norm"] = weights.get("norm.weight", torch.float32)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _embedding(weights: FileWeights, words: int) -> Tensors:
+    name = "embed_tokens.weight"
+    if weights.kind(name) in KINDS:
+        return _product(weights, "words", [name], words)
+    return {"embedding": weights.get(name, torch.bfloat16)[:words]}
+
+
+def _product(weights: FileWeights, key: str, sources: list[str], most: int | None = None) -> Tensors:
+    """most: rows that are used, if not all."""
+    kinds = [weights.kind(source) for source in sources]
+    parts = [repack(weights.blocks(source)[:most], kind) for source, kind in zip(sources, kinds, strict=True)]
+    gated = key.endswith("gate_up")
+    if gated and kinds[0] == kinds[1]:  # 16 gates, their 16 ups, and so on: kernels read one stream
+        parts, kinds = [torch.stack(parts, 1).flatten(0, 1)], kinds[:1]
+    tensors = {f"{key}.{i}.{kind}": part for i, (kind, part) in enumerate(zip(kinds, parts, strict=True))}
+    biases = [source.replace(".weight", ".bias") for source in sources]
+    if weights.has(biases[0]):
+        bias = torch.cat([weights.get(bias, torch.float32) for bias in biases])
+        bias = quant.interleave(bias) if gated else bias
+        tensors[f"{key}.bias"] = F.pad(bias, (0, -bias.shape[0] % OUTPUTS))
+    return tensors
+
+
+def pieces_of(tensors: Tensors, key: str) -> list[tuple[Tensor, int]]:
+    """A product's pieces in order: each [bytes], with its place in KINDS."""
+    parts = [
+        (tensors[name], KINDS.index(kind))
+        for i in range(len(_SOURCES["qkv"]))
+        for kind in KINDS
+        if (name := f"{key}.{i}.{kind}") in tensors
+    ]
+    listed = [[(piece, kind) for piece in part] for part, kind in parts]
+    if key.endswith("gate_up") and len(listed) == 2:  # of two types
+        return [piece for pair in zip(*listed, strict=True) for piece in pair]
+    return [piece for pieces in listed for piece in pieces]
+
+
+# ------------------------------------------------------------ the decoder
+
+
+class BlockTransformer(Model):
+    """A causal decoder; all state between passes is in the plane. K, V and the residual stream are float32."""
+
+    dtype = compute = torch.int8  # of rows; weights have the file's types
+    exact = True
+    precision = "gguf"
+
+    def __init__(self, config: ModelConfig, weights: FileWeights, tensors: Tensors, length: int | None = None) -> None:
+        """tensors: as made by `repacked`; length: positions of the longest sequence."""
+        kernels = ops._loaded().kernels
+        if kernels is None:
+            raise ModelError(
+                f"A GGUF file's own blocks need the native kernels ({ops._loaded().reason}); choose --dtype int8."
+            )
+        self.config, self.weights, self.tensors = config, weights, tensors
+        self.cos, self.sin = rope_tables(config, length or config.context_length, torch.float32, self.device)
+        self._native = BlockPass(self, kernels)
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, length: int | None = None, folder: Path | None = None) -> BlockTransformer:
+        """From a GGUF file, or from its repacked form in `folder` (default: our cache)."""
+        config, weights = checkpoint.config, checkpoint.weights
+        if reason := reason_against(weights, config):
+            raise ModelError(f"{checkpoint.path} cannot run as it is: {reason}; choose --dtype int8.")
+        assert isinstance(weights, FileWeights)
+        name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
+        tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
+        return cls(config, weights, tensors, length)
+
+    @property
+    def plane_shape(self) -> PlaneShape:
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """[V, H] bfloat16, for trained heads: the decoder itself reads single rows of the blocks."""
+        return self.weights.get("embed_tokens.weight", torch.bfloat16)
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output matrix [D, H]."""
+        return self.weights.get(_head(self.config), torch.float32)[ids]
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Output:
+        plane.count_pass()
+        return self._native(rows, plane, part, x, taps)
+
+
+class BlockPass(NativePass):
+    """The addresses of all pieces."""
+
+    def __init__(self, model: BlockTransformer, kernels: native.Kernels) -> None:
+        self._tables: dict[str, int] = {}
+        super().__init__(model, kernels)
+
+    def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
+        bias = self.tensors.get(f"{name}.bias")
+        whole, inputs = quant.shape(name, self.config)
+        return (0, 0, 0, *ops.addresses_of(bias), 0, outputs or whole, inputs, 0, self._table(name))
+
+    def _words(self) -> tuple[int, int]:
+        embedding = self.tensors.get("embedding")
+        if embedding is not None:
+            return embedding.data_ptr(), 0
+        return 0, self._table("head" if self.config.tied else "words")
+
+    def _table(self, name: str) -> int:
+        """The address of a product's pieces, as in native/blocks.h."""
+        if name not in self._tables:
+            pairs = [number for piece, bits in pieces_of(self.tensors, name) for number in (piece.data_ptr(), bits)]
+            self._tables[name] = self._keep(array("q", pairs).tobytes())
+        return self._tables[name]
+
+
+assert HALF == LANES  # gates and ups alternate by pieces

@@ -1,0 +1,313 @@
+"""A GGUF file's own blocks: repacked without loss, right, and the same bits for a row whatever shares its pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.backends import Part, ops
+from outrider.backends.cpu import blocks, native, quantise as quant
+from outrider.backends.cpu.blocks import KINDS, BlockTransformer, repack
+from outrider.backends.loaded_weights import output_product, output_rows
+from outrider.backends.rows import Rows
+from outrider.backends.transformer import Transformer
+from outrider.engine.cache import Plane
+from outrider.errors import ModelError
+from outrider.models.config import ModelConfig
+
+from support.native_builds import BUILDS, COMPILER, Use
+from support.product_program import EMULATED, block_problem, build, int8_problem, run
+from support.random_blocks import RandomBlocks, block_config, floats, random_blocks
+
+LENGTH = 64
+MODELS = {
+    "small": (block_config(96, tied=True), ("Q4_0", "Q4_1", "Q8_0")),
+    "super": (block_config(256, qkv_bias=True), ("Q4_K", "Q5_K", "Q6_K")),
+    "q8": (block_config(64, qk_norm=True, architecture="qwen3"), ("Q8_0",)),
+}
+NATIVE = [pytest.param(name, marks=[] if COMPILER else pytest.mark.skip(reason="no C compiler")) for name in BUILDS]
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _model(name: str) -> BlockTransformer:
+    config, kinds = MODELS[name]
+    weights = RandomBlocks(config, *kinds)
+    assert not blocks.reason_against(weights, config)
+    return BlockTransformer(config, weights, blocks.repacked(config, weights))
+
+
+def _plane(config: ModelConfig) -> Plane:
+    plane = Plane(config.layers, LENGTH, config.kv_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    for tensor in (*plane.k, *plane.v):
+        tensor.fill_(float("nan"))  # reading a slot that nobody wrote shows
+    return plane
+
+
+def _chain(tokens: Tensor, start: int, stop: int) -> Rows:
+    """Positions start..stop-1 of one sequence, in the slots of the same numbers."""
+    at = torch.arange(start, stop)
+    table = torch.arange(LENGTH, dtype=torch.int32)[None].contiguous()
+    return Rows(tokens[start:stop], at, at, torch.zeros(stop - start).int(), (at + 1).int(), table, None, at - start)
+
+
+def _tokens(config: ModelConfig, n: int) -> Tensor:
+    return torch.randint(config.vocab_size, (n,), generator=torch.Generator().manual_seed(n))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)) and not bool(a.isnan().any())
+
+
+# ------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@needs_compiler
+def test_no_bit_is_lost(use_backend: Use, kind: str) -> None:
+    """Every weight, read back from its piece, is the float that the `gguf` package reads from the file."""
+    use_backend("tuned")
+    config = block_config(256, tied=True)
+    weights = RandomBlocks(config, kind)
+    model = BlockTransformer(config, weights, blocks.repacked(config, weights))
+    tokens = torch.arange(config.vocab_size)[:LENGTH]
+    both = frozenset({0})
+    part = Part(stop=1, skip_attention=both, skip_mlp=both, head=False)
+    read = model.forward(_chain(tokens, 0, LENGTH), _plane(config), part, taps=(0,)).hidden[0]
+    assert torch.equal(read, weights.get("embed_tokens.weight", torch.float32)[:LENGTH])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repacking_only_moves_bits(kind: str) -> None:
+    raw = random_blocks(kind, 32, 512, 1)
+    pieces = repack(raw, kind)
+    assert pieces.shape[0] == 2
+    assert torch.equal(pieces[1:], repack(raw[16:], kind))  # pieces are independent
+    extra = {"Q4_K": 8 * 2 + 4 - 16, "Q5_K": 8 * 2 + 4 - 16}.get(kind, 0)  # six-bit scales take a byte each
+    assert pieces.numel() == raw.numel() + extra * 32 * 2
+
+
+@pytest.mark.parametrize("backend_name", NATIVE)
+@pytest.mark.parametrize("name", MODELS)
+def test_close_to_the_float_model(use_backend: Use, backend_name: str, name: str) -> None:
+    use_backend(backend_name)
+    config, kinds = MODELS[name]
+    rows = _chain(_tokens(config, 30), 0, 30)
+    reference = Transformer(config, RandomBlocks(config, *kinds), torch.float32).forward(rows, _plane(config)).logits
+    ours = _model(name).forward(rows, _plane(config)).logits
+    likeness = torch.cosine_similarity(ours, reference, dim=1)  # [T]
+    assert likeness.median() > 0.995
+    assert likeness.min() > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@needs_compiler
+def test_a_product_is_what_it_says(use_backend: Use, kind: str) -> None:
+    """The output product of given rows, in float64: no rounding but that of rows to bytes, by unit."""
+    use_backend("tuned")
+    config = block_config(512, tied=True)
+    weights = RandomBlocks(config, kind)
+    model = BlockTransformer(config, weights, blocks.repacked(config, weights))
+    x = torch.randn(9, 512, generator=torch.Generator().manual_seed(1))
+    x[:, 7] *= 50
+    rows = _chain(_tokens(config, 9), 0, 9)
+    ours = model.forward(rows, _plane(config), Part(start=config.layers), x).logits
+    normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + config.norm_eps) * model.tensors["norm"]
+    units = normed.view(9, -1, 256 if kind in blocks.SUPER else 32).double()
+    scale = units.abs().amax(2, keepdim=True) / 127
+    rounded = ((units / scale).round() * scale).view(9, 512)
+    expected = rounded @ weights.get("embed_tokens.weight", torch.float64).T
+    assert torch.allclose(ours.double(), expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+    assert (ours - expected).abs().median() < 1e-5 * expected.abs().max()
+
+
+@needs_compiler
+def test_numbers_that_are_none_stay_visible(use_backend: Use) -> None:
+    use_backend("tuned")
+    for name, (config, _) in MODELS.items():
+        model, x = _model(name), torch.randn(3, config.hidden_size)
+        rows, part = _chain(_tokens(config, 3), 0, 3), Part(start=config.layers)
+        for bad in (float("nan"), float("inf")):
+            x[1, 5] = bad
+            logits = model.forward(rows, _plane(config), part, x).logits
+            assert logits[1].isnan().all()
+            assert not logits[[0, 2]].isnan().any()
+        assert not model.forward(rows, _plane(config), part, x.zero_()).logits.isnan().any()
+
+
+# ------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("backend_name", NATIVE)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_ignores_its_neighbours(use_backend: Use, backend_name: str, name: str) -> None:
+    use_backend(backend_name)
+    config, total = MODELS[name][0], 50
+    model, tokens = _model(name), _tokens(config, total)
+    plane = _plane(config)
+    alone = torch.cat([model.forward(_chain(tokens, t, t + 1), plane).logits for t in range(total)])
+    for threads, size in ((1, 2), (1, 3), (1, 50), (2, 4), (2, 5), (2, 8), (2, 17), (3, 13), (2, 49)):
+        torch.set_num_threads(threads)
+        plane = _plane(config)
+        chunks = [_chain(tokens, t, min(t + size, total)) for t in range(0, total, size)]
+        assert _same(torch.cat([model.forward(rows, plane).logits for rows in chunks]), alone), (threads, size)
+
+
+@needs_compiler
+def test_parts_and_fewer_ids(use_backend: Use) -> None:
+    use_backend("tuned")
+    config = MODELS["super"][0]
+    model, rows = _model("super"), _chain(_tokens(config, 9), 0, 9)
+    whole, plane = model.forward(rows, _plane(config), taps=(0,)), _plane(config)
+    first = model.forward(rows, plane, Part(stop=1, head=False), taps=(0,))
+    rest = model.forward(rows, plane, Part(start=1, vocab=40), x=first.hidden[0])
+    assert _same(first.hidden[0], whole.hidden[0])
+    assert _same(rest.logits, whole.logits[:, :40])
+    with pytest.raises(IndexError):
+        model.forward(dataclasses.replace(rows, tokens=rows.tokens + 10**6), _plane(config))
+
+
+def _problems() -> Iterator[tuple[str, bytes, int]]:
+    """A product in every type and for many numbers of rows, with outliers among the inputs."""
+    for rows in (1, 2, 3, 4, 5, 8, 13):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+        x[:, 100] *= 40
+        for kind in KINDS:
+            raw = random_blocks(kind, 48, 512, rows)
+            yield kind, block_problem(repack(raw, kind), kind, 48, x), rows
+        for outliers in (0, 8):
+            weight = floats(random_blocks("Q8_0", 40, 512, rows), "Q8_0")
+            yield "int8", int8_problem(quant.quantise(weight, None, x.abs().amax(0), outliers), x), rows
+
+
+def _compare(reference: list[str], others: dict[str, list[str]]) -> None:
+    for kind, problem, rows in _problems():
+        expected, _ = run(reference, problem, rows)
+        for isa, command in others.items():
+            result, built_for = run(command, problem, rows)
+            assert built_for == isa
+            assert _same(result, expected), (isa, kind, rows)
+
+
+@needs_compiler
+@pytest.mark.slow  # builds four programs
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 instructions")
+def test_every_x86_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
+    """VNNI is emulated where the machine has none: its branches are compiled, its instructions are plain C."""
+    assert COMPILER is not None
+    flags = {
+        "plain C": "-march=x86-64",
+        "AVX2": "-march=x86-64-v3",
+        "AVX-VNNI": EMULATED + "256",
+        "VNNI": EMULATED + "512",
+    }
+    programs = {isa: [str(build(tmp_path / isa, COMPILER, flag))] for isa, flag in flags.items()}
+    _compare(programs.pop("plain C"), programs)
+
+
+@needs_compiler
+@pytest.mark.arm
+def test_arm_gives_the_same_bits(tmp_path: Path) -> None:
+    """With and without dot products, under qemu-user. A processor without them must not meet such an instruction."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user")
+    assert COMPILER is not None
+    reference = [str(build(tmp_path / "here", COMPILER, ""))]
+    plain = build(tmp_path / "plain", compiler, "-static -march=armv8-a")
+    dot = build(tmp_path / "dot", compiler, "-static -march=armv8.2-a+dotprod")
+    _compare(reference, {
+        "plain C": [emulator, "-cpu", "cortex-a57", str(plain)],
+        "dotprod": [emulator, "-cpu", "neoverse-n1", str(dot)],
+    })  # fmt: skip
+
+
+# ------------------------------------------------------------ which files
+
+
+def test_what_cannot_run_as_it_is_says_why() -> None:
+    config = block_config(256)
+    assert "GGUF" in blocks.reason_against(object(), config)
+    assert "type F16" in blocks.reason_against(RandomBlocks(config, "Q4_K", "F16"), config)
+    assert "mixes" in blocks.reason_against(RandomBlocks(config, "Q4_K", "Q8_0"), config)
+    odd = dataclasses.replace(config, head_dim=20, rotary_dim=20)
+    assert "multiple of 16" in blocks.reason_against(RandomBlocks(odd, "Q4_K"), odd)
+    assert not blocks.runs(RandomBlocks(config, "F16"), config)
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "gemma2": {"post_norm": True, "embedding_scale": 16.0, "activation": "gelu_tanh"},
+    "capped scores": {"score_cap": 50.0},
+    "capped logits": {"logit_cap": 30.0},
+    "granite": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "score_scale": 0.015},
+    "scaled scores": {"score_scale": 0.5},
+    "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_qk_norm": True},
+    "two ropes": {"local_rope_theta": 100.0},
+    "experts": {"experts": 4, "experts_used": 2, "expert_size": 256},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layers_that_differ_from_llamas_are_refused(variant: str) -> None:
+    config = block_config(256, **VARIANTS[variant])
+    assert "differ from Llama's" in blocks.reason_against(RandomBlocks(config, "Q4_K"), config)
+    assert not blocks.runs(RandomBlocks(config, "Q4_K"), config)
+
+
+@needs_compiler
+def test_a_trained_head_reads_the_output_matrix(use_backend: Use) -> None:
+    """Heads that share the target's output product get its rows in eight bits, or as floats."""
+    use_backend("tuned")
+    for name in ("small", "super"):  # tied and not
+        model, (config, _) = _model(name), MODELS[name]
+        matrix = "embed_tokens.weight" if config.tied else "lm_head.weight"
+        exact = model.weights.get(matrix, torch.float32)
+        ids = torch.tensor([5, 1])
+        torch.testing.assert_close(output_rows(model, ids).float(), exact[ids], rtol=1e-2, atol=0)
+        x = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(3))
+        for dtype in (torch.int8, torch.float32):
+            ours = output_product(model, dtype)(x)
+            assert torch.cosine_similarity(ours, x @ exact.T, dim=1).min() > 0.999
+
+
+def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_loaded", lambda: native.Native(None, "no C compiler"))
+    config = block_config(256)
+    weights = RandomBlocks(config, "Q4_K")
+    assert not blocks.runs(weights, config)
+    with pytest.raises(ModelError, match=r"no C compiler.*int8"):
+        BlockTransformer(config, weights, {})
+
+
+def test_the_repacked_file_is_kept_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
+    config = block_config(256)
+    tensors = blocks.repacked(config, RandomBlocks(config, "Q4_K"))
+
+    def stored() -> quant.Tensors:
+        return quant.stored("name", lambda: tensors, tmp_path)
+
+    first, again = stored(), stored()
+    assert first.keys() == again.keys() == tensors.keys()
+    assert all(torch.equal(first[name], tensors[name]) and torch.equal(again[name], tensors[name]) for name in tensors)
+    del first, again
+    (file,) = tmp_path.glob("*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[-100] ^= 1
+    file.unlink()
+    file.write_bytes(damaged)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in stored().items())
