@@ -178,7 +178,7 @@ class Adaptive(Controller):
 
     def _break_even(self, count: int, line: Line) -> float:
         """The survival at which one more node for each of these sequences pays."""
-        return (self.prices.price(count) + self.prices.speed * (line(2) - line(1))) / count
+        return (self.prices.exact(count) + self.prices.speed * (line(2) - line(1))) / count
 
     def _lowest_claim(self, survival: float) -> float:
         """The lowest claim down to which all nodes survive this often."""
@@ -206,7 +206,7 @@ class Adaptive(Controller):
         if total := sum(kept):
             self._expect(f"{total} of {len(order)} drafted", 1 - sum(chance for chance, _ in order[:total]) / batch)
         else:
-            self._refuse(-order[0][0], prices.price(batch) / batch)
+            self._refuse(-order[0][0], prices.exact(batch) / batch)
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
 
     def _survival(self, turn: Turn, tree: Tree) -> list[float]:
