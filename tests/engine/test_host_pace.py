@@ -43,3 +43,17 @@ def test_a_device_without_a_clock_does_not_stop_planning() -> None:
     for _ in range(5):
         pace.waited(0.0, {"verify": 0.0})
     assert pace.plans
+
+
+def test_an_outlier_does_not_end_planning() -> None:
+    pace = HostPace()
+    pace.planned(0.05)
+    planned, _ = rounds(pace, device=4e-3, base=0.5e-3, fixed=0.2e-3, n=100)
+    assert planned == 100
+
+
+def test_a_busy_moment_is_forgotten() -> None:
+    pace = HostPace()
+    pace.fixed = 0.02
+    planned, _ = rounds(pace, device=4e-3, base=0.5e-3, fixed=0.2e-3, n=3000)
+    assert planned > 1000

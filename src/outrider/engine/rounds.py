@@ -70,10 +70,12 @@ class HostPace:
 
     SLACK = 0.1  # of a round's time that the host should be left waiting
     GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
+    FORGET = 0.999  # of what planning took, for each round without it: a busy moment must not end it for ever
 
     def __init__(self) -> None:
         self.seconds = 0.001  # for planning one round
-        self.fixed = self.each = 0.0  # of planning without drafts, and of one sequence's draft, moving averages
+        self.fixed = 0.0005  # of planning without drafts, moving average
+        self.each = 0.0  # of one sequence's draft, moving average
         self._drafting = 0.0  # seconds of drafts in the round that is being planned
         self._turn = 0  # sequences take turns
 
@@ -89,14 +91,15 @@ class HostPace:
     def planned(self, seconds: float) -> None:
         """A round was planned in this time, drafts included."""
         fixed, self._drafting = max(seconds - self._drafting, 0.0), 0.0
-        known = self.fixed or fixed
-        self.fixed = known + 0.2 * (min(fixed, 3 * known) - known)  # clipped: an outlier is not a cost
+        self.fixed += 0.2 * (min(fixed, 3 * self.fixed) - self.fixed)  # clipped: an outlier is not a cost
 
     def waited(self, seconds: float, device: dict[str, float]) -> None:
         """The host waited so long for a round with these device times."""
         total = sum(device.values())
         if not total:
             return  # a device without a clock
+        if not self.plans:
+            self.fixed *= self.FORGET
         if seconds < self.SLACK * total:
             self.seconds *= self.CUT
         else:
