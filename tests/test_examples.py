@@ -16,7 +16,10 @@ from support.serving import listening
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PYTHON = os.environ.get("OUTRIDER_EXAMPLES_PYTHON", sys.executable)  # has the packages; `make test-examples` sets it
-pytestmark = pytest.mark.real
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif("OUTRIDER_EXAMPLES_PYTHON" not in os.environ, reason="`make test-examples` has the packages"),
+]
 
 
 @pytest.fixture(scope="module")

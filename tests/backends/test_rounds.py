@@ -116,7 +116,9 @@ def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str)
     options: dict[str, object] = {"ngram_min": 1} if drafter == "ngram" else {}
     shape = {"tree": True, "tree_width": 2, "tree_depth": 3} if drafter == "tree" else {}
     if drafter in ("model", "head", "tree"):
-        options = {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model())} | shape
+        options = (
+            {"draft_model": model(0.15)} if drafter == "model" else {"head": head_of(model()), "tree": False} | shape
+        )
     if drafter == "layerskip":
         options = {"skip_mlp": [0]}
     drafts: Drafts = {}

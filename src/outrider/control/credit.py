@@ -13,8 +13,8 @@ class Credit:
     FIRST + SHARE · n tokens slower, whatever a drafter claims.
     """
 
-    FIRST = 0.45  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 45 tokens
-    SHARE = 0.008  # of the tokens: what may be lost in a long answer
+    FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
+    SHARE = 0.01  # of the tokens: what may be lost in a long answer
     SAVED = 2.0  # tokens of each sequence kept beyond the price of full drafts: gains pay for some fifty empty drafts
     ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
 
