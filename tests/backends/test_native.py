@@ -76,7 +76,7 @@ def test_without_a_compiler_the_wheels_libraries_are_used(monkeypatch: pytest.Mo
     assert "/no/such/compiler" in native.load(cache).reason
 
 
-def test_what_a_compiler_cannot_make_is_said(tmp_path: Path) -> None:
+def test_what_a_compiler_cannot_make_is_reported(tmp_path: Path) -> None:
     libraries, problems = native.prebuild(tmp_path, "x86_64", ["/bin/false"])
     assert not libraries
     assert [problem.partition(":")[0] for problem in problems] == [

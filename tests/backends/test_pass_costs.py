@@ -139,7 +139,7 @@ def test_a_layer_is_timed_in_every_dtype(dtype: str) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-def test_a_layer_of_blocks_is_timed_and_the_choice_is_said(use_backend: Use) -> None:
+def test_a_layer_of_blocks_is_timed_and_the_choice_is_reported(use_backend: Use) -> None:
     use_backend("tuned")
     config = block_config(256)
     assert 0 < load._layer_seconds(config, RandomBlocks(config, "Q4_K"), load.GGUF) < 10

@@ -118,7 +118,7 @@ def test_a_stream_that_is_left_frees_its_slots(folder: Path) -> None:
     run(folder, scenario)
 
 
-def test_what_is_wrong_is_said(folder: Path) -> None:
+def test_what_is_wrong_is_reported(folder: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         for prompt, params, sentence in (
             ("fox " * 400, None, "only 256 fit"), (b"fox", None, "bytes"), ([], None, "empty"),

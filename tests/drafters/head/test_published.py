@@ -529,7 +529,7 @@ BROKEN = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_wrong_is_said_in_a_sentence(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported_in_a_sentence(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
     broken(llama, tmp_path / "head", what)
     with pytest.raises(OutriderError) as error:
         plain.using(drafter="head", head=str(tmp_path / "head"))

@@ -220,15 +220,14 @@ class Rounds:
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
-        asked = [i for i, tree in enumerate(late) if turns[i].budget and is_asked(tree)]
-        order = asked + [i for i in range(len(turns)) if i not in set(asked)] if asked else list(range(len(turns)))
-        turns, late = [turns[i] for i in order], [late[i] for i in order]  # recorded drafts are for the first lanes
-        asks = [turn.budget for turn in turns[: len(asked)]] + [0] * (len(turns) - len(asked))
+        asks = [turn.budget if is_asked(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+        order = sorted(range(len(turns)), key=lambda i: not asks[i])  # recorded drafts are for the first lanes
+        turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
-        recorded = self._round(self._shape(turns, bool(asked)))
+        recorded = self._round(self._shape(turns, any(asks)))
         passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks)
         self._fill(turns, rows, late, asks)
         self.inputs.send()
