@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     add("--prompts", type=Path, help="JSONL; default: the bundled ones and three that repeat their prompt")
     add("--per-category", type=int, default=1, help="prompts per category in plain and spec")
     add("--rounds", type=int, default=3)
+    add("--temperature", type=float, default=0.0, help="of plain, spec and head")
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
     add("--only", default="", help="spec, loop: contenders beside plain, by prefixes of their names, as head,auto")
