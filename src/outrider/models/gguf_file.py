@@ -139,11 +139,11 @@ class GGUF:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
 
-    def array(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor dequantised to float32, in its stored order; the result owns its memory."""
-        entry = self._find(name)
+    def array(self, name: str, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
+        """A tensor, or some of its rows, dequantised to float32, in stored order; the result owns its memory."""
+        entry, raw = self._find(name), self.raw(name)
         try:
-            values = quants.dequantize(self.raw(name), entry.kind)
+            values = quants.dequantize(raw if rows is None else raw[rows], entry.kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path} has tensors of type {entry.kind.name}, which cannot be read; "
@@ -350,6 +350,10 @@ class GGUFWeights(Weights):
         """A tensor's quantised rows as they are stored: [rows, bytes] uint8, in Hugging Face's order."""
         raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
         return reorder_rows(name, raw, self._config, to_gguf=False)
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Some rows of an embedding or output matrix, [n, columns] float32, without reading the others."""
+        return torch.from_numpy(self._file.array(self._names[name], ids.cpu().numpy()))
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))

@@ -272,7 +272,7 @@ class BlockTransformer(Model):
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
-        return self.weights.get(_head(self.config), torch.float32)[ids]
+        return self.weights.rows(_head(self.config), ids)
 
     @torch.inference_mode()
     def forward(

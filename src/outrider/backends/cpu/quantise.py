@@ -82,6 +82,12 @@ class Quantised:
     outputs: int  # of a gated pair: gates and ups, padded to whole blocks
     inputs: int
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weights of these outputs as floats [n, inputs]; not for a gated pair."""
+        lanes = self.weight.shape[2]
+        whole = self.weight[ids // lanes, :, ids % lanes].flatten(1)[:, : self.inputs]  # [n, inputs] uint8
+        return (whole.float() - 128) * self.scale[ids, None]
+
     def named(self, name: str) -> Tensors:
         """Its tensors under the product's name, as they are stored."""
         parts = {part: getattr(self, part) for part in (*PARTS, "bias")}

@@ -16,7 +16,7 @@ import torch
 
 from ...backends import Model
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, weight_bytes
+from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
@@ -29,6 +29,7 @@ from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
 from .rollout import HeadRollout
+from .vocabulary import LearntVocabulary
 
 SHIPPED = Path(__file__).parent / "shipped"
 HEADS = ("eagle3", "block")  # kinds; the adapter of an early exit is not a head
@@ -79,10 +80,10 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
-    tree_width, tree_depth."""
+    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; on by default)."""
 
     traits = Traits(
-        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth"),
+        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
         auto=lambda workspace: configured_head(workspace) is not None,
         trial=lambda target: _trial(target),
     )
@@ -133,6 +134,7 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
+        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=True) else None
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
@@ -162,7 +164,8 @@ class TrainedHead(Drafter):
         return request.answer(ready, roll)
 
     def notes(self) -> dict[str, Any]:
-        facts = {"format": self.about.format, "trained_for": self.about.head.config.target_name}
+        facts: dict[str, Any] = {"format": self.about.format, "trained_for": self.about.head.config.target_name}
+        facts |= {"learnt_tokens": len(self.vocabulary.learnt)} if self.vocabulary is not None else {}
         return {self.name: facts | {"reading": self.about.reading}}
 
     def _backlog(self, seq: Sequence) -> int:
@@ -173,6 +176,16 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
+        if self.vocabulary is not None:
+            self.vocabulary.observe(step)
+
+    def begin(self, seq: Sequence) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.begin(seq)
+
+    def inherit(self, old: Drafter) -> None:
+        if isinstance(old, TrainedHead) and old.vocabulary is not None and self.vocabulary is not None:
+            self.vocabulary.see(old.vocabulary.learnt)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
@@ -306,6 +319,20 @@ def with_output_rows(
         return config, tensors
     rows = output_rows(target, target_ids(tensors["d2t"]))  # [D, H]
     return replace(config, own_output=True), tensors | {"lm_head.weight": rows}
+
+
+def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntVocabulary | None:
+    """What lets the head's vocabulary follow the text; None where the target's output rows would not fit."""
+    config, target = head.config, space.target
+    if not isinstance(config, HeadConfig) or config.kind not in HEADS or config.narrow:
+        return None
+    rows = row_reader(target)
+    if rows is None or config.draft_vocab_size == config.vocab_size or config.logit_scale != 1.0:
+        return None
+    assert isinstance(head, Head)
+    if head.vocabulary is None:  # a head may serve several engines
+        head.vocabulary = LearntVocabulary(head, rows, target.config.eos_ids)
+    return head.vocabulary
 
 
 def _fingerprint(folder: Path) -> str:
