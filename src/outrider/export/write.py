@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import to_hf
-from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, HeadConfig, read_head
+from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, HeadConfig, decoded, read_head
 from ..models.weights import kept_layers, write_folder
 from . import gguf
 from .engines import ENGINES, EngineCommand, ExportPaths
@@ -139,7 +139,8 @@ def _write_head(folder: Path, to: Path, engine: str) -> None:
     vLLM reads what `outrider train` writes as it is. The package `speculators` expects the first layer as `layers.0`,
     which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the configuration names.
     """
-    config, tensors = read_head(folder)
+    config, stored = read_head(folder)
+    tensors = decoded(stored)
     if engine == "sglang":
         data = _sglang_config(config, folder)
     else:

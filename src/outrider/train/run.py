@@ -20,7 +20,17 @@ from ..backends.machine import choose_device, device_name, prepare
 from ..errors import ConfigError, OutriderError
 from ..measure.environment import environment
 from ..models.checkpoint import open_checkpoint
-from ..models.speculators import HeadConfig, read_head, target_hash, target_ids, write_head
+from ..models.speculators import (
+    DTYPES,
+    HeadConfig,
+    HeadTensors,
+    decoded,
+    read_head,
+    stored_as,
+    target_hash,
+    target_ids,
+    write_head,
+)
 from ..models.weights import write_folder
 from .answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests, prompts_digest
 from .batches import Batches, choose_vocabulary, held_out_batches
@@ -30,7 +40,7 @@ from .loop import Schedule, TrainingLoop
 from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet
 from .objectives import BlockObjective, EagleObjective, ExitObjective, ModelObjective, Objective
 from .prompts import read_file, read_prompts
-from .recipe import DTYPES, MODEL, ON_DISK, Json, Recipe
+from .recipe import MODEL, ON_DISK, Json, Recipe
 from .report import html_report, model_card
 
 _EPOCHS = 3  # when neither steps nor tokens are given
@@ -137,9 +147,7 @@ class _TrainingRun:
         facts = {"vocabulary": {"size": len(vocabulary.ids)} | coverage}
 
         def write(card: str) -> None:
-            dtype, tensors = DTYPES[recipe.store], objective.net.state_dict()
-            stored = {n: t.to(dtype) if t.is_floating_point() and t.dim() > 1 else t for n, t in tensors.items()}
-            write_head(recipe.out, config, stored, card)
+            write_head(recipe.out, config, stored_as(objective.net.state_dict(), recipe.store), card)
 
         return _DrafterBuild(objective, facts | {"taps": list(config.taps), "layers": config.layers}, write)
 
@@ -196,12 +204,12 @@ class _TrainingRun:
         }
 
 
-def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: dict[str, Tensor]) -> None:
+def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: HeadTensors) -> None:
     """Load the weights of another head of the same shape. Output rows of ids that it lacks stay the target's."""
     if start != config:
         names = [name for name, value in vars(start).items() if getattr(config, name) != value]
         raise ConfigError(f"--start-from is a head of another shape: {' and '.join(names)} differ.")
-    loaded = dict(tensors)
+    loaded = decoded(tensors, torch.float32)
     if "d2t" in loaded:
         state = net.state_dict()
         start_ids, ids = target_ids(loaded["d2t"].cpu()), target_ids(state["d2t"].cpu())  # [D] each, ascending
