@@ -24,6 +24,7 @@ import twin
 from outrider import LLM
 from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.pass_costs import target_costs
+from outrider.drafters.head.drafter import with_output_rows
 from outrider.drafters.head.network import Head, HeadConfig, read_head
 from outrider.measure.bench import EncodedPrompt, encode_prompts
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
@@ -140,6 +141,7 @@ class Lab:
                 table = self.small.weights.get(twin.EMBEDDING, torch.bfloat16)  # [V, H]
                 config, tensors = twin.narrow_head(config, tensors, table, large, self.device, self.options.seed)
         target: Any = self.llm.target
+        config, tensors = with_output_rows(config, tensors, target)
         return Head(config, tensors, embedding_of(target), target.compute, target.device, self.length)
 
     # ------------------------------------------------------------ time

@@ -1,8 +1,8 @@
-"""Training prompts that instruction data lacks: translation, summaries, questions with and without passages.
+"""Training prompts that instruction data lacks: translation, summaries, prose, questions with and without passages.
 
     python bench/training_prompts.py --texts TEXTS --out made_prompts.jsonl
 
-A drafter is only as good as the kinds of text it was trained on, and public instruction data has little of these four.
+A drafter is only as good as the kinds of text it was trained on, and public instruction data has little of these five.
 They are made from text that no evaluation set contains. TEXTS is a folder with the unpacked contents of (Debian
 packages by `dpkg-deb -x`, a wheel by unzipping it):
 
@@ -55,6 +55,26 @@ QUESTIONS = (
     "What does {} have to do with {}?",
     "what is the difference between {} and {}",
 )
+PROSE = (
+    "Write a short essay about {}.",
+    "Explain {} to a child of ten.",
+    "Compare {} and {}. What do they have in common?",
+    "Write an email to a colleague in which you propose a talk about {}.",
+    "Write a short story in which {} matters.",
+    "Give arguments for and against {}.",
+    "Make a list of five facts about {} and explain each in a sentence.",
+    "Write the introduction of a blog post about {} and {}.",
+    "You are a teacher. How would you begin a lesson on {}?",
+    "Write a dialogue between two friends who disagree about {}.",
+    "What would the world look like without {}?",
+    "Describe the history of {} in three paragraphs.",
+    "Imagine you are {}. Introduce yourself.",
+    "What should a traveller know about {}?",
+    "Write a poem about {}.",
+    "Plan a week of learning about {}, day by day.",
+    "What are common misconceptions about {}?",
+    "Write a product description for a book about {}.",
+)
 
 
 def main() -> None:
@@ -75,6 +95,7 @@ def main() -> None:
         "translation": [rnd.choice(TRANSLATE).format(s) for s in some(german, options.each, rnd)],
         "summarization": [rnd.choice(SUMMARISE).format(p) for p in some(passages, options.each, rnd)],
         "qa": [question(rnd.choice(names), names, rnd) for _ in range(options.each)],
+        "prose": [question(rnd.choice(names), names, rnd, PROSE) for _ in range(options.each)],
         "rag": [with_passages(articles, names, rnd) for _ in range(options.each)],
     }
     with open(options.out, "w", encoding="utf-8") as file:
@@ -158,8 +179,8 @@ def cut(text: str, least: int, most: int, rnd: random.Random) -> list[str]:
 # ---------------------------------------------------------------- prompts
 
 
-def question(name: str, names: list[str], rnd: random.Random) -> str:
-    form = rnd.choice(QUESTIONS)
+def question(name: str, names: list[str], rnd: random.Random, forms: tuple[str, ...] = QUESTIONS) -> str:
+    form = rnd.choice(forms)
     return form.format(*(name, rnd.choice(names))[: form.count("{}")])
 
 

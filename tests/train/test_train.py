@@ -24,7 +24,7 @@ from outrider.cli.app import app
 from outrider.engine.cache import Cache
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import RopeScaling, from_hf
-from outrider.models.speculators import random_head, read_head, target_ids
+from outrider.models.speculators import random_head, read_head, target_ids, write_head
 from outrider.models.weights import cut_config, hf_config
 from outrider.train.answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests
 from outrider.train.batches import Batches, choose_vocabulary, collate
@@ -509,6 +509,26 @@ def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Pat
     assert html.startswith("<!DOCTYPE html>")
     assert "Acceptance by position" in html
     assert "τ was" in done.stdout
+
+
+def test_frozen_output_rows_are_the_targets_and_not_stored(home: Path, tmp_path: Path) -> None:
+    """The head drafts what a head with those rows in its file drafts."""
+    out, whole = tmp_path / "head", tmp_path / "whole"
+    done = invoke(home, out, "--steps", 160, "--freeze-output", "--draft-vocab", 40)
+    assert done.exit_code == 0, done.output
+    config, tensors = read_head(out)
+    assert not config.own_output
+    assert "lm_head.weight" not in tensors
+    checkpoint = open_checkpoint(home / "tiny")
+    table = checkpoint.weights.get("embed_tokens.weight" if checkpoint.config.tied else "lm_head.weight", torch.float32)
+    rows = {"lm_head.weight": table[target_ids(tensors["d2t"])]}
+    write_head(whole, replace(config, own_output=True), tensors | rows)
+    tau, texts = speaks(home, drafter="head", head=str(out), k=4)
+    assert (tau, texts) == speaks(home, drafter="head", head=str(whole), k=4)
+    assert texts == speaks(home, drafter="off")[1]
+    assert tau > 1.3
+    again = invoke(home, tmp_path / "again", "--steps", 2, "--freeze-output", "--draft-vocab", 40, "--start-from", out)
+    assert again.exit_code == 0, again.output
 
 
 def test_a_cut_configuration_is_read_back(home: Path) -> None:

@@ -64,6 +64,9 @@ def train(
     anchors: Annotated[int, Option(min=1, help="Blocks trained in each sequence.")] = 32,
     start_from: Annotated[Path | None, Option(help="Start from the weights of this head.")] = None,
     hard: Annotated[bool, Option("--hard", help="Train on tokens, not on the target's distribution.")] = False,
+    freeze_output: Annotated[
+        bool, Option("--freeze-output", help="Keep the target's output rows; the head's file needs none.")
+    ] = False,
     train_embedding: Annotated[bool, Option("--train-embedding", help="Train --kind model's embedding.")] = False,
     store: Annotated[str, Option(help="Write weights in bfloat16 or float32.")] = "bfloat16",
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,

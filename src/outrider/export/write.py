@@ -24,7 +24,17 @@ from safetensors.torch import save_file
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import to_hf
-from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, HeadConfig, decoded, read_head
+from ..models.speculators import (
+    CARD,
+    CONFIG,
+    FIRST,
+    SPECULATORS_FIRST,
+    WEIGHTS,
+    HeadConfig,
+    decoded,
+    read_head,
+    target_ids,
+)
 from ..models.weights import kept_layers, write_folder
 from . import gguf
 from .engines import ENGINES, EngineCommand, ExportPaths
@@ -103,7 +113,7 @@ def _write_drafter(checkpoint: Checkpoint, plan: ExportPlan, options: ExportOpti
     """The drafter's path within the folder; None where it has no weights."""
     to, as_gguf = options.out / "drafter", options.engine == "llamacpp"
     if plan.kind == "head" and plan.folder is not None:
-        _write_head(plan.folder, to, options.engine)
+        _write_head(plan.folder, to, options.engine, checkpoint)
         return Path("drafter")
     if plan.kind == "layerskip":
         sets = (plan.options.get("skip_attention", ()), plan.options.get("skip_mlp", ()))
@@ -133,19 +143,25 @@ def _open_draft_model(folder: Path, target: Checkpoint) -> Checkpoint:
     return small
 
 
-def _write_head(folder: Path, to: Path, engine: str) -> None:
+def _write_head(folder: Path, to: Path, engine: str, target: Checkpoint) -> None:
     """A head in the speculators format, or for SGLang in EAGLE's flat one. A folder with a configuration is complete.
 
     vLLM reads what `outrider train` writes as it is. The package `speculators` expects the first layer as `layers.0`,
-    which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the configuration names.
+    which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the configuration names. Output rows that the
+    head shares with the target are written out.
     """
     config, stored = read_head(folder)
     tensors = decoded(stored)
+    if not config.own_output:
+        name = "embed_tokens.weight" if target.config.tied else "lm_head.weight"
+        rows = target.weights.get(name, torch.bfloat16)[target_ids(tensors["d2t"])]  # [D, H]
+        tensors["lm_head.weight"] = rows.contiguous()
     if engine == "sglang":
         data = _sglang_config(config, folder)
     else:
         data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         data["speculators_config"]["verifier"]["name_or_path"] = "target"
+        data["outrider"].pop("own_output", None)
         for name in [name for name in tensors if name.startswith(FIRST)]:
             tensors[SPECULATORS_FIRST + name.removeprefix(FIRST)] = tensors.pop(name)
     to.mkdir(parents=True, exist_ok=True)

@@ -62,11 +62,11 @@ class HeadConfig:
     target_hash: str = ""  # empty: any target
     target_name: str = ""
     target_hidden_size: int = 0  # 0: the same as the head's
+    own_output: bool = True  # False: its output rows are the target's, and not in its file
     # Variants that others have published. `outrider train` makes none of them.
     rope_scaling: RopeScaling | None = None
     windows: tuple[int, ...] = ()  # sliding window of each layer in rows, 0: none; empty: none has one
     own_embedding: bool = False  # it embeds tokens itself, although the target's embedding would fit
-    own_output: bool = True  # False: its output matrix is the target's
     fc_norm: bool = False  # each tapped state has a norm of its own before they are fused
     norm_before_fc: bool = False  # one norm over all tapped states
     fc_bias: bool = False
@@ -302,12 +302,14 @@ def _from_json(data: dict[str, Any], own: dict[str, Any]) -> HeadConfig:
         target_hash=str(own.get("target_hash") or ""),
         target_name=str(verifier.get("name_or_path") or ""),
         target_hidden_size=int(data.get("target_hidden_size") or 0),
+        own_output=bool(own.get("own_output", True)),
     )
 
 
 def _to_json(c: HeadConfig) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": c.block}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    own = {"kind": c.kind, "block": c.block, "target_hash": c.target_hash, "format": FORMAT}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": KINDS[c.kind],
@@ -323,7 +325,7 @@ def _to_json(c: HeadConfig) -> dict[str, Any]:
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": c.target_name, "architectures": ["LlamaForCausalLM"]},
         },
-        "outrider": {"kind": c.kind, "block": c.block, "target_hash": c.target_hash, "format": FORMAT},
+        "outrider": own if c.own_output else own | {"own_output": False},
     }
 
 

@@ -85,7 +85,7 @@ class HeadNet(DrafterNet):
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.midlayer = FirstLayer(sizes)
         self.norm = RmsNorm(hidden, config.norm_eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False).requires_grad_(config.own_output)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(sizes) for i in range(1, config.layers)})
         if config.kind == BLOCK:
             self.mask_embedding = nn.Parameter(torch.zeros(hidden))  # [H]

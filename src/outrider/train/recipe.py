@@ -61,6 +61,7 @@ class Recipe:
     anchors: int = 32
     start_from: Path | None = None  # another head of the same shape
     soft: bool = True
+    freeze_output: bool = False  # heads: the output rows stay the target's own and are not stored
     train_embedding: bool = False  # kind=model
     store: str = "bfloat16"  # form of the written matrices: one of STORES
     save_every: int = 200
@@ -78,6 +79,8 @@ class Recipe:
             raise ConfigError("An early exit reads one layer: choose it with --exit-layer instead of --tap.")
         if self.hidden_size and self.kind not in (EAGLE3, BLOCK):
             raise ConfigError("--hidden-size makes a narrow head: it belongs to --kind eagle3 or block.")
+        if self.freeze_output and (self.kind not in (EAGLE3, BLOCK) or self.hidden_size):
+            raise ConfigError("--freeze-output belongs to a head as wide as its target (--kind eagle3 or block).")
         if self.kind != EXIT and self.exit_layer:
             raise ConfigError("--exit-layer belongs to --kind exit.")
         if not self.prompts:
@@ -155,4 +158,5 @@ class Recipe:
             context_length=c.context_length,
             target_hash=target_hash,
             target_name=target_name,
+            own_output=not self.freeze_output,
         )

@@ -216,7 +216,8 @@ def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: H
         index = torch.searchsorted(start_ids, ids).clamp(max=len(start_ids) - 1)
         shared = start_ids[index] == ids
         rows = state["lm_head.weight"].cpu().float()
-        rows[shared] = loaded["lm_head.weight"].float()[index[shared]]
+        if start.own_output:
+            rows[shared] = loaded["lm_head.weight"].float()[index[shared]]
         loaded |= {"lm_head.weight": rows, "d2t": state["d2t"], "t2d": state["t2d"]}
     net.load_state_dict(loaded)
 

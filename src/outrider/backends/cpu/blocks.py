@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...errors import ModelError
+from ...models.blocks import BlockTensor
 from ...models.config import ModelConfig
 from ...models.gguf_file import GGUFWeights
 from ...models.stages import stage
@@ -294,6 +295,11 @@ class BlockTransformer(Model):
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
         return self.weights.get(_head(self.config), torch.float32)[ids]
+
+    def output_blocks(self, ids: Tensor) -> BlockTensor:
+        """The same as they are in the file."""
+        name = _head(self.config)
+        return BlockTensor(self.weights.blocks(name)[ids], self.weights.kind(name))
 
     @torch.inference_mode()
     def forward(

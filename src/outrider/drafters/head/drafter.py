@@ -17,11 +17,11 @@ import torch
 from ...backends import Model
 from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, output_norm, output_product, weight_bytes
+from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, weight_bytes
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
-from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config
+from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config, target_ids
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
@@ -287,6 +287,7 @@ def _with_target(
     target = space.target
     if config.kind == EAGLE1:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
+    config, tensors = with_output_rows(config, tensors, target)
     output = None if config.own_output else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
     in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
@@ -299,6 +300,15 @@ def _with_target(
             tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
             config = replace(config, own_embedding=False)
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
+
+
+def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
+    """The head with the target's output rows of its draft vocabulary, where its file has none."""
+    if config.own_output or config.draft_vocab_size == config.vocab_size:
+        return config, tensors
+    ids = target_ids(tensors["d2t"])
+    rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
+    return replace(config, own_output=True), tensors | {"lm_head.weight": rows}
 
 
 def _fingerprint(folder: Path) -> str:
