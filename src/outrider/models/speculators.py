@@ -1,7 +1,7 @@
 """A trained head or exit adapter as a folder: `config.json` in the speculators format, EAGLE-3's tensor names.
 
 `read_head` returns complete and consistent tensors or raises; what `write_head` wrote is read back as the same numbers.
-Matrices may be stored in blocks of four or eight bits (`models.blocks`), as bytes under their name and the kind of block.
+Matrices may be stored in blocks of four or eight bits (`models.blocks`): bytes, under their name and the kind of block.
 `target_hash` identifies the target of a head, whatever the format of the target's files. This module knows names,
 shapes and files, not what a head computes.
 """
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ModelError
-from .blocks import SIZES, BlockTensor, encode
+from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
@@ -31,7 +31,7 @@ FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-STORES = (*DTYPES, *(kind.lower() for kind in SIZES))  # of a head's matrices on disk
+STORES = (*DTYPES, *(kind.lower() for kind in FORMATS))  # of a head's matrices on disk
 _MOST_LAYERS = 16
 Shapes = dict[str, tuple[int, ...]]
 HeadTensors = dict[str, Any]  # tensors; matrices may be a BlockTensor
@@ -207,15 +207,24 @@ def target_ids(d2t: Tensor) -> Tensor:
     return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
 
 
-def stored_as(tensors: HeadTensors, store: str) -> HeadTensors:
-    """The same tensors with their matrices in one of STORES; vectors stay as they are."""
+def stored_as(tensors: HeadTensors, store: str, moments: Mapping[str, Tensor] | None = None) -> HeadTensors:
+    """The same tensors with their matrices in one of STORES; vectors stay as they are.
+
+    moments: of the matrices' inputs, for `encode`. A matrix that is not in whole blocks of 256 gets those of 32.
+    """
     if store not in STORES:
         raise ModelError(f"There is no --store '{store}'. Choose one of: {', '.join(STORES)}.")
-    named = decoded(tensors, torch.float32) if store not in DTYPES else decoded(tensors, DTYPES[store])
-    matrices = {name for name, tensor in named.items() if tensor.is_floating_point() and tensor.dim() > 1}
-    if store in DTYPES:
-        return {name: tensor.to(DTYPES[store]) if name in matrices else tensor for name, tensor in named.items()}
-    return {name: encode(tensor, store.upper()) if name in matrices else tensor for name, tensor in named.items()}
+    named: HeadTensors = dict(decoded(tensors, torch.float32))
+    for name, tensor in named.items():
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            continue
+        if store in DTYPES:
+            named[name] = tensor.to(DTYPES[store])
+        else:
+            kind = store.upper()
+            kind = "Q4_1" if tensor.shape[1] % block_size(kind)[0] and kind == "Q4_K" else kind
+            named[name] = encode(tensor, kind, (moments or {}).get(name))
+    return named
 
 
 def decoded(tensors: HeadTensors, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -252,7 +261,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, HeadTensors]:
         tensors: HeadTensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} is missing or damaged ({error}); make the head again.") from error
-    for name in [name for name in tensors if name.rpartition(".")[2] in SIZES]:
+    for name in [name for name in tensors if name.rpartition(".")[2] in FORMATS]:
         stem, _, kind = name.rpartition(".")
         tensors[stem] = BlockTensor.checked(tensors.pop(name), kind, f"{folder / WEIGHTS}: {stem}")
     for name in [name for name in tensors if name.startswith(SPECULATORS_FIRST)]:

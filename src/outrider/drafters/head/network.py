@@ -88,6 +88,9 @@ class Head(DraftVocabulary):
         self._tensors = tensors
         build = self._quantised
         self._kernels = ops._loaded().kernels if self.int8 else None
+        kinds = {tensor.kind for tensor in tensors.values() if isinstance(tensor, BlockTensor)}
+        if stored_as is not None and self._kernels is not None and kinds:
+            stored_as = "-".join([stored_as, *sorted(kinds)])  # output rows may be the target's, of any kind
         self._packed = {} if not self.int8 else build() if stored_as is None else quantise.stored(stored_as, build)
         self.fc = self._product("fc", "fc.weight")
         names = ("midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight")
@@ -219,7 +222,8 @@ class Head(DraftVocabulary):
         return layer.out(ops.attend(q, *kv, rows, c.head_dim**-0.5, self.compute, c.window(i)))
 
     def _vector(self, name: str) -> Tensor:
-        return self._tensors[name].to(self.device, self.stream)
+        vector: Tensor = self._tensors[name].to(self.device, self.stream)
+        return vector
 
     def _quantised(self) -> dict[str, Tensor]:
         """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
@@ -310,8 +314,9 @@ class Head(DraftVocabulary):
 class Int8Head(Addresses):
     """The int8 head on a CPU: `Head.scores` in one native call, with all weights' addresses in the order of pass.h.
 
-    Weights that are not in blocks are quantised without calibration and outliers: errors cost acceptance only. The target's hidden states do
-    have outliers, so `fc` reads them with 16 bits. Without a compiler, `Int8Linear` products do the same in torch.
+    Weights are in the blocks of their file, or quantised without calibration and outliers: errors cost acceptance only.
+    The target's hidden states do have outliers, so `fc` reads them with 16 bits. Without a compiler, `Int8Linear`
+    products do the same in torch.
     """
 
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
@@ -321,7 +326,7 @@ class Int8Head(Addresses):
         self._model = self._pack(head)
 
     def _words(self, embedding: Any) -> tuple[int, int]:
-        """Addresses of the embedding: in bfloat16 [V, H], the target's own where it is int8; or in the target's pieces."""
+        """Addresses of the embedding [V, H]: in bfloat16, the target's own where it is int8; or its pieces' address."""
         if isinstance(embedding, BlockTransformer):
             return 0, embedding.words
         self._held.append(words := embedding.to(torch.bfloat16).contiguous())

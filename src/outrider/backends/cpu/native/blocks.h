@@ -526,7 +526,7 @@ INLINE float halve_unit(const float *x, int n, int8_t *high, int8_t *low) {
     const float bad = lanes_sum(odd), scale = lanes_top(best) / 32385.0f; /* 254 * 127 + 127 */
     const float inverse = scale > 1e-30f && bad == 0.0f ? 1.0f / scale : 0.0f;
     for (int i = 0; i < n; i++) {
-        const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + (q < 0 ? -127 : 127)) / 254;
+        const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + (q < 0 ? -126 : 126)) / 254;
         high[i] = (int8_t)upper;
         low[i] = (int8_t)(q - 254 * upper); /* never -128, whose sign cannot be changed */
     }
