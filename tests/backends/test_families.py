@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.backends import Part, ops
 from outrider.backends.cpu import blocks, native, quantise as quant
-from outrider.backends.cpu.int8 import Int8Decoder, Int8Linear
+from outrider.backends.cpu.int8 import Int8Decoder, Int8Linear, NativeProduct, int8_product
 from outrider.backends.experts import Routing, added, choose
 from outrider.backends.pass_costs import _tokens
 from outrider.backends.rows import Rows, rows_of
@@ -199,14 +199,12 @@ def test_a_native_product_is_torchs(rows: int, outputs: int, inputs: int) -> Non
     shapes = ((outputs, inputs), (outputs,), (rows, inputs))
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in shapes)
     packed = quant.quantise(weight, bias, x.abs().amax(0), 8)
-    from outrider.backends.cpu.int8 import NativeProduct
-
-    kernels = native.load().kernels
-    assert kernels is not None
-    quick, slow = NativeProduct(packed, kernels)(x), Int8Linear(packed, outputs)(x)
+    product = int8_product(packed)
+    assert isinstance(product, NativeProduct)
+    quick, slow = product(x), Int8Linear(packed, outputs)(x)
     torch.testing.assert_close(quick, slow, rtol=1e-5, atol=1e-4)
     for n in range(1, rows):
-        assert torch.equal(NativeProduct(packed, kernels)(x[:n]), quick[:n])
+        assert torch.equal(product(x[:n]), quick[:n])
 
 
 def test_experts_are_chosen_and_added_as_they_should_be() -> None:

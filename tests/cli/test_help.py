@@ -27,7 +27,16 @@ COMMANDS = dict(walk(get_command(app)))
 def test_every_command_is_registered() -> None:
     single = {"demo", "generate", "chat", "verify", "serve", "doctor", "cost", "tune", "train", "invent", "export"}
     single |= {"explain", "fetch", "models"}
-    groups = {"bench serve", "trace show", "trace html", "drafter show", "drafter save", "drafter forget", "deploy ray"}
+    groups = {
+        "bench serve",
+        "trace show",
+        "trace html",
+        "drafter show",
+        "drafter save",
+        "drafter forget",
+        "drafter encode",
+        "deploy ray",
+    }
     groups |= {"cache list", "cache clear"}
     assert {" ".join(path) for path in COMMANDS} == single | groups | {name.split()[0] for name in groups} | {""}
 

@@ -31,7 +31,7 @@ from outrider.train.batches import Batches, choose_vocabulary, collate
 from outrider.train.decoder import TargetNet, cut_target, default_taps
 from outrider.train.generation import AnswerGenerator, GenerationJob, Stopped, generate_in_pool, generate_missing
 from outrider.train.loop import Acceptance, Schedule
-from outrider.train.networks import HeadNet
+from outrider.train.networks import HeadNet, load_start
 from outrider.train.objectives import (
     BlockObjective,
     EagleObjective,
@@ -42,7 +42,7 @@ from outrider.train.objectives import (
 )
 from outrider.train.prompts import Invention, invent, read_file, read_prompts, user_turn_prefix
 from outrider.train.report import thinned
-from outrider.train.run import load_start, train
+from outrider.train.run import train
 from outrider.types import Sequence
 
 from support import tiny

@@ -1,4 +1,4 @@
-"""`outrider drafter show | save | forget`: the weights that drafters learnt while serving. No model is loaded."""
+"""`outrider drafter show | save | forget`: the weights that drafters learnt while serving; `encode`: fewer bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from ..models.paths import cache_folder
 from .common import model_name, note, print_json
-from .options import Json, Model
+from .options import Device, Json, Model
 
 
 def drafter_show(
@@ -45,6 +45,29 @@ def drafter_show(
     console.print(table)
     for sentence in monitor.sentences():
         console.print(f"[yellow]{sentence}[/yellow]")
+
+
+def drafter_encode(
+    folder: Annotated[Path, Argument(help="The folder of a trained head or early exit.")],
+    out: Annotated[Path, Option(help="The folder to write.")],
+    store: Annotated[str, Option(help="Write weights in q8_0, q4_1, q4_0 or q4_k; or bfloat16, float32.")] = "q4_0",
+    answers: Annotated[
+        Path | None, Option(help="Its training's answers. Default: FOLDER/training/answers.jsonl.")
+    ] = None,
+    model: Model = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trained head in fewer bits, and its acceptance before and after on the card."""
+    from ..train.encoding import EncodingOptions, encode_folder
+
+    file = answers or folder / "training" / "answers.jsonl"
+    facts = encode_folder(EncodingOptions(folder, out, store, file, model, device or "auto"))
+    if as_json:
+        print_json(facts)
+        return
+    before, after = (facts[when]["all"]["tau"] for when in ("before", "after"))
+    note(f"Written to {out}: {facts['bytes'] / 1e6:.1f} MB; τ {before:.3f} before, {after:.3f} in {store}.")
 
 
 def drafter_save(folder: Annotated[Path, Argument(help="The folder to write.")], model: Model = None) -> None:

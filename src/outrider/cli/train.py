@@ -68,7 +68,7 @@ def train(
         bool, Option("--freeze-output", help="Keep the target's output rows; the head's file needs none.")
     ] = False,
     train_embedding: Annotated[bool, Option("--train-embedding", help="Train --kind model's embedding.")] = False,
-    store: Annotated[str, Option(help="Write weights in bfloat16 or float32.")] = "bfloat16",
+    store: Annotated[str, Option(help="Write weights in bfloat16, float32, q8_0, q4_1, q4_0 or q4_k.")] = "bfloat16",
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 200,
     evaluate_every: Annotated[int, Option(min=1, help="Steps between evaluations.")] = 200,
     compile: Annotated[bool, Option("--compile", help="Compile the training step, on a GPU.")] = False,

@@ -24,7 +24,17 @@ from safetensors.torch import save_file
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import to_hf
-from ..models.speculators import CARD, CONFIG, FIRST, SPECULATORS_FIRST, WEIGHTS, HeadConfig, read_head, target_ids
+from ..models.speculators import (
+    CARD,
+    CONFIG,
+    FIRST,
+    SPECULATORS_FIRST,
+    WEIGHTS,
+    HeadConfig,
+    decoded,
+    read_head,
+    target_ids,
+)
 from ..models.weights import kept_layers, write_folder
 from . import gguf
 from .engines import ENGINES, EngineCommand, ExportPaths
@@ -140,7 +150,8 @@ def _write_head(folder: Path, to: Path, engine: str, target: Checkpoint) -> None
     which vLLM reads too. `vllm serve DRAFTER` starts the verifier that the configuration names. Output rows that the
     head shares with the target are written out.
     """
-    config, tensors = read_head(folder)
+    config, stored = read_head(folder)
+    tensors = decoded(stored)
     if not config.own_output:
         name = "embed_tokens.weight" if target.config.tied else "lm_head.weight"
         rows = target.weights.get(name, torch.bfloat16)[target_ids(tensors["d2t"])]  # [D, H]

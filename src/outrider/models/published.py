@@ -32,6 +32,7 @@ from .speculators import (
     FIRST,
     SPECULATORS_FIRST,
     HeadConfig,
+    HeadTensors,
     Shapes,
     check_head,
     check_shapes,
@@ -92,7 +93,7 @@ class PublishedHead:
 
     format: str  # for people
     readings: tuple[Reading, ...]  # the likeliest first
-    tensors: dict[str, Tensor]
+    tensors: HeadTensors
 
 
 def head_folder(name: str | Path) -> Path:

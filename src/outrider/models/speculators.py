@@ -1,6 +1,7 @@
 """A trained head or exit adapter as a folder: `config.json` in the speculators format, EAGLE-3's tensor names.
 
 `read_head` returns complete and consistent tensors or raises; what `write_head` wrote is read back as the same numbers.
+Matrices may be stored in blocks of four or eight bits (`models.blocks`): bytes, under their name and the kind of block.
 `target_hash` identifies the target of a head, whatever the format of the target's files. This module knows names,
 shapes and files, not what a head computes.
 """
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ModelError
+from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
@@ -28,8 +30,11 @@ EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have publi
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+STORES = (*DTYPES, *(kind.lower() for kind in FORMATS))  # of a head's matrices on disk
 _MOST_LAYERS = 16
 Shapes = dict[str, tuple[int, ...]]
+HeadTensors = dict[str, Any]  # tensors; matrices may be a BlockTensor
 
 
 class TensorSource(Protocol):
@@ -177,7 +182,7 @@ def _layer(c: HeadConfig, inputs: int) -> Shapes:
     return named | {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
-def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> None:
+def check_head(config: HeadConfig, tensors: HeadTensors, where: str) -> None:
     """Raise for a missing tensor, a wrong shape, or a draft vocabulary outside the target's."""
     check_shapes(tensors, shapes(config), where)
     if "d2t" not in shapes(config):
@@ -187,7 +192,7 @@ def check_head(config: HeadConfig, tensors: dict[str, Tensor], where: str) -> No
         raise ModelError(f"The draft vocabulary of {where} (d2t) names ids outside the target's, or one twice.")
 
 
-def check_shapes(tensors: Mapping[str, Tensor], needed: Shapes, where: str) -> None:
+def check_shapes(tensors: Mapping[str, Any], needed: Shapes, where: str) -> None:
     """Raise for a missing tensor or a wrong shape."""
     for name, shape in needed.items():
         if name not in tensors:
@@ -202,14 +207,41 @@ def target_ids(d2t: Tensor) -> Tensor:
     return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
 
 
-def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor], card: str = "") -> None:
+def stored_as(tensors: HeadTensors, store: str, moments: Mapping[str, Tensor] | None = None) -> HeadTensors:
+    """The same tensors with their matrices in one of STORES; vectors stay as they are.
+
+    moments: of the matrices' inputs, for `encode`. A matrix that is not in whole blocks of 256 gets those of 32.
+    """
+    if store not in STORES:
+        raise ModelError(f"There is no --store '{store}'. Choose one of: {', '.join(STORES)}.")
+    named: HeadTensors = dict(decoded(tensors, torch.float32))
+    for name, tensor in named.items():
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            continue
+        if store in DTYPES:
+            named[name] = tensor.to(DTYPES[store])
+        else:
+            kind = store.upper()
+            kind = "Q4_1" if tensor.shape[1] % block_size(kind)[0] and kind == "Q4_K" else kind
+            named[name] = encode(tensor, kind, (moments or {}).get(name))
+    return named
+
+
+def decoded(tensors: HeadTensors, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """All of them as tensors; those in blocks become floats of this dtype."""
+    return {name: tensor.to(dtype) if isinstance(tensor, BlockTensor) else tensor for name, tensor in tensors.items()}
+
+
+def write_head(folder: str | Path, config: HeadConfig, tensors: HeadTensors, card: str = "") -> None:
     """Weights first, then the configuration: a folder with a configuration is complete."""
     folder = Path(folder)
     check_head(config, tensors, "The head")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: tensors[name].detach().cpu().contiguous() for name in shapes(config)}
+    named = {name: tensors[name] for name in shapes(config)}
+    kept = {name: t.detach().cpu().contiguous() for name, t in named.items() if not isinstance(t, BlockTensor)}
     if "d2t" in kept:
         kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
+    kept |= {f"{name}.{t.kind}": t.raw for name, t in named.items() if isinstance(t, BlockTensor)}
     save_file(kept, str(folder / f"{WEIGHTS}.new"), metadata={"format": "pt"})
     (folder / f"{WEIGHTS}.new").chmod(0o644)  # safetensors writes for the owner alone
     os.replace(folder / f"{WEIGHTS}.new", folder / WEIGHTS)
@@ -219,16 +251,19 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: dict[str, Tensor
     os.replace(folder / f"{CONFIG}.new", folder / CONFIG)
 
 
-def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head's configuration and its tensors, with EAGLE's names."""
+def read_head(folder: str | Path) -> tuple[HeadConfig, HeadTensors]:
+    """A head's configuration and its tensors, with EAGLE's names. Blocks stay as they are stored."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder that `outrider train` has written.")
     config = read_config(folder)
     try:
-        tensors = load_file(str(folder / WEIGHTS))
+        tensors: HeadTensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} is missing or damaged ({error}); make the head again.") from error
+    for name in [name for name in tensors if name.rpartition(".")[2] in FORMATS]:
+        stem, _, kind = name.rpartition(".")
+        tensors[stem] = BlockTensor.checked(tensors.pop(name), kind, f"{folder / WEIGHTS}: {stem}")
     for name in [name for name in tensors if name.startswith(SPECULATORS_FIRST)]:
         tensors[FIRST + name.removeprefix(SPECULATORS_FIRST)] = tensors.pop(name)
     check_head(config, tensors, str(folder))

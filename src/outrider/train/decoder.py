@@ -210,7 +210,8 @@ def widened(x: Tensor) -> Tensor:
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """A product in the type of the weights; hidden states around it may be wider."""
-    return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
+    y: Tensor = layer(x.to(layer.weight.dtype))
+    return y
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -81,14 +81,14 @@ class TrainingLoop:
         schedule = self.schedule
         self._start, self._seconds_before = time.perf_counter(), self.seconds
         if self.step == 0:
-            self._evaluate()
+            self.evaluate()
         stream = self.batches.after(self.step)
         while self.step < schedule.steps:
             self._train_step(next(stream))
             if schedule.due(self.step, schedule.log_every):
                 self._log(progress)
             if schedule.due(self.step, schedule.evaluate_every):
-                self._evaluate()
+                self.evaluate()
             stopping = stop()
             if schedule.due(self.step, schedule.save_every) or stopping:
                 self.save()
@@ -126,7 +126,8 @@ class TrainingLoop:
             progress(f"{text}, {left:,.0f} s left", self.step / steps)
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Measure acceptance on the held-out answers."""
         self.objective.net.eval()
         with self._precision():
             kinds = evaluate(lambda batch: self.objective.hits(batch.to(self.device)), self.held)

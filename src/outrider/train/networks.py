@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..models.speculators import HeadConfig, target_ids
+from ..errors import ConfigError
+from ..models.speculators import HeadConfig, HeadTensors, decoded, target_ids
 from .decoder import Attention, DecoderLayer, LayerSizes, Mlp, RmsNorm, Rope, TargetNet, attend, linear, rotary, widened
 
 EAGLE3, BLOCK, EXIT = "eagle3", "block", "exit"
@@ -303,3 +304,21 @@ def _copy_overlap(weight: Tensor, source: Tensor) -> None:
     """Copy the part of the source that fits; where the weight is larger it keeps its values."""
     rows, columns = min(source.shape[0], weight.shape[0]), min(source.shape[1], weight.shape[1])
     weight[:rows, :columns] = source[:rows, :columns]
+
+
+def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: HeadTensors) -> None:
+    """Load the weights of another head of the same shape. Output rows of ids that it lacks stay the target's."""
+    if start != config:
+        names = [name for name, value in vars(start).items() if getattr(config, name) != value]
+        raise ConfigError(f"--start-from is a head of another shape: {' and '.join(names)} differ.")
+    loaded = decoded(tensors, torch.float32)
+    if "d2t" in loaded:
+        state = net.state_dict()
+        start_ids, ids = target_ids(loaded["d2t"].cpu()), target_ids(state["d2t"].cpu())  # [D] each, ascending
+        index = torch.searchsorted(start_ids, ids).clamp(max=len(start_ids) - 1)
+        shared = start_ids[index] == ids
+        rows = state["lm_head.weight"].cpu().float()
+        if start.own_output:
+            rows[shared] = loaded["lm_head.weight"].float()[index[shared]]
+        loaded |= {"lm_head.weight": rows, "d2t": state["d2t"], "t2d": state["t2d"]}
+    net.load_state_dict(loaded)

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import ConfigError
 from ..models.config import ModelConfig
-from ..models.speculators import HeadConfig
+from ..models.speculators import DTYPES, STORES, HeadConfig
 from .decoder import default_taps
 from .networks import BLOCK, EAGLE3, EXIT
 
@@ -20,7 +18,6 @@ Json = dict[str, Any]
 MODEL = "model"
 KINDS = (EAGLE3, BLOCK, EXIT, MODEL)
 ON_DISK = -1  # instead of a number of answers: those that are in the file
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WITHOUT_EFFECT = (
     "out", "answers_file", "resume", "device", "prompts", "exclude", "save_every", "evaluate_every", "html", "batch",
     "workers",
@@ -66,7 +63,7 @@ class Recipe:
     soft: bool = True
     freeze_output: bool = False  # heads: the output rows stay the target's own and are not stored
     train_embedding: bool = False  # kind=model
-    store: str = "bfloat16"  # dtype of the written matrices
+    store: str = "bfloat16"  # form of the written matrices: one of STORES
     save_every: int = 200
     evaluate_every: int = 200
     compile: bool = False
@@ -88,8 +85,9 @@ class Recipe:
             raise ConfigError("--exit-layer belongs to --kind exit.")
         if not self.prompts:
             raise ConfigError("There is nothing to train on: give files with --prompts.")
-        if self.store not in DTYPES:
-            raise ConfigError(f"There is no --store '{self.store}'. Choose one of: {', '.join(DTYPES)}.")
+        stores = tuple(DTYPES) if self.kind == MODEL else STORES
+        if self.store not in stores:
+            raise ConfigError(f"There is no --store '{self.store}' for this kind. Choose one of: {', '.join(stores)}.")
 
     @property
     def folder(self) -> Path:

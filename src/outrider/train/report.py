@@ -74,6 +74,11 @@ def _training_facts(result: Json) -> str:
         f"- learning rate {recipe['lr']:g}, {recipe['batch_tokens']:,} tokens a batch, seed {recipe['seed']}",
         f"- {result['parameters']:,} trained parameters",
     ]
+    if "as_trained" in result:
+        facts.append(
+            f"- stored in {recipe['store']}; the table is of the stored weights, before them τ was "
+            f"{result['as_trained']:.2f}"
+        )
     if vocabulary:
         facts.append(
             f"- draft vocabulary of {vocabulary['size']:,} ids: {vocabulary['coverage']:.1%} of the training answers' "

@@ -14,23 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..backends.machine import choose_device, device_name, prepare
-from ..errors import ConfigError, OutriderError
+from ..errors import OutriderError
 from ..measure.environment import environment
 from ..models.checkpoint import open_checkpoint
-from ..models.speculators import HeadConfig, read_head, target_hash, target_ids, write_head
+from ..models.speculators import (
+    DTYPES,
+    read_head,
+    target_hash,
+    write_head,
+)
 from ..models.weights import write_folder
 from .answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests, prompts_digest
 from .batches import Batches, choose_vocabulary, held_out_batches
 from .decoder import TargetNet, cut_target, insist_trainable
+from .encoding import encoded
 from .generation import GenerationJob, Progress, Stop, generate_missing
-from .loop import Schedule, TrainingLoop
-from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet
+from .loop import ALL, Schedule, TrainingLoop
+from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet, load_start
 from .objectives import BlockObjective, EagleObjective, ExitObjective, ModelObjective, Objective
 from .prompts import read_file, read_prompts
-from .recipe import DTYPES, MODEL, ON_DISK, Json, Recipe
+from .recipe import MODEL, ON_DISK, Json, Recipe
 from .report import html_report, model_card
 
 _EPOCHS = 3  # when neither steps nor tokens are given
@@ -45,11 +51,10 @@ def train(recipe: Recipe, progress: Progress | None = None, stop: Stop = lambda:
 
 @dataclass(frozen=True)
 class _DrafterBuild:
-    """A drafter in training: its objective, facts for the report, and how it is written to its folder."""
+    """A drafter in training: its objective, and how it is written to its folder."""
 
     objective: Objective[Any]
-    facts: Json
-    write: Callable[[str], None]  # takes the model card
+    write: Callable[[TrainingLoop], Json]  # returns what the report shows
 
 
 class _TrainingRun:
@@ -68,13 +73,12 @@ class _TrainingRun:
         answers = self._answers(prompts, progress, stop)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         target = TargetNet.load(self.config, self.weights, dtype, self.device)
-        build = self._build_model(target) if recipe.kind == MODEL else self._build_head(target, answers)
+        build = (self._build_model if recipe.kind == MODEL else self._build_head)(target, answers)
         loop = self._loop(build.objective, answers)
         if recipe.resume:
             loop.resume()
         loop.run(progress, stop)
-        result = self._result(loop, answers) | build.facts
-        build.write(model_card(result))
+        result = build.write(loop)
         (recipe.folder / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
         if recipe.html is not None:
             recipe.html.write_text(html_report(result), encoding="utf-8")
@@ -136,12 +140,17 @@ class _TrainingRun:
         coverage = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
         facts = {"vocabulary": {"size": len(vocabulary.ids)} | coverage}
 
-        def write(card: str) -> None:
-            dtype, tensors = DTYPES[recipe.store], objective.net.state_dict()
-            stored = {n: t.to(dtype) if t.is_floating_point() and t.dim() > 1 else t for n, t in tensors.items()}
-            write_head(recipe.out, config, stored, card)
+        def write(loop: TrainingLoop) -> Json:
+            stored = encoded(objective, config, recipe.store, loop.batches.after(0))
+            more = facts | {"taps": list(config.taps), "layers": config.layers}
+            if recipe.store not in DTYPES:
+                more["as_trained"] = loop.evaluations[-1]["kinds"][ALL]["tau"]
+                loop.evaluate()  # what is stored
+            result = self._result(loop, answers) | more
+            write_head(recipe.out, config, stored, model_card(result))
+            return result
 
-        return _DrafterBuild(objective, facts | {"taps": list(config.taps), "layers": config.layers}, write)
+        return _DrafterBuild(objective, write)
 
     def _special_ids(self) -> list[int]:
         """Ids that end or structure a text: a drafter that cannot propose them never finishes one."""
@@ -149,17 +158,19 @@ class _TrainingRun:
         special = [i for i in tokenizer.vocabulary.values() if tokenizer.is_special(i)]
         return (special if len(special) <= _MOST_SPECIALS else []) + list(self.config.eos_ids)
 
-    def _build_model(self, target: TargetNet) -> _DrafterBuild:
+    def _build_model(self, target: TargetNet, answers: list[Answer]) -> _DrafterBuild:
         """A small standalone model with the target's tokenizer, written as a Hugging Face folder."""
         recipe = self.recipe
         layers = recipe.layers or min(_MODEL_LAYERS, self.config.layers)
         net = cut_target(self.config, self.weights, layers, recipe.train_embedding, self.device)
 
-        def write(card: str) -> None:
-            weights = _StateDict(net.state_dict())
-            write_folder(recipe.out, net.config, weights, self.checkpoint.tokenizer, DTYPES[recipe.store], card)
+        def write(loop: TrainingLoop) -> Json:
+            weights, result = _StateDict(net.state_dict()), self._result(loop, answers) | {"layers": layers}
+            dtype, card = DTYPES[recipe.store], model_card(result)
+            write_folder(recipe.out, net.config, weights, self.checkpoint.tokenizer, dtype, card)
+            return result
 
-        return _DrafterBuild(ModelObjective(net, target, recipe.k, recipe.soft), {"layers": layers}, write)
+        return _DrafterBuild(ModelObjective(net, target, recipe.k, recipe.soft), write)
 
     def _loop(self, objective: Objective[Any], answers: list[Answer]) -> TrainingLoop:
         recipe, longest = self.recipe, self.config.context_length
@@ -194,24 +205,6 @@ class _TrainingRun:
             "evaluations": loop.evaluations,
             "environment": environment(),
         }
-
-
-def load_start(net: nn.Module, config: HeadConfig, start: HeadConfig, tensors: dict[str, Tensor]) -> None:
-    """Load the weights of another head of the same shape. Output rows of ids that it lacks stay the target's."""
-    if start != config:
-        names = [name for name, value in vars(start).items() if getattr(config, name) != value]
-        raise ConfigError(f"--start-from is a head of another shape: {' and '.join(names)} differ.")
-    loaded = dict(tensors)
-    if "d2t" in loaded:
-        state = net.state_dict()
-        start_ids, ids = target_ids(loaded["d2t"].cpu()), target_ids(state["d2t"].cpu())  # [D] each, ascending
-        index = torch.searchsorted(start_ids, ids).clamp(max=len(start_ids) - 1)
-        shared = start_ids[index] == ids
-        rows = state["lm_head.weight"].cpu().float()
-        if start.own_output:
-            rows[shared] = loaded["lm_head.weight"].float()[index[shared]]
-        loaded |= {"lm_head.weight": rows, "d2t": state["d2t"], "t2d": state["t2d"]}
-    net.load_state_dict(loaded)
 
 
 def _file_facts(path: Path) -> Json:

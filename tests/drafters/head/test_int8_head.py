@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.cpu import native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Transformer
-from outrider.backends.rows import rows_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.config import Config
-from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head, write_head
-from outrider.engine.cache import Cache, Plane
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.testing import SCENARIOS, check_drafter, decode
-from outrider.types import SamplingParams, Sequence
+from outrider.types import SamplingParams
 
+from support.head_rig import Rig, shown_to
 from support.toys import reference, toy
 
 TARGET = toy()
@@ -35,34 +32,6 @@ needs_native = pytest.mark.skipif(native.load().kernels is None, reason="there i
 
 def head_of(kind: str, layers: int, dtype: torch.dtype = torch.int8, **more: Any) -> Head:
     return Head(*random_head(TARGET.config, kind, layers=layers, **more), EMBEDDING, dtype)
-
-
-class Rig:
-    """One sequence of a head, with everything in its place."""
-
-    def __init__(self, head: Head, tokens: list[int]) -> None:
-        self.head, self.cache, self.seq = head, Cache(128, 2, 96), Sequence(1, tokens)
-        self.plane: Plane = self.cache.add_plane(*head.plane_shape)
-        self.cache.open(self.seq)
-        assert self.cache.reserve(self.seq, len(tokens), 8)
-
-    def read(self, start: int, stop: int, shown: Tensor, masks: int = 0) -> tuple[Tensor, Tensor]:
-        """Rows start … stop-1, all wanted, and masks behind them. shown [T, taps * H]."""
-        packed = HeadBatch(self.cache)
-        packed.committed(self.seq, start, stop, want=False)
-        packed.want = list(range(stop - start))
-        packed.masks(self.seq, masks)
-        blank = shown.new_zeros(masks, shown.shape[1])
-        masked = torch.tensor(packed.masked) if masks else None
-        return self.head.read(rows_of(packed), self.plane, torch.cat([shown[start:stop], blank]), masked)
-
-
-def shown_to(head: Head, rows: int) -> Tensor:
-    """[rows, taps * H], with an input that dwarfs the others, as targets have them."""
-    width = head.config.hidden_size * len(head.config.taps)
-    shown = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
-    shown[:, 3] *= 300
-    return shown
 
 
 TOKENS = [(7 * i + 3) % 48 for i in range(21)]

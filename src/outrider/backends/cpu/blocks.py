@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...errors import ModelError
+from ...models.blocks import BlockTensor
 from ...models.config import ModelConfig
 from ...models.gguf_file import GGUFWeights
 from ...models.stages import stage
@@ -31,7 +32,7 @@ from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..rows import Rows
 from ..transformer import rope_tables
 from . import native, quantise as quant
-from .int8 import NativePass
+from .int8 import NativePass, NativeProduct
 from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ FORMAT = 1  # of the repacked file; a change makes old files be built again
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of native/blocks.h
 SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
 LANES = 16  # outputs of a piece
+GATED = "gate_up"  # how the name of a gated pair ends
 _CHUNK = 1 << 24  # weights that are repacked at once
 Bytes = npt.NDArray[Any]  # uint8
 FileWeights: TypeAlias = GGUFWeights | FamilyWeights  # of a GGUF file
@@ -201,18 +203,21 @@ def _embedding(weights: FileWeights, words: int) -> Tensors:
 
 def _product(weights: FileWeights, key: str, sources: list[str], most: int | None = None) -> Tensors:
     """most: rows that are used, if not all."""
-    kinds = [weights.kind(source) for source in sources]
-    parts = [repack(weights.blocks(source)[:most], kind) for source, kind in zip(sources, kinds, strict=True)]
-    gated = key.endswith("gate_up")
-    if gated and kinds[0] == kinds[1]:  # 16 gates, their 16 ups, and so on: kernels read one stream
-        parts, kinds = [torch.stack(parts, 1).flatten(0, 1)], kinds[:1]
-    tensors = {f"{key}.{i}.{kind}": part for i, (kind, part) in enumerate(zip(kinds, parts, strict=True))}
+    tensors = joined(key, [(weights.blocks(source)[:most], weights.kind(source)) for source in sources])
     biases = [source.replace(".weight", ".bias") for source in sources]
     if weights.has(biases[0]):
         bias = torch.cat([weights.get(bias, torch.float32) for bias in biases])
-        bias = quant.interleave(bias) if gated else bias
+        bias = quant.interleave(bias) if key.endswith(GATED) else bias
         tensors[f"{key}.bias"] = F.pad(bias, (0, -bias.shape[0] % OUTPUTS))
     return tensors
+
+
+def joined(key: str, matrices: list[tuple[Tensor, str]]) -> Tensors:
+    """The pieces of one product from its matrices, each with its kind."""
+    kinds, parts = [kind for _, kind in matrices], [repack(raw, kind) for raw, kind in matrices]
+    if key.endswith(GATED) and kinds[0] == kinds[1]:  # 16 gates, their 16 ups, and so on: kernels read one stream
+        parts, kinds = [torch.stack(parts, 1).flatten(0, 1)], kinds[:1]
+    return {f"{key}.{i}.{kind}": part for i, (kind, part) in enumerate(zip(kinds, parts, strict=True))}
 
 
 def pieces_of(tensors: Tensors, key: str) -> list[tuple[Tensor, int]]:
@@ -224,9 +229,21 @@ def pieces_of(tensors: Tensors, key: str) -> list[tuple[Tensor, int]]:
         if (name := f"{key}.{i}.{kind}") in tensors
     ]
     listed = [[(piece, kind) for piece in part] for part, kind in parts]
-    if key.endswith("gate_up") and len(listed) == 2:  # of two types
+    if key.endswith(GATED) and len(listed) == 2:  # of two types
         return [piece for pair in zip(*listed, strict=True) for piece in pair]
     return [piece for pieces in listed for piece in pieces]
+
+
+class BlockLinear(NativeProduct):
+    """A product whose weights are pieces, called like `linear.Linear`."""
+
+    def __init__(self, tensors: Tensors, key: str, outputs: int, inputs: int, kernels: native.Kernels) -> None:
+        """outputs: of a gated pair, gates and ups padded to whole pieces."""
+        pieces, bias = pieces_of(tensors, key), tensors.get(f"{key}.bias")
+        self.table = array("q", [number for piece, bits in pieces for number in (piece.data_ptr(), bits)])
+        address = self.table.buffer_info()[0]
+        fields = (0, 0, 0, *ops.addresses_of(bias), 0, outputs, inputs, 0, address)
+        super().__init__(fields, kernels, [piece for piece, _ in pieces], bias)
 
 
 # ------------------------------------------------------------ the decoder
@@ -270,9 +287,19 @@ class BlockTransformer(Model):
         """[V, H] bfloat16, for trained heads: the decoder itself reads single rows of the blocks."""
         return self.weights.get("embed_tokens.weight", torch.bfloat16)
 
+    @property
+    def words(self) -> int:
+        """The address of the embedding's pieces, which this model keeps; 0: it is not in blocks."""
+        return self._native._words()[1]
+
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
         return self.weights.rows(_head(self.config), ids)
+
+    def output_blocks(self, ids: Tensor) -> BlockTensor:
+        """The same as they are in the file."""
+        name = _head(self.config)
+        return BlockTensor(self.weights.blocks(name)[ids], self.weights.kind(name))
 
     @torch.inference_mode()
     def forward(

@@ -99,10 +99,15 @@ class Addresses:
         return held.buffer_info()[0]
 
     def _linear(self, q: Quantised) -> tuple[int, ...]:
-        """The fields of `Linear` in int8.h."""
+        """As `linear_fields`."""
         self._held.append(q)
-        addresses = ops.addresses_of(q.weight, q.high, q.scale, q.bias, q.outliers)
-        return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
+        return linear_fields(q)
+
+
+def linear_fields(q: Quantised) -> tuple[int, ...]:
+    """The fields of `Linear` in int8.h. The caller keeps the product."""
+    addresses = ops.addresses_of(q.weight, q.high, q.scale, q.bias, q.outliers)
+    return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
 
 
 class NativePass(Addresses):
@@ -213,10 +218,10 @@ def open_int8(
     return (Int8Transformer if config.llama_like else Int8Decoder)(config, tensors, length)
 
 
-def int8_product(q: Quantised) -> Int8Linear:
+def int8_product(q: Quantised) -> Int8Linear | NativeProduct:
     """A product with packed weights: native where there is a compiler."""
     kernels = ops._loaded().kernels
-    return Int8Linear(q, q.outputs) if kernels is None else NativeProduct(q, kernels)
+    return Int8Linear(q, q.outputs) if kernels is None else NativeProduct(linear_fields(q), kernels, q)
 
 
 class TorchProduct(NamedTuple):
@@ -362,15 +367,22 @@ def _indices(rows: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(rows + 1, dtype=torch.long), torch.arange(rows)
 
 
-class NativeProduct(Int8Linear, Addresses):
+class NativeProduct(Addresses):
     """The same by the native kernels: a model without layers, whose head is this product."""
 
-    def __init__(self, packed: Quantised, kernels: native.Kernels) -> None:
-        Addresses.__init__(self)
-        Int8Linear.__init__(self, packed, packed.outputs)
-        sizes = (packed.inputs, 1, 1, 1, 0, 1, packed.outputs, 1)
-        fields = (0, 0, 0, 0, 0, *self._linear(packed), *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, 0)
-        self.kernels, self._model = kernels, self._keep(struct.pack(native.MODEL, *fields))
+    exact = True
+
+    def __init__(self, fields: tuple[int, ...], kernels: native.Kernels, *held: object) -> None:
+        """fields: of its `Linear` in native/int8.h; held: what they are the addresses of."""
+        super().__init__(*held)
+        self.fields, self.kernels, (self.outputs, inputs) = fields, kernels, fields[5:7]
+        sizes = (inputs, 1, 1, 1, 0, 1, self.outputs, 1)
+        model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, 0)
+        self._model = self._keep(struct.pack(native.MODEL, *model))
+
+    def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
+        """activation(gate) * up [T, out / 2]; the first half are gates."""
+        return ops.gate_mul(self(x), activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]

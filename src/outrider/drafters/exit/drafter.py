@@ -26,7 +26,7 @@ from ...backends.rows import Rows, rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Plane
 from ...errors import ConfigError
-from ...models.speculators import HeadConfig, block_name, check_head, read_head, target_ids
+from ...models.speculators import HeadConfig, HeadTensors, block_name, check_head, read_head, target_ids
 from ...types import Draft, Sequence
 from .. import Drafter, DraftRequest, Memory, Traits, Workspace, register
 from .._rollout import DraftVocabularyRollout, Growth
@@ -61,7 +61,7 @@ class Exit(DraftVocabulary):
         if adapter is not None:
             self._load(*adapter)
 
-    def _load(self, config: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    def _load(self, config: HeadConfig, tensors: HeadTensors) -> None:
         check_head(config, tensors, "The adapter")
 
         def product(*names: str) -> Any:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from ...backends import Model
+from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
 from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
-from ...models.speculators import CONFIG, EAGLE1, HeadConfig, random_head, read_config, target_ids
+from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config, target_ids
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
@@ -293,7 +294,7 @@ def _read(folder: Path, space: Workspace) -> OpenedHead:
 
 
 def _with_target(
-    config: HeadConfig, tensors: dict[str, torch.Tensor], space: Workspace, dtype: torch.dtype, stored_as: str
+    config: HeadConfig, tensors: HeadTensors, space: Workspace, dtype: torch.dtype, stored_as: str
 ) -> Head:
     """A head with what it takes from its target: the embedding, and perhaps the last norm and the output matrix."""
     target = space.target
@@ -301,8 +302,11 @@ def _with_target(
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
     config, tensors = with_output_rows(config, tensors, target)
     output = None if config.own_output else output_product(target, dtype)
-    embedding, device = embedding_of(target), target.device
-    own = tensors.get("embed_tokens.weight")
+    device, own = target.device, tensors.get("embed_tokens.weight")
+    in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
+    if in_pieces and config.kind != EAGLE1:  # native code reads single rows of them
+        return Head(config, tensors, target, dtype, device, space.cache.length, stored_as, output)
+    embedding = embedding_of(target)
     if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
         some = torch.arange(0, own.shape[0], 61)
         if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):
@@ -311,13 +315,12 @@ def _with_target(
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
 
 
-def with_output_rows(
-    config: HeadConfig, tensors: dict[str, torch.Tensor], target: Model
-) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
     """The head with the target's output rows of its draft vocabulary, where its file has none."""
     if config.own_output or config.draft_vocab_size == config.vocab_size:
         return config, tensors
-    rows = output_rows(target, target_ids(tensors["d2t"]))  # [D, H]
+    ids = target_ids(tensors["d2t"])
+    rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
     return replace(config, own_output=True), tensors | {"lm_head.weight": rows}
 
 

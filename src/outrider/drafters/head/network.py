@@ -22,14 +22,18 @@ from torch import Tensor
 
 from ...backends import PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
+from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
 from ...backends.cpu.int8 import Addresses, Int8Linear
+from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
 from ...engine.cache import Plane
+from ...models.blocks import BlockTensor
 from ...models.config import inverse_frequencies
 from ...models.speculators import (
     EAGLE1,
     HeadConfig,
+    HeadTensors,
     check_head,
     layer_name,
     read_head,
@@ -67,9 +71,9 @@ class Head(DraftVocabulary):
     def __init__(
         self,
         config: HeadConfig,
-        tensors: dict[str, Tensor],
-        embedding: Tensor,  # [V, H] the target's; a narrow head has its own
-        dtype: torch.dtype,  # int8 (CPU only): weights are quantised here
+        tensors: HeadTensors,
+        embedding: Any,  # [V, H] the target's, or a target with `words`; a narrow head has its own
+        dtype: torch.dtype,  # int8 (CPU only): weights are quantised here, or stay in the blocks of their file
         device: torch.device | str = "cpu",
         length: int | None = None,  # number of positions; default: the context length
         stored_as: str | None = None,  # the name of its int8 weights on disk; None: they are not kept
@@ -83,14 +87,18 @@ class Head(DraftVocabulary):
         self.embedding = embedding if own is None else own.to(self.device, dtype)
         self._tensors = tensors
         build = self._quantised
+        self._kernels = ops._loaded().kernels if self.int8 else None
+        kinds = {tensor.kind for tensor in tensors.values() if isinstance(tensor, BlockTensor)}
+        if stored_as is not None and self._kernels is not None and kinds:
+            stored_as = "-".join([stored_as, *sorted(kinds)])  # output rows may be the target's, of any kind
         self._packed = {} if not self.int8 else build() if stored_as is None else quantise.stored(stored_as, build)
-        self.fc = self._product("fc.weight")
+        self.fc = self._product("fc", "fc.weight")
         names = ("midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight")
         vectors: list[Any] = [self._vector(name) if name in tensors else None for name in names]
         self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors
         self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
         self.layers = [self._layer(i) for i in range(config.layers)]
-        self.head = self._product("lm_head.weight") if config.own_output else output
+        self.head = self._product("head", "lm_head.weight") if config.own_output else output
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.device_ids = self.ids.to(self.device)  # [D] the same
         self._other_rows: OtherRows | None = None
@@ -103,8 +111,7 @@ class Head(DraftVocabulary):
     def _prepare(self, length: int) -> None:
         """What depends on the configuration alone: rope for so many positions, and the native form."""
         self.cos, self.sin = self._rope(length)
-        kernels = ops._loaded().kernels if self.int8 else None
-        self.native = None if kernels is None else Int8Head(self, kernels)
+        self.native = None if self._kernels is None else Int8Head(self, self._kernels)
 
     def read_as(self, config: HeadConfig) -> Head:
         """The same weights under another reading of their conventions."""
@@ -232,20 +239,28 @@ class Head(DraftVocabulary):
         return layer.out(ops.attend(q, *kv, rows, c.head_dim**-0.5, self.compute, c.window(i)))
 
     def _vector(self, name: str) -> Tensor:
-        return self._tensors[name].to(self.device, self.stream)
+        vector: Tensor = self._tensors[name].to(self.device, self.stream)
+        return vector
 
     def _quantised(self) -> dict[str, Tensor]:
-        """Every product in int8. It takes half a second, so that it is kept on disk."""
-        products: list[tuple[str, ...]] = [("fc.weight",)]
-        products += [("lm_head.weight",)] if self.config.own_output else []
-        products += [names for i in range(self.config.layers) for names in _products_of(layer_name(i)).values()]
+        """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
+        products: dict[str, tuple[str, ...]] = {"fc": ("fc.weight",)}
+        products |= {"head": ("lm_head.weight",)} if self.config.own_output else {}
+        for at in map(layer_name, range(self.config.layers)):
+            products |= {f"{at}.{field}": names for field, names in _products_of(at).items()}
         packed: dict[str, Tensor] = {}
-        for names in products:
+        for key, names in products.items():
+            if self._stays_in_blocks(names):
+                packed |= joined(key, [(self._tensors[name].raw, self._tensors[name].kind) for name in names])
+                continue
             parts = [self._tensors[name].to(self.device) for name in names]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            linear8 = Int8Linear.of(weight, gates="gate_proj" in names[0], bias=self._bias(names))
-            packed |= linear8.as_tensors(names[0])
+            packed |= Int8Linear.of(weight, gates=key.endswith(GATED), bias=self._bias(names)).as_tensors(key)
         return packed
+
+    def _stays_in_blocks(self, names: tuple[str, ...]) -> bool:
+        """Whether kernels multiply by these matrices as they are stored."""
+        return self._kernels is not None and all(isinstance(self._tensors[name], BlockTensor) for name in names)
 
     def _bias(self, names: tuple[str, ...]) -> Tensor | None:
         """The joined biases of these products; that of `fc` is added apart."""
@@ -254,9 +269,15 @@ class Head(DraftVocabulary):
             return None
         return torch.cat([self._tensors[bias].to(self.device, self.compute) for bias in biases])
 
-    def _product(self, *names: str) -> Any:
+    def _product(self, key: str, *names: str) -> Any:
+        if self._stays_in_blocks(names):
+            assert self._kernels is not None
+            outputs, inputs = sum(self._tensors[name].shape[0] for name in names), self._tensors[names[0]].shape[1]
+            if key.endswith(GATED):
+                outputs = -(-outputs // OUTPUTS) * OUTPUTS
+            return BlockLinear(self._packed, key, outputs, inputs, self._kernels)
         if self.int8:
-            return Int8Linear.from_tensors(self._packed, names[0])
+            return Int8Linear.from_tensors(self._packed, key)
         weight = torch.cat([self._tensors[name].to(self.device, self.compute) for name in names])
         return linear(weight, self._bias(names))
 
@@ -270,7 +291,7 @@ class Head(DraftVocabulary):
             attention_norm=self._vector(first) if first in self._tensors else None,
             head_norms=norms,
             mlp_norm=self._vector(f"{at}.post_attention_layernorm.weight"),
-            **{field: self._product(*names) for field, names in _products_of(at).items()},
+            **{field: self._product(f"{at}.{field}", *names) for field, names in _products_of(at).items()},
         )
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
@@ -331,16 +352,23 @@ class OtherRows:
 class Int8Head(Addresses):
     """The int8 head on a CPU: `Head.scores` in one native call, with all weights' addresses in the order of pass.h.
 
-    Weights are quantised without calibration and outliers: errors cost acceptance only. The target's hidden states do
-    have outliers, so `fc` reads them with 16 bits. Without a compiler, `Int8Linear` products do the same in torch.
+    Weights are in the blocks of their file, or quantised without calibration and outliers: errors cost acceptance only.
+    The target's hidden states do have outliers, so `fc` reads them with 16 bits. Without a compiler, `Int8Linear`
+    products do the same in torch.
     """
 
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
-        embedding = head.embedding.to(torch.bfloat16).contiguous()  # [V, H], the target's own where it is int8
-        super().__init__(head, embedding)
+        super().__init__(head)
         self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
         self.outputs = head.config.draft_vocab_size
-        self._model = self._pack(head, embedding)
+        self._model = self._pack(head)
+
+    def _words(self, embedding: Any) -> tuple[int, int]:
+        """Addresses of the embedding [V, H]: in bfloat16, the target's own where it is int8; or its pieces' address."""
+        if isinstance(embedding, BlockTransformer):
+            return 0, embedding.words
+        self._held.append(words := embedding.to(torch.bfloat16).contiguous())
+        return words.data_ptr(), 0
 
     def __call__(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True
@@ -367,26 +395,29 @@ class Int8Head(Addresses):
         )  # fmt: skip
         return scores, outputs
 
-    def _pack(self, head: Head, embedding: Tensor) -> int:
-        c = head.config
+    def _pack(self, head: Head) -> int:
+        c, (words, pieces) = head.config, self._words(head.embedding)
         layers = b"".join(self._pack_layer(layer, c.window(i)) for i, layer in enumerate(head.layers))
         masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
         fields = (
             self._keep(layers),
-            *ops.addresses_of(head.norm, embedding, head.cos, head.sin),
-            *self._linear(head.head.packed),
+            *(*ops.addresses_of(head.norm), words, *ops.addresses_of(head.cos, head.sin)),
+            *self._fields(head.head),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._linear(head.fc.packed)),
-            *(c.norm_before_residual, 0),
+            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._fields(head.fc)),
+            *(c.norm_before_residual, pieces),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 
     def _pack_layer(self, layer: Any, window: int) -> bytes:
         norms = ops.addresses_of(layer.attention_norm, layer.mlp_norm, *(layer.head_norms or (None, None))[:2])
         products = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        linears = [field for product in products for field in self._linear(product.packed)]
+        linears = [field for product in products for field in self._fields(product)]
         return struct.pack(native.LAYER, *norms, *linears, True, window)
+
+    def _fields(self, product: Any) -> tuple[int, ...]:
+        return product.fields if isinstance(product, BlockLinear) else self._linear(product.packed)
 
 
 def _lists(rows: Rows) -> tuple[list[list[int]], Tensor]:

@@ -39,12 +39,15 @@ class AdaptedHead:
 
     def read(self, rows: Rows, plane: Any, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Head.read`."""
-        return self.scores(rows, plane, self.bare.fuse([hidden]), masked)
+        return self._scored(rows, self.bare.read(_unwanted(rows), plane, hidden, masked)[1])
 
-    @torch.inference_mode()
     def scores(self, rows: Rows, plane: Any, features: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Head.scores`: [R, D] and [T, H]."""
-        _, x = self.bare.scores(_unwanted(rows), plane, features, masked)
+        return self._scored(rows, self.bare.scores(_unwanted(rows), plane, features, masked)[1])
+
+    @torch.inference_mode()
+    def _scored(self, rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The wanted rows' scores [R, D] with the adapter, and the outputs x [T, H]."""
         if not rows.want.shape[0]:
             return x.new_zeros(0, self.config.draft_vocab_size), x
         state = x[rows.want.to(x.device)]  # [R, H]

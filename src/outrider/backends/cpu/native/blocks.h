@@ -491,22 +491,56 @@ INLINE int32_t sum_of(const int8_t *q, int n) {
     return sum;
 }
 
-static void quantise_units(const Linear *linear, const float *x, char *out) {
-    const int64_t n = linear->inputs;
-    if (is_super(linear->pieces->bits)) {
-        Super *s = (Super *)out;
-        for (int64_t i = 0; i < n; i += SPAN, s++) {
-            s->scale = quantise_unit(x + i, SPAN, s->q);
-            for (int j = 0; j < 16; j++) s->sums16[j] = (int16_t)sum_of(s->q + 16 * j, 16);
-            for (int j = 0; j < 8; j++) s->sums32[j] = (int16_t)(s->sums16[2 * j] + s->sums16[2 * j + 1]);
-        }
+/* Completes a unit whose bytes are there: its scale and its sums. */
+INLINE void describe_unit(char *unit, int whole, float scale) {
+    if (whole) {
+        Super *s = (Super *)unit;
+        s->scale = scale;
+        for (int j = 0; j < 16; j++) s->sums16[j] = (int16_t)sum_of(s->q + 16 * j, 16);
+        for (int j = 0; j < 8; j++) s->sums32[j] = (int16_t)(s->sums16[2 * j] + s->sums16[2 * j + 1]);
         return;
     }
-    Small *s = (Small *)out;
-    for (int64_t i = 0; i < n; i += 32, s++) {
-        s->scale = quantise_unit(x + i, 32, s->q);
-        s->whole = sum_of(s->q, 32);
-        s->sum = (float)s->whole;
+    Small *s = (Small *)unit;
+    s->scale = scale;
+    s->whole = sum_of(s->q, 32);
+    s->sum = (float)s->whole;
+}
+
+static void quantise_units(const Linear *linear, const float *x, char *out) {
+    const int64_t n = linear->inputs;
+    if (is_super(linear->pieces->bits))
+        for (int64_t i = 0; i < n; i += SPAN, out += sizeof(Super))
+            describe_unit(out, 1, quantise_unit(x + i, SPAN, (int8_t *)out));
+    else
+        for (int64_t i = 0; i < n; i += 32, out += sizeof(Small))
+            describe_unit(out, 0, quantise_unit(x + i, 32, (int8_t *)out));
+}
+
+/* One unit of n values as two rows of bytes: x = scale * (254 * high + low). */
+INLINE float halve_unit(const float *x, int n, int8_t *high, int8_t *low) {
+    vf best = {0}, odd = {0};
+    for (int i = 0; i < n; i += W) {
+        best = larger(magnitude(load(x + i)), best);
+        odd += load(x + i) * 0.0f;
+    }
+    const float bad = lanes_sum(odd), scale = lanes_top(best) / 32385.0f; /* 254 * 127 + 127 */
+    const float inverse = scale > 1e-30f && bad == 0.0f ? 1.0f / scale : 0.0f;
+    for (int i = 0; i < n; i++) {
+        const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + (q < 0 ? -126 : 126)) / 254;
+        high[i] = (int8_t)upper;
+        low[i] = (int8_t)(q - 254 * upper); /* never -128, whose sign cannot be changed */
+    }
+    return scale + bad;
+}
+
+/* A row whose inputs differ by orders of magnitude even within a unit, as two rows that add up to it. */
+static void quantise_units_twice(const Linear *linear, const float *x, char *high, char *low) {
+    const int whole = is_super(linear->pieces->bits), size = whole ? SPAN : 32;
+    const int64_t bytes = whole ? (int64_t)sizeof(Super) : (int64_t)sizeof(Small);
+    for (int64_t i = 0; i < linear->inputs; i += size, high += bytes, low += bytes) {
+        const float scale = halve_unit(x + i, size, (int8_t *)high, (int8_t *)low);
+        describe_unit(high, whole, 254.0f * scale);
+        describe_unit(low, whole, scale);
     }
 }
 

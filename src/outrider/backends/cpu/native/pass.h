@@ -73,6 +73,17 @@ INLINE void normed(float *row, const float *x, const float *norm, int64_t n, dou
     for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * norm[i];
 }
 
+static void to_integers(const Packing *a, float *row, int64_t t) {
+    const Packed *packed = &a->s->packed;
+    if (a->linear->pieces) quantise_units(a->linear, row, (char *)(packed->inputs + t * packed->stride));
+    else quantise(a->linear, row, packed, t);
+}
+
+INLINE void embed(const Model *model, int64_t token, float *out) {
+    if (model->embedding) read_row(out, model->embedding + token * model->hidden, 1, model->hidden);
+    else read_piece(model->word_pieces + token / LANES, token % LANES, model->hidden, out);
+}
+
 static int pack_row(const void *job, int64_t t) {
     const Packing *a = job;
     const int64_t n = a->linear->inputs;
@@ -81,9 +92,7 @@ static int pack_row(const void *job, int64_t t) {
     if (!row) return 1;
     if (a->norm) normed(row, x, a->norm, n, a->s->p->model->eps);
     else memcpy(row, x, (size_t)n * sizeof *row);
-    const Packed *packed = &a->s->packed;
-    if (a->linear->pieces) quantise_units(a->linear, row, (char *)(packed->inputs + t * packed->stride));
-    else quantise(a->linear, row, packed, t);
+    to_integers(a, row, t);
     return 0;
 }
 
@@ -94,12 +103,12 @@ static int pack_pair(const void *job, int64_t t) { /* a head's first layer: [the
     float *row = scratch(0, padded(2 * n) + n), *word = row + padded(2 * n);
     if (!row) return 1;
     if (token < 0) memcpy(word, model->mask_embedding, (size_t)n * sizeof *word);
-    else read_row(word, model->embedding + token * n, 1, n);
+    else embed(model, token, word);
     normed(row, word, a->norm, n, model->eps);
     const float *stream = a->from + t * a->from_stride;
     if (model->begins_normed) memcpy(row + n, stream, (size_t)n * sizeof *row);
     else normed(row + n, stream, model->beside_norm, n, model->eps);
-    quantise(a->linear, row, &a->s->packed, t);
+    to_integers(a, row, t);
     return 0;
 }
 
@@ -109,6 +118,11 @@ static int pack_shown(const void *job, int64_t t) {
     const Packed *out = &s->packed;
     const int64_t n = s->p->model->fuse.inputs;
     const float *x = s->p->shown + t * n;
+    if (s->p->model->fuse.pieces) {
+        char *twice = (char *)(out->inputs + 2 * t * out->stride);
+        quantise_units_twice(&s->p->model->fuse, x, twice, twice + out->stride * (int64_t)sizeof(Input));
+        return 0;
+    }
     Input *high = out->inputs + 2 * t * out->stride, *low = high + out->stride;
     float top = 0.0f, odd = 0.0f;
     int32_t highs = 0, lows = 0;
@@ -141,9 +155,7 @@ static int embed_row(const void *job, int64_t t) {
     else if (p->shown)
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
-    else if (!p->model->embedding)
-        read_piece(p->model->word_pieces + p->tokens[t] / LANES, p->tokens[t] % LANES, n, s->x + t * n);
-    else read_row(s->x + t * n, p->model->embedding + p->tokens[t] * n, 1, n);
+    else embed(p->model, p->tokens[t], s->x + t * n);
     if (head && p->model->begins_normed) normed(s->x + t * n, s->x + t * n, p->model->beside_norm, n, p->model->eps);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
     memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);

@@ -1,0 +1,120 @@
+"""Heads in blocks of four and eight bits: their files, and passes that multiply by the stored numbers as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.backends.cpu import native
+from outrider.backends.cpu.blocks import BlockLinear
+from outrider.backends.toy import toy_config
+from outrider.drafters.head.network import Head, read_head, write_head
+from outrider.errors import ModelError
+from outrider.models.blocks import BlockTensor
+from outrider.models.speculators import HeadConfig, decoded, random_head, stored_as
+from outrider.testing import check_drafter
+
+from support.head_rig import Rig, shown_to
+from support.toys import toy
+
+STORES = ["q8_0", "q4_1", "q4_0", "q4_k"]
+WIDE = replace(toy_config(), hidden_size=256, intermediate_size=256, heads=4, kv_heads=2, head_dim=64, vocab_size=640)
+EMBEDDING = torch.randn(640, 256, generator=torch.Generator().manual_seed(5))
+needs_native = pytest.mark.skipif(native.load().kernels is None, reason="there is no compiler")
+
+
+@cache
+def small(store: str, kind: str = "eagle3") -> tuple[HeadConfig, dict[str, Any]]:
+    config, tensors = random_head(WIDE, kind, vocabulary=96, layers=1 if kind == "eagle3" else 2)
+    return config, stored_as(tensors, store)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_what_is_written_in_blocks_is_read(store: str, tmp_path: Path) -> None:
+    config, tensors = small(store)
+    write_head(tmp_path, config, tensors)
+    again, same = read_head(tmp_path)
+    assert again == config
+    for name, tensor in tensors.items():
+        blocks = isinstance(tensor, BlockTensor)
+        assert blocks == (tensor.to(torch.float32).dim() == 2)
+        assert same[name].kind == tensor.kind if blocks else True
+        assert torch.equal(same[name].raw, tensor.raw) if blocks else torch.equal(same[name], tensor)
+
+
+def test_a_spoilt_block_is_refused(tmp_path: Path) -> None:
+    write_head(tmp_path, *small("q4_0"))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"fc.weight.Q4_0": tensors["fc.weight.Q4_0"][:, :-1].contiguous()}, file)
+    with pytest.raises(ModelError, match=r"fc\.weight is not in whole blocks of Q4_0"):
+        read_head(tmp_path)
+    save_file(tensors | {"fc.weight.Q4_0": tensors["fc.weight.Q4_0"][:, :-18].contiguous()}, file)
+    with pytest.raises(ModelError, match=r"fc\.weight.* has the shape \[256, 736\] instead of \[256, 768\]"):
+        read_head(tmp_path)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("store", STORES)
+def test_native_code_multiplies_by_what_is_stored(store: str, kind: str) -> None:
+    """Against the same numbers in float32: only the rows are rounded, to eight bits, the target's states to sixteen."""
+    config, tensors = small(store, kind)
+    head, floats = (
+        Head(config, t, EMBEDDING, d) for t, d in ((tensors, torch.int8), (decoded(tensors), torch.float32))
+    )
+    assert isinstance(head.fc, BlockLinear)
+    assert isinstance(head.layers[0].gate_up, BlockLinear)
+    tokens, masks = [(97 * i) % 640 for i in range(41)], 5 if kind == "block" else 0
+    (scores, outputs), (expected, states) = (
+        Rig(each, tokens).read(0, 40, shown_to(each, 40), masks) for each in (head, floats)
+    )
+    assert (scores - expected).norm() < 0.03 * expected.norm()
+    assert (outputs - states).norm() < 0.03 * states.norm()
+
+
+@needs_native
+@pytest.mark.parametrize("store", STORES)
+def test_a_row_ignores_its_neighbours_and_threads(store: str) -> None:
+    config, tensors = small(store)
+    head, tokens = Head(config, tensors, EMBEDDING, torch.int8), [(97 * i) % 640 for i in range(21)]
+    shown, whole, pieces = shown_to(head, 20), Rig(head, tokens), Rig(head, tokens)
+    scores, outputs = whole.read(0, 20, shown)
+    threads = torch.get_num_threads()
+    try:
+        steps = []
+        for count, (a, b) in enumerate(((0, 1), (1, 9), (9, 10), (10, 20)), start=1):
+            torch.set_num_threads(1 + count % 3)
+            steps.append(pieces.read(a, b, shown))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat([step[0] for step in steps]), scores)
+    assert torch.equal(torch.cat([step[1] for step in steps]), outputs)
+    assert bool(Rig(head, tokens).read(0, 20, shown * torch.nan)[0].isnan().all())
+
+
+def test_without_kernels_blocks_become_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.backends import ops
+
+    config, tensors = small("q4_1")
+    tokens = [(97 * i) % 640 for i in range(21)]
+    expected = Rig(Head(config, tensors, EMBEDDING, torch.float32), tokens)
+    shown = shown_to(expected.head, 20)
+    monkeypatch.setattr(ops, "_loaded", lambda: native.Native(None, "none here"))
+    scores, _ = Rig(Head(config, tensors, EMBEDDING, torch.int8), tokens).read(0, 20, shown)
+    floats, _ = expected.read(0, 20, shown)
+    assert (scores - floats).norm() < 0.05 * floats.norm()
+
+
+@pytest.mark.slow
+def test_no_head_in_blocks_changes_the_text(tmp_path: Path) -> None:
+    target = toy()
+    config, tensors = random_head(target.config)
+    write_head(tmp_path, config, stored_as(tensors, "q4_1"))
+    assert check_drafter("head", {"head": str(tmp_path), "draft_dtype": "int8"}, target, tokens=16)
