@@ -141,7 +141,7 @@ class Lab:
                 table = self.small.weights.get(twin.EMBEDDING, torch.bfloat16)  # [V, H]
                 config, tensors = twin.narrow_head(config, tensors, table, large, self.device, self.options.seed)
         target: Any = self.llm.target
-        config, tensors = with_output_rows(config, tensors, target)
+        tensors = with_output_rows(config, tensors, target)
         return Head(config, tensors, embedding_of(target), target.compute, target.device, self.length)
 
     # ------------------------------------------------------------ time

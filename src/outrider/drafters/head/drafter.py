@@ -300,8 +300,8 @@ def _with_target(
     target = space.target
     if config.kind == EAGLE1:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
-    config, tensors = with_output_rows(config, tensors, target)
-    output = None if config.own_output else output_product(target, dtype)
+    tensors = with_output_rows(config, tensors, target)
+    output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
     in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
     if in_pieces and config.kind != EAGLE1:  # native code reads single rows of them
@@ -315,27 +315,28 @@ def _with_target(
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
 
 
-def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
-    """The head with the target's output rows of its draft vocabulary, where its file has none."""
+def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> HeadTensors:
+    """The head's tensors with the target's output rows of its draft vocabulary, where its file has none."""
     if config.own_output or config.draft_vocab_size == config.vocab_size:
-        return config, tensors
+        return tensors
     ids = target_ids(tensors["d2t"])
     rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
-    return replace(config, own_output=True), tensors | {"lm_head.weight": rows}
+    return tensors | {"lm_head.weight": rows}
 
 
 def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntVocabulary | None:
-    """What lets the head's vocabulary follow the text; None where the target's output rows would not fit."""
-    config, target = head.config, space.target
-    if not isinstance(config, HeadConfig) or config.kind not in HEADS or config.narrow:
+    """What lets the vocabulary of a head with the target's output rows follow the text; None for other heads.
+
+    Rows that were trained with a head have left the target's space: beside them the target's own score too high.
+    """
+    rows = row_reader(space.target)
+    if not isinstance(head, Head) or head.config.own_output or rows is None:
         return None
-    rows = row_reader(target)
-    if rows is None or config.draft_vocab_size == config.vocab_size or config.logit_scale != 1.0:
+    if head.config.draft_vocab_size == head.config.vocab_size:
         return None
-    assert isinstance(head, Head)
-    if head.vocabulary is None:  # a head may serve several engines
-        head.vocabulary = LearntVocabulary(head, rows, target.config.eos_ids)
-    return head.vocabulary
+    known: LearntVocabulary | None = head.vocabulary  # a head may serve several engines
+    head.vocabulary = known or LearntVocabulary(head, rows, space.target.config.eos_ids)
+    return head.vocabulary  # type: ignore[no-any-return]
 
 
 def _fingerprint(folder: Path) -> str:

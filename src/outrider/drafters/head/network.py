@@ -98,7 +98,7 @@ class Head(DraftVocabulary):
         self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors
         self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
         self.layers = [self._layer(i) for i in range(config.layers)]
-        self.head = self._product("head", "lm_head.weight") if config.own_output else output
+        self.head = self._product("head", "lm_head.weight") if output is None else output
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.device_ids = self.ids.to(self.device)  # [D] the same
         self._other_rows: OtherRows | None = None
@@ -125,7 +125,7 @@ class Head(DraftVocabulary):
         self.ids[places] = ids
         if self.device.type != "cpu":
             self.device_ids[places.to(self.device)] = ids.to(self.device)
-        if ops.on_gpu(self.embedding):
+        if ops.on_gpu(self.cos):
             self.head.weight[places.to(self.device)] = rows.to(self.device, self.compute)
             return
         self._other_rows = self._other_rows or OtherRows(self.config.hidden_size)
@@ -245,7 +245,7 @@ class Head(DraftVocabulary):
     def _quantised(self) -> dict[str, Tensor]:
         """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
         products: dict[str, tuple[str, ...]] = {"fc": ("fc.weight",)}
-        products |= {"head": ("lm_head.weight",)} if self.config.own_output else {}
+        products |= {"head": ("lm_head.weight",)} if "lm_head.weight" in self._tensors else {}
         for at in map(layer_name, range(self.config.layers)):
             products |= {f"{at}.{field}": names for field, names in _products_of(at).items()}
         packed: dict[str, Tensor] = {}
