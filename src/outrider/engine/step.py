@@ -46,7 +46,7 @@ from .drafter import Drafter, DraftRequest
 from .judge import RULES, fates_of
 from .request_drafts import propose
 from .rounds import HostPace, RoundResult, Rounds, is_asked
-from .sampling import KeyedRandom, Target, logprob
+from .sampling import KeyedRandom, Target, log_probabilities, token_logprobs
 from .scheduler import Scheduler
 from .watchdog import Watchdog
 
@@ -258,6 +258,8 @@ class Engine:
         fates = fates_of(tree, result.path) if tree.tokens else ""
         verdict = seq.extend(Verdict(result.path, result.tokens, fates), tree)
         self._commit(seq, length, tree, verdict, on_device=True)
+        if result.logprobs is not None:
+            seq.logprobs += [result.logprobs[row] for row in verdict.rows]
         return verdict
 
     # ------------------------------------------------------------ the parts of a step
@@ -329,8 +331,9 @@ class Engine:
         verdict = seq.extend(RULES[seq.rule](tree, target, coins), tree)
         self._commit(seq, fed, tree, verdict)
         if seq.params.logprobs is not None:
-            emitted = zip(verdict.rows, verdict.tokens, strict=True)
-            seq.logprobs += [logprob(target.logits[row], token, seq.params.logprobs) for row, token in emitted]
+            logits, top = target.logits[verdict.rows], seq.params.logprobs
+            ids, values = log_probabilities(logits, torch.tensor(verdict.tokens, device=logits.device), top)
+            seq.logprobs += token_logprobs(ids.tolist(), values.tolist(), top)
         return verdict
 
     def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict, on_device: bool = False) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from operator import mul
+from operator import le, mul
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,17 +28,18 @@ from torch import Tensor
 
 from ...engine.cache import Plane, Row
 from ...engine.rounds import RoundResult, is_asked
-from ...engine.sampling import adjusts, filters
-from ...types import Sequence, Tree, Turn
+from ...engine.sampling import adjusts, filters, log_probabilities, token_logprobs
+from ...types import Sequence, TokenLogprob, Tree, Turn
 from .. import Model, Part
 from ..rows import Rows
 from .capture import Field, PinnedBuffer, fill_padded
 from .graphs import CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
-from .kernels import rounds as kernels, sampling
+from .kernels import adjusting, rounds as kernels, sampling
 from .kernels.attention import Blocks, rows_per_block
-from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
+from .kernels.rounds import DEPTH, DRAFT, REPORT
 from .kernels.sampling import Laws
-from .state import F32, F64, I32, I64, LANES, DeviceState, lanes_for, seconds
+from .lines import Lines, is_adjusted_here
+from .state import F32, I32, I64, LANES, lanes_for, seconds
 
 LATE_TOKENS = 64  # of a draft in the late slot
 ALONE = 32  # rows up to which one sequence has recordings of its own
@@ -46,6 +47,7 @@ FILLED = 256  # rows of a round without prompts that are recorded beforehand
 CHAIN = 31  # tokens of chains that are recorded beforehand: the most that pay
 EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
+TOP = 20  # alternatives that a round reports beside a token: the most that OpenAI's API allows
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
 
 
@@ -56,44 +58,21 @@ class RoundShape:
     lanes: int  # sequences that there is room for: one, or as many as may run
     rows: int
     wanted: int  # equal to `rows`: all of them
-    filtered: bool  # whether some row samples with top-k, top-p or min-p
+    filtered: bool = False  # whether some row samples with top-k, top-p or min-p
     tree: bool = False  # drafts may have branches
+    adjusted: bool = False  # whether some sequence has bias, penalties or bans
+    logprobs: bool = False  # whether some sequence wants them
+
+    @property
+    def extras(self) -> tuple[bool, ...]:
+        """What the round does beyond choosing by noise and temperature from chains."""
+        return self.filtered, self.tree, self.adjusted, self.logprobs
 
     def holds(self, other: RoundShape) -> bool:
         """Whether a round of the other shape can be padded to this one at little cost."""
         fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else 3 * other.rows // 2)
         enough = other.lanes <= self.lanes and (self.wanted == self.rows or other.wanted <= self.wanted)
-        return fits and enough and other.filtered <= self.filtered and other.tree <= self.tree
-
-
-class Lines:
-    """The device's state of every sequence, one line each; the last line is padding."""
-
-    def __init__(self, state: DeviceState) -> None:
-        count, length = state.table.shape
-        device, pinned = state.device, state.device.type == "cuda"
-        self.numbers = torch.zeros(count, COLUMNS, dtype=I64, device=device)
-        self.tokens = torch.zeros(count, length, dtype=I32, device=device)
-        self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
-        self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
-        self.survival = torch.zeros(count, DRAFT, dtype=F32, device=device)  # that a recorded tree claims
-        self.padding = count - 1
-        # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
-        self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
-        self._tokens = torch.zeros(count, length, dtype=I32, pin_memory=pinned)
-
-    def join(self, seq: Sequence, line: int, held: int, read: int) -> None:
-        """Copy a sequence to its line. held, read: leading tokens in the target's and the draft model's plane."""
-        params, count = seq.params, len(seq.tokens)
-        ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
-        numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
-        whole = [count, held, seq.prompt_len + params.limit, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
-        numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
-        floats[kernels.TEMPERATURE], floats[kernels.TOP_P] = params.temperature, params.top_p
-        floats[kernels.MIN_P] = params.min_p
-        self._tokens[line, :count] = torch.tensor(seq.tokens, dtype=I32)
-        self.numbers[line].copy_(numbers, non_blocking=True)
-        self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
+        return fits and enough and all(map(le, other.extras, self.extras))
 
 
 class Lookup(NamedTuple):
@@ -133,37 +112,58 @@ class RecordedRound:
 
     def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
         self.rounds, self.shape, state = rounds, shape, rounds.state
+        if shape.adjusted:
+            rounds.lines.add_adjustments()
         t, r, lanes, device = shape.rows, shape.wanted, shape.lanes, state.device
         blocks = t if shape.tree else min(t, lanes + t // rounds.graphs.rows_per_block)
         self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
         self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
-        self.rows["tail"] = self.tail
-        self.rows["plan"] = torch.zeros(lanes, 8, dtype=I32, device=device)
-        self.results = PinnedBuffer(state.driver, {"report": (I32, (lanes, REPORT))})
+        self.rows |= {name: torch.zeros(r, dtype=I32, device=device) for name in ("owner", "node")}
+        self.rows |= {"tail": self.tail, "plan": torch.zeros(lanes, 8, dtype=I32, device=device)}
+        fields: dict[str, Field] = {"report": (I32, (lanes, REPORT))}
+        if shape.logprobs:
+            top = 1 + min(TOP, rounds.vocabulary)
+            fields |= {"ranked": (I32, (r, top)), "logprobs": (F32, (r, top))}
+        self.results = PinnedBuffer(state.driver, fields)
         self.inputs = rounds.inputs_for(lanes)
         self.recording = rounds.record(self._work)
 
     def _work(self) -> None:
         d, rounds, lines, rows = self.inputs, self.rounds, self.rounds.lines, self.rows
-        state, report = rounds.state, self.results.device["report"]
+        state, results, shape = rounds.state, self.results.device, self.shape
         kernels.patch(d["place"], d["slot"], state.table)
         late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
         kernels.take_late(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], late)
         kernels.lay_out(
             lines.numbers, lines.tokens, state.table, lines.draft, lines.parents, d, rows,
-            state.padding, rounds.graphs.rows_per_block, self.shape.tree,
+            state.padding, rounds.graphs.rows_per_block, shape.tree,
         )  # fmt: skip
         output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
-        laws = Laws(*(rows[name] for name in SAMPLING))
-        choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
+        choices, highest = self._choose(output.logits)
         kernels.settle(
             lines.numbers, lines.tokens, lines.draft, lines.parents, lines.survival, state.table, d["lines"],
-            rows["plan"], choices, highest, report, self.shape.tree,
+            rows["plan"], choices, highest, results["report"], shape.tree,
         )  # fmt: skip
+        if shape.adjusted:
+            adjusting.count(lines.numbers, lines.tokens, d["lines"], rows["plan"], lines.counts)
+        if shape.logprobs:
+            ids, values = log_probabilities(output.logits, choices, results["ranked"].shape[1] - 1)
+            results["ranked"].copy_(ids)
+            results["logprobs"].copy_(values)
         if rounds.lookup is not None:
             sizes = rounds.lookup[:2]
             kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's choice at each wanted row [R], and its highest logit [R]. logits [R, V]."""
+        lines, rows, shape = self.rounds.lines, self.rows, self.shape
+        laws = Laws(*(rows[name] for name in SAMPLING))
+        if not shape.adjusted:
+            return sampling.choose(logits, laws, shape.filtered)[:2]
+        changed, state = torch.empty_like(logits), (lines.numbers, lines.draft, lines.parents)
+        adjusting.adjust(logits, changed, rows, *state, lines.counts, lines.bias, shape.tree)
+        return sampling.choose(changed, laws, shape.filtered)[0], logits.amax(-1)  # a ban is not an unsound logit
 
 
 class Rounds:
@@ -171,7 +171,8 @@ class Rounds:
 
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.state = graphs, graphs.state
-        self.lines = Lines(self.state)
+        self.vocabulary = graphs.model.config.vocab_size
+        self.lines = Lines(self.state, self.vocabulary)
         self.lookup: Lookup | None = None  # drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
         self.trees = False  # whether recorded drafts may have branches
@@ -187,7 +188,9 @@ class Rounds:
 
     def drives(self, seq: Sequence) -> bool:
         """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
-        return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
+        ranked = (seq.params.logprobs or 0) <= min(TOP, self.vocabulary)
+        adjusted = not adjusts(seq) or is_adjusted_here(seq, self.vocabulary)
+        return seq.rule == "match" and ranked and adjusted and not seq.shows_logits
 
     def draft_with(self, model: Model, plane: Plane, part: Part, again: int, source: str) -> Tensor:
         """Let a model draft a chain for every sequence that asks for one, at the beginning of a round. Returns where
@@ -210,7 +213,7 @@ class Rounds:
         sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in ROW_SIZES if ALONE < rows <= 2 * FILLED]
         for lanes, rows, wanted in sizes:
             for tree in {False, self.trees and wanted == rows > 1}:
-                shape = RoundShape(lanes, rows, wanted, False, tree)
+                shape = RoundShape(lanes, rows, wanted, tree=tree)
                 if shape not in self._recorded:
                     self._recorded[shape] = RecordedRound(self, shape)
         if self.drafts is not None:
@@ -273,7 +276,11 @@ class Rounds:
         rows = padded_size(needed)
         lanes = 1 if len(turns) == 1 and rows <= ALONE else self.capacity
         fits = rows if wanted == needed else self._wanted(rows, wanted)
-        return RoundShape(lanes, rows, fits, any(filters(turn.seq) for turn in turns), self.trees and asked)
+        seqs = [turn.seq for turn in turns]
+        return RoundShape(
+            lanes, rows, fits, any(map(filters, seqs)), self.trees and asked, any(map(adjusts, seqs)),
+            any(seq.params.logprobs is not None for seq in seqs),
+        )  # fmt: skip
 
     @staticmethod
     def _wanted(rows: int, wanted: int) -> int:
@@ -288,7 +295,7 @@ class Rounds:
             larger = [other for other in self._recorded if other.holds(shape)]
             if larger and self._missed[shape] <= MISSES:
                 return self._recorded[
-                    min(larger, key=lambda other: (other.rows, other.wanted, other.tree, other.lanes))
+                    min(larger, key=lambda other: (other.rows, other.wanted, sum(other.extras), other.lanes))
                 ]
             self._recorded[shape] = RecordedRound(self, shape)
         return self._recorded[shape]
@@ -344,7 +351,8 @@ class PendingRound:
         self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
         self.tree = recorded.shape.tree
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
-        self.report = recorded.results.next()["report"]
+        self.results = recorded.results.next()
+        self.report = self.results["report"]
         recorded.results.receive()
         self.end = state.driver.event()
         self.end.record(state.driver.stream)
@@ -360,7 +368,7 @@ class PendingRound:
         choices = report[:, 8 : 9 + longest].tolist()
         drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
         for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
-            length, read, drafted, accepted, flags, source, match, _ = head
+            length, read, drafted, accepted, flags, source, match, root = head
             tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
             parents, path = None, list(range(accepted))
             survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
@@ -371,11 +379,21 @@ class PendingRound:
                     survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
             skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
             name = self.rounds.source(source)
+            logprobs = self._logprobs(turn.seq, root, drafted) if tokens else None
             results.append(
-                RoundResult(row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound)
+                RoundResult(
+                    row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound, logprobs
+                )
             )
             self.rounds.has_read(turn.seq, row, read)
         return [result for _, result in sorted(zip(self.order, results, strict=True), key=lambda pair: pair[0])]
+
+    def _logprobs(self, seq: Sequence, root: int, drafted: int) -> list[TokenLogprob] | None:
+        """Those of the choices at a sequence's root and nodes."""
+        if seq.params.logprobs is None:
+            return None
+        ids, values = (self.results[name][root : root + drafted + 1].tolist() for name in ("ranked", "logprobs"))
+        return token_logprobs(ids, values, seq.params.logprobs)
 
     @property
     def seconds(self) -> dict[str, float]:
