@@ -28,7 +28,7 @@ class Fixed(Controller):
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns]
+        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns] if self.k else turns
 
 
 def room_for(turn: Turn, k: int) -> int:

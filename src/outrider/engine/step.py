@@ -223,12 +223,15 @@ class Engine:
         results = flight.pending.wait()
         device = flight.pending.seconds
         self.pace.waited(self.clock.now() - begin, device)
-        each = zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True)
-        kept = [(turn, result, late, at) for turn, result, late, at in each if self._is_current(turn, result)]
+        turns, trees, verdicts, untaken = list[Turn](), list[Tree](), list[Verdict | None](), list[Any]()
         with self.clock.time("judge"):
-            turns, trees = [turn for turn, *_ in kept], [_tree_of(result, late) for _, result, late, _ in kept]
-            verdicts = [self._take(turn, tree, result) for (turn, result, *_), tree in zip(kept, trees, strict=True)]
-            untaken = [_untaken(turn, result, late, at) for turn, result, late, at in kept]
+            for turn, result, late, at in zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True):
+                if self._is_current(turn, result):
+                    tree = _tree_of(result, late) if result.drafted else NO_DRAFT
+                    turns.append(turn)
+                    trees.append(tree)
+                    verdicts.append(self._take(turn, tree, result))
+                    untaken.append(_untaken(turn, result, late, at) if late.tokens else None)
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
@@ -254,7 +257,8 @@ class Engine:
                 f"The device continued a sequence of {result.length} tokens where the host has {length}: a bug. "
                 "Please report it with the command that led here."
             )
-        self.cache.reserve(seq, length, 0)  # the last tokens' slots were reserved with the round
+        if len(result.row.slots) < length:  # the last tokens' slots were reserved with the round
+            self.cache.reserve(seq, length, 0)
         fates = fates_of(tree, result.path) if tree.tokens else ""
         verdict = seq.extend(Verdict(result.path, result.tokens, fates), tree)
         self._commit(seq, length, tree, verdict, on_device=True)
@@ -269,6 +273,8 @@ class Engine:
 
         In rounds a draft follows what the host has read, so it is longer by what the steps in flight may emit.
         """
+        if not any(turn.budget for turn in turns):
+            return Draft.pack([NO_DRAFT] * len(turns)), ""
         ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
         budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
         open_ = [i for i, budget in enumerate(budgets) if budget]
@@ -338,11 +344,10 @@ class Engine:
 
     def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict, on_device: bool = False) -> None:
         """The target holds the `fed` tokens before the verdict, and every drafted node."""
-        plane = self.target.plane
-        plane.advance(seq.id, fed)
-        if tree.tokens:
-            plane.wrote(seq.id, range(len(tree.tokens)))
-        self.cache.commit(seq, fed, verdict.path, on_device)
+        self.target.plane.advance(seq.id, fed)
+        if verdict.path or not on_device:  # in rounds nobody else has written nodes
+            self.target.plane.wrote(seq.id, range(len(tree.tokens)))
+            self.cache.commit(seq, fed, verdict.path, on_device)
         seq.stats.count(tree, verdict)
 
     def _publish(self, step: Step) -> Step:
@@ -443,8 +448,6 @@ def _after(tree: Tree, n: int) -> Tree:
 def _tree_of(result: RoundResult, late: Tree) -> Tree:
     """What a round verified; of a host draft that it took up late, with the survival that the drafter claimed."""
     tokens = result.drafted
-    if not tokens:
-        return NO_DRAFT
     if result.late_from is not None:
         claims = late.survival and late.survival[result.late_from : result.late_from + len(tokens)]
         return chain(tokens, claims, source=late.source)
@@ -455,7 +458,7 @@ def _tree_of(result: RoundResult, late: Tree) -> Tree:
 
 def _untaken(turn: Turn, result: RoundResult, late: Tree, at: int) -> tuple[Tree, int] | None:
     """A host draft that follows the first `at` tokens and was not verified, and the token that came there."""
-    if not late.tokens or result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
+    if result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
         return None
     return late, turn.seq.tokens[at]
 
