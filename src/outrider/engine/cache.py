@@ -19,7 +19,7 @@ This module knows ids and slots; it never reads a number inside a plane.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +71,8 @@ class Plane:
     def commit(self, seq: int, fed: int, path: list[int]) -> None:
         """Nodes on the accepted path become held tokens, as far as they were written after all `fed` tokens."""
         wrote, keep = self._nodes.pop(seq, frozenset()), 0
+        if not path:
+            return
         while keep < len(path) and path[keep] in wrote:
             keep += 1
         if self.holds(seq) == fed:
@@ -115,6 +117,7 @@ class Cache:
         self._lines = list(range(lines - 1, -1, -1))
         self._readers = [0] * slots  # reference counts: rows that hold the slot
         self._retired_id = 0
+        self.on_take: Callable[[list[int]], None] | None = None  # called with slots that nobody has written since
         self.changes: list[dict[int, int]] = []  # for each copy of the table on a device: flat index -> new slot
 
     def add_plane(
@@ -155,11 +158,12 @@ class Cache:
     def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
         """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False if too few are left."""
         row = self.rows[seq.id]
-        start, end = len(row.slots), len(row.slots) + len(row.spare)
-        more = max(max(tokens, start) + nodes - end, 0)
+        start = len(row.slots)
+        end = start + len(row.spare)
+        more = (tokens if tokens > start else start) + nodes - end
         if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
             return False
-        if more:
+        if more > 0:
             if self.changes and len(self._free) >= more + AHEAD + self.slots // 2:  # a device is told seldom
                 more = min(more + AHEAD, self.length - end)
             row.spare += self._take(more)
@@ -239,6 +243,8 @@ class Cache:
         taken = [self._free.pop() for _ in range(n)]
         for slot in taken:
             self._readers[slot] = 1
+        if self.on_take is not None:
+            self.on_take(taken)
         return taken
 
     def _drop(self, slots: list[int]) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from math import inf
 
 import torch
+from torch import Tensor
 
 from ...engine.sampling import adjusts
 from ...types import Sequence
@@ -37,26 +38,33 @@ class Lines:
         self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
         self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
         self.survival = torch.zeros(count, DRAFT, dtype=F32, device=device)  # that a recorded tree claims
-        self.padding = count - 1
+        self.padding, self.driver = count - 1, state.driver
+        self.driver.poison([self.numbers[:-1], *(each[:-1] for each in self._contents)])
         self.counts = self.bias = torch.zeros(0, 0)  # [lines, V] of sequences that adjust logits, from the first on
         # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
         self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
         self._tokens = torch.zeros(count, length, dtype=I32, pin_memory=pinned)
+        # The same memory: numpy writes a few numbers faster.
+        self._arrays = [each.numpy() for each in (self._numbers, self._numbers.view(F64), self._tokens)]
+
+    @property
+    def _contents(self) -> tuple[Tensor, ...]:
+        """What a line has besides its numbers."""
+        return self.tokens, self.draft, self.parents, self.survival
 
     def join(self, seq: Sequence, line: int, held: int, read: int) -> None:
         """Copy a sequence to its line. held, read: leading tokens in the target's and the draft model's plane."""
         params, count = seq.params, len(seq.tokens)
         ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
-        numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
         whole = [count, held, seq.prompt_len + params.limit, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
         whole += [0, 0, 0, seq.prompt_len + params.min_tokens, adjusts(seq)]
-        numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
-        for column, name in LAW.items():
-            floats[column] = getattr(params, name)
+        self.driver.poison(each[line] for each in self._contents)
+        self._arrays[0][line] = whole + ends + [-1] * (MOST_ENDS - len(ends))
+        self._arrays[1][line, [*LAW]] = [getattr(params, name) for name in LAW.values()]
+        self._arrays[2][line, :count] = seq.tokens
         if adjusts(seq):
             self._adjust(seq, line)
-        self._tokens[line, :count] = torch.tensor(seq.tokens, dtype=I32)
-        self.numbers[line].copy_(numbers, non_blocking=True)
+        self.numbers[line].copy_(self._numbers[line], non_blocking=True)
         self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
 
     def add_adjustments(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from operator import le, mul
+from operator import itemgetter, le, mul
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +132,7 @@ class RecordedRound:
     def _work(self) -> None:
         d, rounds, lines, rows = self.inputs, self.rounds, self.rounds.lines, self.rows
         state, results, shape = rounds.state, self.results.device, self.shape
+        state.driver.poison([*rows.values(), *results.values()])
         kernels.patch(d["place"], d["slot"], state.table)
         late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
         kernels.take_late(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], late)
@@ -185,6 +186,9 @@ class Rounds:
         self._missed: Counter[RoundShape] = Counter()  # rounds of a shape that was not recorded
         self._kept: list[Callable[[], None]] = []
         self._owners: dict[int, Row] = {}  # line -> the row that joined it
+        self._extras: dict[
+            int, tuple[bool, bool, bool]
+        ] = {}  # line -> filters, adjusts, wants logprobs; where any does
 
     def drives(self, seq: Sequence) -> bool:
         """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
@@ -223,14 +227,16 @@ class Rounds:
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
-        asks = [turn.budget if is_asked(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
-        order = sorted(range(len(turns)), key=lambda i: not asks[i])  # recorded drafts are for the first lanes
-        turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
+        order, asks = list(range(len(turns))), [0] * len(turns)
+        if self.drafts is not None:
+            asks = [turn.budget if is_asked(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+            order.sort(key=lambda i: not asks[i])  # recorded drafts are for the first lanes
+            turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
-        recorded = self._round(self._shape(turns, any(asks)))
+        recorded = self._round(self._shape(turns, rows, any(asks)))
         passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks)
         self._fill(turns, rows, late, asks)
         self.inputs.send()
@@ -244,15 +250,20 @@ class Rounds:
 
     def _join(self, seq: Sequence, row: Row) -> None:
         self._owners[row.line] = row
+        extras = filters(seq), adjusts(seq), seq.params.logprobs is not None
+        self._extras.pop(row.line, None)
+        if any(extras):
+            self._extras[row.line] = extras
         held, read = min(self.graphs.plane.holds(seq.id), len(seq.tokens) - 1), 0
         if self.drafts is not None:
             read = self.drafts.join(seq, row)
         self.lines.join(seq, row.line, held, read)
+        self.state.driver.poison([self.state.table[row.line, len(row.slots) + len(row.spare) :]])
 
     def _is_late(self, tree: Tree) -> bool:
         """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
         known = self.lookup is not None and tree.source == self.lookup.source
-        return bool(tree.tokens) and not is_asked(tree) and tree.is_chain and not known
+        return not is_asked(tree) and tree.is_chain and not known
 
     def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
         """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
@@ -270,17 +281,15 @@ class Rounds:
         doubt = self.lookup.doubt
         return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
-    def _shape(self, turns: Listing[Turn], asked: bool) -> RoundShape:
+    def _shape(self, turns: Listing[Turn], owners: list[Row], asked: bool) -> RoundShape:
         needed = sum(turn.feed + turn.budget for turn in turns)
         wanted = sum(1 + turn.budget for turn in turns if turn.whole)
         rows = padded_size(needed)
         lanes = 1 if len(turns) == 1 and rows <= ALONE else self.capacity
         fits = rows if wanted == needed else self._wanted(rows, wanted)
-        seqs = [turn.seq for turn in turns]
-        return RoundShape(
-            lanes, rows, fits, any(map(filters, seqs)), self.trees and asked, any(map(adjusts, seqs)),
-            any(seq.params.logprobs is not None for seq in seqs),
-        )  # fmt: skip
+        extras = [self._extras[row.line] for row in owners if row.line in self._extras] if self._extras else []
+        filtered, adjusted, logprobs = map(any, zip(*extras, strict=True)) if extras else (False, False, False)
+        return RoundShape(lanes, rows, fits, filtered, self.trees and asked, adjusted, logprobs)
 
     @staticmethod
     def _wanted(rows: int, wanted: int) -> int:
@@ -322,7 +331,7 @@ class Rounds:
         fill_padded(a["asks"], asks, 0)
         a["late_at"].fill(-1)
         for i, tree in enumerate(late):
-            if self._is_late(tree):
+            if tree.tokens and self._is_late(tree):
                 tokens = tree.tokens[:LATE_TOKENS]
                 a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
                 a["late"][i, : len(tokens)] = tokens
@@ -341,6 +350,10 @@ def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tens
     return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
 
 
+VerifiedDraft = tuple[list[int], str, int | None, list[float] | None, list[int] | None, list[int]]
+PLAIN: VerifiedDraft = ([], "", None, None, None, [])  # as in `RoundResult`: drafted … path
+
+
 class PendingRound:
     """A round that was started, and the copy of its report to the host."""
 
@@ -349,7 +362,7 @@ class PendingRound:
     ) -> None:
         """order[i] is where the engine has turns[i]."""
         self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
-        self.tree = recorded.shape.tree
+        self.tree, self.ranked = recorded.shape.tree, recorded.shape.logprobs
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
         self.results = recorded.results.next()
         self.report = self.results["report"]
@@ -361,32 +374,33 @@ class PendingRound:
     def wait(self) -> list[RoundResult]:
         """One result for each turn, in the engine's order."""
         self.end.synchronize()
-        report = self.report[: len(self.turns)]
+        report, results = self.report[: len(self.turns)], list[RoundResult]()
         heads: list[list[int]] = report[:, :8].tolist()
-        results: list[RoundResult] = []
         longest = max((head[2] for head in heads), default=0)
         choices = report[:, 8 : 9 + longest].tolist()
-        drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
-        for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
-            length, read, drafted, accepted, flags, source, match, root = head
-            tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
-            parents, path = None, list(range(accepted))
-            survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
-            if self.tree and drafted:
-                nodes = report[len(results), 9 + 2 * DRAFT :]
-                parents, path = nodes[:drafted].tolist(), nodes[DRAFT : DRAFT + accepted].tolist()
-                if source == kernels.HEAD:
-                    survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
-            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
-            name = self.rounds.source(source)
-            logprobs = self._logprobs(turn.seq, root, drafted) if tokens else None
-            results.append(
-                RoundResult(
-                    row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound, logprobs
-                )
-            )
-            self.rounds.has_read(turn.seq, row, read)
-        return [result for _, result in sorted(zip(self.order, results, strict=True), key=lambda pair: pair[0])]
+        for i, (turn, row, head, chosen) in enumerate(zip(self.turns, self.rows, heads, choices, strict=True)):
+            length, read, drafted, accepted, flags, _, _, root = head
+            tokens, draft = chosen[: accepted + 1] if flags & 1 else [], self._draft(i, head) if drafted else PLAIN
+            logprobs = self._logprobs(turn.seq, root, drafted) if tokens and self.ranked else None
+            results.append(RoundResult(row, length, *draft, tokens, not flags & 2, logprobs))
+            if self.rounds.drafts is not None:
+                self.rounds.has_read(turn.seq, row, read)
+        if self.rounds.drafts is None:
+            return results
+        return [result for _, result in sorted(zip(self.order, results, strict=True), key=itemgetter(0))]
+
+    def _draft(self, i: int, head: list[int]) -> VerifiedDraft:
+        length, _, drafted, accepted, _, source, match, _ = head
+        report, parents, path = self.report[i], None, list(range(accepted))
+        survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
+        if self.tree:
+            nodes = report[9 + 2 * DRAFT :]
+            parents, path = nodes[:drafted].tolist(), nodes[DRAFT : DRAFT + accepted].tolist()
+            if source == kernels.HEAD:
+                survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
+        skipped = length - self.lengths[i] if source == kernels.LATE else None
+        tokens = report[9 + DRAFT : 9 + DRAFT + drafted].tolist()
+        return tokens, self.rounds.source(source), skipped, survival, parents, path
 
     def _logprobs(self, seq: Sequence, root: int, drafted: int) -> list[TokenLogprob] | None:
         """Those of the choices at a sequence's root and nodes."""
@@ -464,6 +478,7 @@ class DraftChains:
 
             def work() -> None:
                 d, lines, state = rounds.inputs.device, rounds.lines, rounds.state
+                state.driver.poison(made.values())
                 kernels.patch(d["place"], d["slot"], state.table)
                 kernels.lay_out_reading(
                     lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
@@ -504,6 +519,7 @@ class ChainPasses:
         made = {"tokens": out["drafted"][j - 1], "info": out["info"][j]}
         made |= {"positions": out["positions"][j], "slots": out["slots"][j]}
         if j == 0:
+            state.driver.poison(out.values())
             kernels.patch(d["place"], d["slot"], state.table)
             kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
             made |= {name: out[f"first_{name}"] for name in ("tokens", "positions", "slots")}  # [again * B]
