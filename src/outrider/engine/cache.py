@@ -132,6 +132,10 @@ class Cache:
         """Slots that can be taken without preemption."""
         return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
 
+    def has(self, slots: int) -> bool:
+        """Whether so many can be taken without preemption; those of finished rows are counted only if need be."""
+        return slots <= len(self._free) or slots <= self.available
+
     def open(self, seq: Sequence) -> int:
         """Create a sequence's row with the longest prefix that any row holds already; returns that length."""
         if not self._lines:
@@ -161,7 +165,7 @@ class Cache:
         start = len(row.slots)
         end = start + len(row.spare)
         more = (tokens if tokens > start else start) + nodes - end
-        if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
+        if tokens + nodes > self.length or not self.has(more):
             return False
         if more > 0:
             if self.changes and len(self._free) >= more + AHEAD + self.slots // 2:  # a device is told seldom
@@ -270,8 +274,10 @@ class Cache:
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
         """The row that shares most with a new sequence. The last token is always fed: its logits are needed."""
-        best, length = None, 0
+        best, length, tokens = None, 0, seq.tokens
         for id_, row in (*self.rows.items(), *self.retired.items()):
+            if row.tokens[length : length + 1] != tokens[length : length + 1]:
+                continue  # it shares no more than the best one
             common = min(common_prefix(row.tokens, seq.tokens), self._held(id_), len(seq.tokens) - 1)
             if common > length:
                 best, length = id_, common
