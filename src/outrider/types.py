@@ -352,8 +352,8 @@ class Step:
     why: str = ""  # the controller's reason for this budget
     failure: str = ""  # the drafter's errors, "name: error"
     in_round: bool = False  # a device's own loop ran it: `output` has no logits, `batch` no rows
-    untaken: Listing[tuple[Tree, int] | None] = ()  # [B] of a round: a host draft that it did not verify, and the token
-    # that came where the draft begins
+    untaken: Listing[tuple[Tree, int] | None] = ()  # [B] a draft of which no node was verified, for want of worth or
+    # because a device had gone another way, and the token that came where it begins
 
     @property
     def draft_rows(self) -> list[int]:

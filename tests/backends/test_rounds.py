@@ -183,16 +183,19 @@ def test_late_drafts_are_accepted_and_stale_ones_cost_nothing_but_speed(plain: d
 
 
 def test_an_end_inside_an_accepted_run(plain: dict[str, list[list[int]]]) -> None:
-    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone."""
+    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone, for
+    logprobs too."""
     text = plain["greedy"][1]
     at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
     for ends in ({text[at]}, {*range(200, 208), text[at]}):
         seq = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), ends=frozenset(ends))
         finish(scripted([text]), seq)
         assert (seq.generated, seq.finish) == (text[: at + 1], "stop")
-    stopped = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), on_token=lambda token: token == text[at])
+    params = SamplingParams(max_tokens=TOKENS, logprobs=1)
+    stopped = Sequence(1, PROMPTS[1], params, on_token=lambda token: token == text[at])
     finish(scripted([text]), stopped)
     assert (stopped.generated, stopped.finish) == (text[: at + 1], "stop")
+    assert [each.token for each in stopped.logprobs] == [each.top[0][0] for each in stopped.logprobs] == text[: at + 1]
     assert len(stopped.origins) == stopped.stats.emitted == at + 1
     short = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=at + 1))
     finish(scripted([text]), short)

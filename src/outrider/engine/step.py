@@ -85,6 +85,7 @@ class Flight:
     batch: Batch | None = None  # None: a round
     first: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of a round: tokens of each sequence that the host had read
+    offered: tuple[Tree, ...] = ()  # not of a round: the draft before it was pruned
 
 
 class Engine:
@@ -169,6 +170,7 @@ class Engine:
             return False
         with clock.time("draft"):
             draft, failure = self._draft(turns)
+            offered = draft.trees
             if not self._in_rounds:
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
             elif plans and self.controller.prices is not None:
@@ -178,7 +180,7 @@ class Engine:
         silent = self._latest_failure and not any(tree.tokens for tree in draft.trees)
         why = f"the drafter failed ({self._latest_failure}): plain decoding" if silent else self.controller.why
         why = why if plans else f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
-        flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure)
+        flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure, offered=offered)
         if self._in_rounds:
             assert self.target.rounds is not None
             flight.lengths = [len(turn.seq.tokens) for turn in turns]
@@ -212,9 +214,10 @@ class Engine:
             coins = [KeyedRandom(turn.seq) for turn in turns]
             targets = self._targets(turns, draft, output, first)
             verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
+        untaken = [_refused(*each) for each in zip(flight.offered, draft.trees, verdicts, strict=True)]
         return self._publish(Step(
             self.index, turns, draft, batch, output, verdicts, clock.seconds, clock.starts, first, coins,
-            flight.why, flight.failure,
+            flight.why, flight.failure, untaken=untaken,
         ))  # fmt: skip
 
     def _read_round(self, flight: Flight) -> Step:
@@ -461,6 +464,13 @@ def _untaken(turn: Turn, result: RoundResult, late: Tree, at: int) -> tuple[Tree
     if result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
         return None
     return late, turn.seq.tokens[at]
+
+
+def _refused(offered: Tree, kept: Tree, verdict: Verdict | None) -> tuple[Tree, int] | None:
+    """A draft of which nothing was verified, and the token that came there; what is unread stays unknown."""
+    if verdict is None or not verdict.tokens or kept.tokens or not offered.tokens or min(offered.tokens) < 0:
+        return None
+    return offered, verdict.tokens[0]
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:
