@@ -301,21 +301,22 @@ class Sequence:
 
     def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
         """Append what is emitted, cut after the first end token and at max_tokens; returns what was kept."""
-        kept, room = verdict, self.room
+        kept, room, finish = verdict, self.room, None
         may_end = self.on_token is not None or not self.ends.isdisjoint(verdict.tokens)
         end = self._first_end(verdict.tokens[:room]) if may_end else None
         if end is not None:
-            kept, self.finish = verdict.cut(end + 1, tree), "stop"
+            kept, finish = verdict.cut(end + 1, tree), "stop"
         elif len(verdict.tokens) >= room:
-            kept, self.finish = verdict.cut(room, tree), "length"
+            kept, finish = verdict.cut(room, tree), "length"
         self.tokens += kept.tokens
         self.origins += kept.origins
         if self.prediction is not None:
             matched = self.prediction.advance(kept.tokens).matched
             self.stats.accepted_prediction_tokens = matched
             self.stats.rejected_prediction_tokens = len(self.prediction.tokens) - matched
-        if self.finish is None and len(kept.tokens) == len(kept.path):  # none of the target's own: the guide's end
-            self.finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
+        if finish is None and len(kept.tokens) == len(kept.path):  # none of the target's own: the guide allows no more
+            finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
+        self.finish = finish or self.finish
         return kept
 
     def _first_end(self, tokens: list[int]) -> int | None:

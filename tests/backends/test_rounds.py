@@ -280,12 +280,10 @@ ADJUSTED: list[dict[str, Any]] = [
 ]
 
 
-def adjusted(prompts: list[list[int]]) -> list[Sequence]:
+def adjusted(prompts: list[list[int]], tokens: int = TOKENS - 1) -> list[Sequence]:
     """Answers to the first prompts with penalties, bias, bans and logprobs."""
     return [
-        Sequence(
-            i + 1, p, SamplingParams(max_tokens=TOKENS - 1, **params), 40 + i, frozenset({9}), bad_words=((30 + i,),)
-        )
+        Sequence(i + 1, p, SamplingParams(max_tokens=tokens, **params), 40 + i, frozenset({9}), bad_words=((30 + i,),))
         for i, (p, params) in enumerate(zip(prompts, ADJUSTED, strict=False))
     ]
 
@@ -427,6 +425,26 @@ def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, l
                 assert rounds.state.table[row.line, : len(row.slots)].tolist() == row.slots
     assert [seq.generated for seq in seqs] == plain["warm"]
     assert [1, 4, 5] in paths
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_products")
+def test_penalties_and_logprobs_along_the_paths_of_trees() -> None:
+    """A row counts the tokens on its own path, not those of other branches."""
+    expected = adjusted(PROMPTS, 12)
+    finish(engine(rounds=False), *expected)
+    loop = engine(Asking, 6)
+    assert isinstance(loop.target.rounds, Rounds)
+    Branches(loop.target.rounds, {seq.id: seq.tokens for seq in expected})
+    seqs, deepest = adjusted(PROMPTS, 12), 0
+    for seq in seqs:
+        loop.add(seq)
+    while loop.busy:
+        step = loop.step()
+        deepest = max(deepest, *(len(verdict.path) for verdict in step.verdicts if verdict is not None), 0)
+    assert [seq.generated for seq in seqs] == [seq.generated for seq in expected]
+    assert [seq.logprobs for seq in seqs] == [seq.logprobs for seq in expected]
+    assert deepest == 3
 
 
 class AskingForTheSecond(ScriptedDrafter):

@@ -51,7 +51,7 @@ class Scheduler:
         decoding, prompts = list[Turn](), list[tuple[Sequence, int]]()
         for seq in self.running:
             least, _ = self._ahead.get(seq.id, NOTHING)
-            if seq.room <= least:
+            if least and seq.room <= least:
                 continue
             # Of a sequence whose prompt was fed in a step in flight, the token that the host has not read is pending.
             pending = 1 if least else len(seq.tokens) - self.cache.sync(seq, self.plane)
