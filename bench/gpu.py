@@ -5,8 +5,9 @@
 Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options after `python bench/gpu.py --model 7b
 --small smollm2.gguf`):
 
-    7b-spec       --sections floor,plain,spec,timeline --tokens 192 --rounds 2 --k 8,12 --section-seconds 70
-                  --timeline timeline.svg --out spec.json
+    7b-spec       --sections floor,plain,spec --tokens 192 --rounds 2 --k 8,12 --section-seconds 70 --out spec.json
+    7b-timeline   --sections timeline --only "plain,model K=8,auto" --batches 1,16,64 --tokens 96
+                  --timeline timeline.svg --out timeline.json
     7b-batch      --sections batch --tokens 96 --batch-rounds 1 --section-seconds 85 --out batch.json
     7b-spec-hf    --sections batch,spec,hf --tokens 192 --rounds 2 --k 8,12 --batch-rounds 2 --section-seconds 80
                   --hf-tokens 64 --hf-prompts 2 --hf-rounds 1 --out batch.json
@@ -88,7 +89,11 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="of plain, spec and head")
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
-    add("--only", default="", help="spec, loop: contenders beside plain, by prefixes of their names, as head,auto")
+    add(
+        "--only",
+        default="",
+        help="spec, loop, timeline: contenders beside plain, by prefixes of their names, as head,auto",
+    )
     add(
         "--ignore-eos",
         action="store_true",
@@ -99,11 +104,11 @@ def arguments() -> argparse.Namespace:
     add("--hf-tokens", type=int, default=128)
     add("--hf-prompts", type=int, default=3)
     add("--hf-rounds", type=int, default=2)
+    add("--hf-k", type=int, default=8, help="K of our draft model beside transformers' assisted generation")
     add("--verify-tokens", type=int, default=20_000)
     add("--verify-length", type=int, default=256, help="longest answer")
     add("--verify-k", type=int, default=8)
-    add("--timeline", type=Path, help="where to write the SVG")
-    add("--timeline-k", type=int, default=8)
+    add("--timeline", type=Path, help="where to write the SVG of rounds")
     add("--section-seconds", type=float, default=240.0)
     add("--seed", type=int, default=1)
     add("--out", type=Path)

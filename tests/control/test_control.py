@@ -87,6 +87,7 @@ class World:
             rows=rows,
             draft_rows=[len(tree.tokens) for tree in drafted.trees],
             in_round=False,
+            untaken=[None] * self.batch,
             verdicts=verdicts,
             clock=clock,
         )
@@ -257,7 +258,7 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
-            turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False,
+            turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False, untaken=[None],
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 from itertools import accumulate, takewhile
 
 from ..engine.drafter import Traits
-from ..types import Draft, Sequence, Step, Tree, Turn, Verdict
+from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
@@ -28,7 +28,7 @@ class Fixed(Controller):
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns]
+        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns] if self.k else turns
 
 
 def room_for(turn: Turn, k: int) -> int:
@@ -84,7 +84,6 @@ class Adaptive(Controller):
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
         self.tried: set[int] = set()  # sequences whose drafts are verified whatever is expected of them
-        self.refused: dict[int, tuple[int, Tree]] = {}  # sequence -> its length, and a draft that was not verified
         self.source = name  # of the drafter's trees
 
     @property
@@ -198,11 +197,9 @@ class Adaptive(Controller):
         for _, i in order[: prices.best_count([-chance for chance, _ in order], self._risk)]:
             kept[i] += 1
         for i in drafted:
-            tree, seq = draft.trees[i], turns[i].seq
-            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= self._risk:
-                kept[i] = len(tree.tokens)
-            elif not kept[i] and min(tree.tokens) >= 0:
-                self.refused[seq.id] = len(seq.tokens), tree
+            nodes = len(draft.trees[i].tokens)
+            if not kept[i] and turns[i].seq.id in self.tried and prices.price(nodes) <= self._risk:
+                kept[i] = nodes
         if total := sum(kept):
             self._expect(f"{total} of {len(order)} drafted", 1 - sum(chance for chance, _ in order[:total]) / batch)
         else:
@@ -247,30 +244,17 @@ class Adaptive(Controller):
             lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
             self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
-        untaken = step.untaken if step.in_round else map(self._refused, turns, step.verdicts)
-        for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, untaken, strict=True):
+        for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, step.untaken, strict=True):
             if verdict is not None and tree.tokens:
                 self.source = tree.source if turn.asks_drafter else self.source
                 for stats in (self.by_sequence[turn.seq.id], self.overall):
                     stats.add(tree, verdict.path, verdict.fates)
             elif verdict is not None and missed is not None:
-                self._learn_unverified(turn.seq, *missed)
+                for stats in (self.by_sequence[turn.seq.id], self.overall):
+                    stats.add_unverified(*missed)
                 if not (step.in_round and turn.budget):  # it took no rows
                     price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
                     self.credit.forgo((missed[0].tokens[0] == missed[1]) - price)
-
-    def _refused(self, turn: Turn, verdict: Verdict | None) -> tuple[Tree, int] | None:
-        """A draft that was not verified in this step, for want of credit or of worth, and the token that came."""
-        seq = turn.seq
-        length, tree = self.refused.get(seq.id, (0, Tree([], [])))
-        if verdict is None or not verdict.tokens or length != len(seq.tokens) - len(verdict.tokens) or not tree.tokens:
-            return None  # or it was refused in a later step
-        return tree, verdict.tokens[0]
-
-    def _learn_unverified(self, seq: Sequence, tree: Tree, token: int) -> None:
-        """What a draft would have gained that was not verified, or could not be: a device had gone another way."""
-        for stats in (self.by_sequence[seq.id], self.overall):
-            stats.add_unverified(tree, token)
 
     def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
         """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
@@ -298,4 +282,3 @@ class Adaptive(Controller):
         self.credit.end(seq.id)
         self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)
-        self.refused.pop(seq.id, None)
