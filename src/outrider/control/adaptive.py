@@ -97,6 +97,7 @@ class Adaptive(Controller):
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         self.turns, self.traits, self._prices, self.tried = turns, traits, None, set()
         self.why, self.stop_below = self._nothing, 0.0
+        self.credit.first = self.credit.FIRST if traits.forecast is None else self.credit.KNOWN
         eligible = [turn.seq.id for turn in turns if room_for(turn, 1)]
         for seq_id in eligible:
             self.credit.admit(seq_id)

@@ -7,19 +7,20 @@ from statistics import median_low
 
 
 class Credit:
-    """The credit of the sequences that run: FIRST of each, SHARE of each emitted token, and what drafts gained.
+    """The credit of the sequences that run: `first` of each, SHARE of each emitted token, and what drafts gained.
 
     A step that risks no more than this if every node is rejected cannot make an answer of n tokens more than
-    FIRST + SHARE · n tokens slower, whatever a drafter claims.
+    `first` + SHARE · n tokens slower, whatever a drafter claims.
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
+    KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
     SHARE = 0.01  # of the tokens: what may be lost in a long answer
     SAVED = 2.0  # tokens of each sequence kept beyond the price of full drafts: gains pay for some fifty empty drafts
     ANSWERS = 4  # the last ones, most of which must have gained before the next one may risk more than FIRST
 
     def __init__(self) -> None:
-        self.tokens = 0.0
+        self.tokens, self.first = 0.0, self.FIRST
         self.running: set[int] = set()  # sequences
         self.left: deque[float] = deque(maxlen=self.ANSWERS)  # what the last answers had left
 
@@ -27,7 +28,7 @@ class Credit:
         if seq_id not in self.running:
             self.running.add(seq_id)
             proven = median_low(self.left) if len(self.left) == self.ANSWERS else 0.0
-            self.tokens += max(proven, self.FIRST)
+            self.tokens += max(proven, self.first)
 
     def add(self, gain: float, full: float) -> None:
         """A step gained so many tokens, or lost them. `full`: the price of full drafts; no more is saved."""
@@ -35,14 +36,14 @@ class Credit:
         self.tokens = min(self.tokens + gain, max(most, self.tokens))
 
     def forgo(self, gain: float) -> None:
-        """What drafts would have gained that were not verified. Up to FIRST that counts as if they had been: bad luck
+        """What drafts would have gained that were not verified. Up to `first` that counts as if they had been: bad luck
         with the first drafts must not end the matter."""
-        least, most = min(self.tokens, 0.0), max(self.tokens, self.FIRST * len(self.running))
+        least, most = min(self.tokens, 0.0), max(self.tokens, self.first * len(self.running))
         self.tokens = max(least, min(self.tokens + gain, most))
 
     def read(self, tokens: float) -> None:
         """A drafter read prompts, once for many steps: that may take half of the first credit, but no more."""
-        self.tokens = max(self.tokens - tokens, min(self.tokens, self.FIRST / 2 * len(self.running)))
+        self.tokens = max(self.tokens - tokens, min(self.tokens, self.first / 2 * len(self.running)))
 
     def end(self, seq_id: int) -> None:
         """A sequence takes its share of the credit with it; debts stay with those that still run."""

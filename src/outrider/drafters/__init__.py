@@ -26,6 +26,7 @@ from ..engine.cache import Cache, Plane
 from ..engine.drafter import (
     Drafter as Drafter,
     DraftRequest as DraftRequest,
+    Forecast as Forecast,
     Memory as Memory,
     Prices as Prices,
     Traits as Traits,

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..control.acceptance import AcceptanceStats
 from ..control.draft_costs import DraftCosts
 from ..types import Draft, Sequence, Step, Tree, Verdict
-from . import Drafter, DraftRequest, Prices, Traits, Workspace, lookup, names, register
+from . import Drafter, DraftRequest, Forecast, Prices, Traits, Workspace, lookup, names, register
 from .cascade import Cascade, may_draft
 
 TAPS_OFF_AFTER, TAPS_ON_AFTER = 32, 1024  # steps without a worthwhile call until taps are switched off, and on again
@@ -37,6 +37,7 @@ DECAY = 0.99  # of a call's cost for each step without a call
 READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those of the last steps
 READ_GUESS = 0.05  # price of reading a token, in rows of the target, before any was read
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
+FORESEEN = 8  # drafts that a forecast counts as
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
 SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
@@ -102,6 +103,13 @@ class CostStatistics:
     outcomes: AcceptanceStats = field(default_factory=AcceptanceStats)  # of drafts without claims
     idle: int = 0  # steps since the last call
     since_trial: float = 0.0  # tokens emitted
+
+    def begin(self, forecast: Forecast) -> None:
+        """Start from what is known; it counts as FORESEEN drafts and one call."""
+        self.claims, self.drafts = list(forecast.survival) or self.claims, FORESEEN
+        for k in (1, FORESEEN):  # whatever the length: it is that of an ordinary call
+            self.calls.add(1, k, forecast.call)
+        self.read_seconds.add(forecast.read)
 
     def add_claims(self, claims: list[float], length: int) -> None:
         """The claims of its latest draft of up to `length` tokens, likeliest first; what it left out counts as 0."""
@@ -190,7 +198,8 @@ class Auto(Cascade):
     def _traits(self, each: list[Traits]) -> Traits:
         merged = super()._traits(each)
         taps = merged.taps if self.taps_on else ()
-        return replace(merged, taps=taps, self_limiting=False, weighs_cost=bool(self.costly))
+        forecast = next((traits.forecast for traits in each if traits.forecast is not None), None)
+        return replace(merged, taps=taps, self_limiting=False, weighs_cost=bool(self.costly), forecast=forecast)
 
     def draft(self, request: DraftRequest) -> Draft:
         seqs = request.seqs
@@ -270,6 +279,8 @@ class Auto(Cascade):
         seqs, budgets, stats = request.seqs, request.budgets, self.costs[drafter.name]
         if not seqs:
             return []
+        if drafter.traits.forecast is not None:
+            self._foresee(drafter.name, drafter.traits.forecast, seqs)
         if not stats.known and self.prices.speed:
             return self._first_call(drafter, seqs) if self.taps_on else []
         length = self._length(drafter, max(budgets), len(seqs))
@@ -280,6 +291,13 @@ class Auto(Cascade):
             self.worthwhile = True
             return gaining
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
+
+    def _foresee(self, name: str, forecast: Forecast, seqs: list[Sequence]) -> None:
+        """Start from what is known of a drafter: a few unlucky drafts weigh less than many that were measured."""
+        if not self.costs[name].known:
+            self.costs[name].begin(forecast)
+        for seq in seqs:
+            self.trust.setdefault((seq.id, name), Trust(FORESEEN, 0.9 * FORESEEN))
 
     def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """For one sequence, that with least to read, where reading should cost less than half of what may be lost: a

@@ -64,6 +64,14 @@ class Memory(NamedTuple):
     kv: int = 0
 
 
+class Forecast(NamedTuple):
+    """What is known of a drafter before its first call."""
+
+    survival: tuple[float, ...]  # of its nodes by depth, as its maker measured it
+    call: float  # seconds of an ordinary call, measured on this machine
+    read: float  # seconds for each token of a prompt that it must read first
+
+
 class Learning(Protocol):
     """A drafter that learns while it serves."""
 
@@ -92,6 +100,7 @@ class Traits:
     learning: Learning | None = None
     memory: Callable[[], Memory] = Memory
     backlog: Callable[[Sequence], int] = lambda seq: 0  # tokens that it must read before it can draft for a sequence
+    forecast: Forecast | None = None  # None: nothing is known of it
     # Read from the class, before a drafter is built:
     auto: Callable[[Any], bool] | None = None  # workspace -> whether `auto` uses it; None: never
     trial: Callable[[Any], dict[str, Any]] = lambda target: {}  # options with which it runs on any target

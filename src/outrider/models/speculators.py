@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class HeadConfig:
     target_name: str = ""
     target_hidden_size: int = 0  # 0: the same as the head's
     own_output: bool = True  # False: its output rows are the target's, and not in its file
+    acceptance: tuple[float, ...] = field(default=(), compare=False)  # measured, by position, given the ones before
     # Variants that others have published. `outrider train` makes none of them.
     rope_scaling: RopeScaling | None = None
     windows: tuple[int, ...] = ()  # sliding window of each layer in rows, 0: none; empty: none has one
@@ -79,6 +80,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "acceptance", tuple(min(max(float(a), 0.0), 1.0) for a in self.acceptance))
         object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
         if self.kind not in (*KINDS, EAGLE1):
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
@@ -312,13 +314,15 @@ def _from_json(data: dict[str, Any], own: dict[str, Any]) -> HeadConfig:
         target_name=str(verifier.get("name_or_path") or ""),
         target_hidden_size=int(data.get("target_hidden_size") or 0),
         own_output=bool(own.get("own_output", True)),
+        acceptance=tuple(own.get("acceptance") or ()),
     )
 
 
 def _to_json(c: HeadConfig) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": c.block}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    own = {"kind": c.kind, "block": c.block, "target_hash": c.target_hash, "format": FORMAT}
+    own: dict[str, Any] = {"kind": c.kind, "block": c.block, "target_hash": c.target_hash, "format": FORMAT}
+    own |= {"acceptance": [round(rate, 3) for rate in c.acceptance]} if c.acceptance else {}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": KINDS[c.kind],

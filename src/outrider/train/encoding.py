@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ def encode_folder(options: EncodingOptions) -> Json:
     after = _acceptance(objective, held)
     card = options.folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    config = replace(config, acceptance=after[ALL]["alpha_by_position"])
     write_head(options.out, config, stored, text + _card_section(options.store, before, after) if text else "")
     size = (options.out / WEIGHTS).stat().st_size
     return {"store": options.store, "bytes": size, "before": before, "after": after, "held_answers": len(held)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,8 @@ class _TrainingRun:
                 more["as_trained"] = loop.evaluations[-1]["kinds"][ALL]["tau"]
                 loop.evaluate()  # what is stored
             result = self._result(loop, answers) | more
-            write_head(recipe.out, config, stored, model_card(result))
+            measured = replace(config, acceptance=loop.evaluations[-1]["kinds"][ALL]["alpha_by_position"])
+            write_head(recipe.out, measured, stored, model_card(result))
             return result
 
         return _DrafterBuild(objective, write)

@@ -8,7 +8,10 @@ the target's slots. Missed features cost acceptance, never correctness.
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,15 @@ from ...backends import Model
 from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
 from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
+from ...backends.rows import rows_of
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
 from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config, target_ids
 from ...types import Draft, Sequence, Step, Tree
-from .. import Drafter, DraftRequest, Memory, Prices, Traits, Workspace, register
+from .. import Drafter, DraftRequest, Forecast, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
-from .features import FeatureCache, ObservedFeatures, StreamFeatures
+from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
 from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
@@ -35,6 +39,9 @@ from .vocabulary import LearntVocabulary
 SHIPPED = Path(__file__).parent / "shipped"
 HEADS = ("eagle3", "block")  # kinds; the adapter of an early exit is not a head
 INITIAL_FLOOR = 0.3  # before a pass was timed: a first chain that is too long would make the drafter look expensive
+SCRATCH = -2_000_000  # id of the sequence whose passes are timed at the start
+SCRATCH_ROWS, SCRATCH_PASSES = 64, 4
+PACKING = 2  # of a head's products in the cache; a change makes old files be built again
 ROWS = 4  # the cost of one more row is averaged over this many: the first ones may be free
 
 
@@ -126,12 +133,14 @@ class TrainedHead(Drafter):
         floor = space.option("stop_below", default=None)
         self.pace = Pace(None if floor is None else float(floor))
         unread = graphs is not None and not self.tree
+        forecast = self._forecast() if head.device.type == "cpu" else None
         self.traits = replace(
             self.traits,
             taps=taps,
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
             backlog=self._backlog,
+            forecast=forecast,
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
@@ -169,6 +178,24 @@ class TrainedHead(Drafter):
         facts |= {"learnt_tokens": len(self.vocabulary.learnt)} if self.vocabulary is not None else {}
         return {self.name: facts | {"reading": self.about.reading}}
 
+    def _forecast(self) -> Forecast | None:
+        """Its acceptance as its folder states it, and the seconds of its passes, measured with scratch tokens."""
+        rollout, cache = self.rollout, self.space.cache
+        if not isinstance(rollout, HeadRollout) or not rollout.head.config.acceptance:
+            return None
+        seq = Sequence(SCRATCH, [1] * min(SCRATCH_ROWS, cache.length - 2))
+        cache.open(seq)
+        try:
+            if not cache.reserve(seq, len(seq.tokens), 1):
+                return None
+            short, long = (_seconds(rollout.committed, seq, rows) for rows in (1, len(seq.tokens) - 1))
+        finally:
+            cache.free(seq)
+        survival = tuple(accumulate(rollout.head.config.acceptance, mul))
+        self.pace.seconds = short
+        passes = 1 + sum(chance for chance in survival if chance > INITIAL_FLOOR)
+        return Forecast(survival, short * passes, max(long - short, 0.0) / len(seq.tokens))
+
     def _backlog(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.rollout.plane.holds(seq.id)
 
@@ -202,6 +229,18 @@ class TrainedHead(Drafter):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
         self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)
         return self.rollout.chains(request.seqs, request.budgets)
+
+
+def _seconds(committed: CommittedRows, seq: Sequence, rows: int) -> float:
+    """Of a pass over the last rows of a sequence, the fastest of some: other work only adds time."""
+    batch, last, seconds = HeadBatch(committed.cache), len(seq.tokens) - 1, []
+    batch.committed(seq, last - rows, last, want=True)
+    states = committed.blank.new_zeros(rows, committed.blank.shape[1])
+    for _ in range(SCRATCH_PASSES):
+        begin = time.perf_counter()
+        committed.head.read(rows_of(batch), committed.plane, states)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 # ------------------------------------------------------------ which head
@@ -342,7 +381,7 @@ def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntV
 def _fingerprint(folder: Path) -> str:
     """What its quantised weights are kept under: names, sizes and times of its files, and the kernels' format."""
     files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    return hashlib.sha256(repr((FORMAT, files)).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((FORMAT, PACKING, files)).encode()).hexdigest()[:24]
 
 
 def _trial(target: Model) -> dict[str, Any]:
