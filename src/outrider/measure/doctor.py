@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ..backends.loaded_weights import weight_bytes
-from ..config import DTYPES
 from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
@@ -23,6 +22,7 @@ from ..engine.cache import Cache
 from ..errors import OutriderError
 from ..llm import LLM
 from ..models.paths import cache_folder
+from ..models.precision import INT8, NAMES, OWN
 from .bench import BenchPlan, EncodedPrompt, Progress, make_setup, measure, pass_costs
 from .environment import environment, installed
 
@@ -120,7 +120,7 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
     folder_trouble, disk_gb = folder_state(cache_folder())
     runner = type(llm.engine.target).__name__
     return Facts(
-        llm.name, llm.dtype, tuple(DTYPES), llm.exact, llm.config.drafter_name,
+        llm.name, llm.dtype, NAMES, llm.exact, llm.config.drafter_name,
         pass_costs(llm), kinds, overall, before, cache_folder(), folder_trouble, disk_gb, versions_trouble(),
         kept=bench.pass_costs, kept_in=llm.costs.path,
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
@@ -294,7 +294,7 @@ def _model_hints(facts: Facts) -> Iterator[str]:
     """Its dtype, stored pass costs that differ from those measured now, and its drafter."""
     if facts.dtype.startswith(("float32", "float64")):
         yield f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
-    elif "int8" in facts.dtypes and facts.dtype not in ("int8", "gguf"):
+    elif "int8" in facts.dtypes and facts.dtype not in (INT8, *OWN):
         rounded = ", with rounded weights" if facts.on_gpu else ""
         yield f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{rounded}."
     if facts.kept and facts.kept_in is not None:
