@@ -40,7 +40,7 @@ def _packed(kind: str, fields: Tensor, info: Tensor, group: int = 0) -> Packed:
     if s.extra:
         tops = torch.zeros_like(low)
         for j in range(s.planes):
-            tops |= (planes[:, :, j].int() >> s.bits) << (s.extra * j)
+            tops |= (planes[:, :, j].int() >> s.bits) << s.high_place(j)
         high = tops.to(torch.uint8 if s.extra == 1 else torch.int16).flatten(1)
     return Packed(kind, low.flatten(1), high, info.T.contiguous(), inputs, group)
 

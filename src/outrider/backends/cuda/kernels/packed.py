@@ -41,6 +41,10 @@ class Scheme:
     def planes(self) -> int:
         return WORD // self.bits
 
+    def high_place(self, j: int) -> int:
+        """The lowest of a second tensor's bits that belong to plane j: two neighbours are four apart."""
+        return (j // 2) * self.extra + (j // 4) * 4 * (self.extra - 1) + (j % 2) * 4
+
     @property
     def step(self) -> int:
         return self.planes * self.plane
@@ -78,6 +82,7 @@ class Tiling:
 TILINGS: dict[str, Tiling] = {}  # by kind, where the default is not the best
 DEFAULT = Tiling()
 ROW_TILES = (16, 32, 64, 128)
+_STAGES = {64: 3, 128: 2}  # of wide tiles, limited by shared memory
 
 
 @dataclass(frozen=True)
@@ -171,10 +176,10 @@ def _tile(words, high, scale, offset, j: tl.constexpr, BITS: tl.constexpr, EXTRA
         SHIFT: tl.constexpr = LOW - BITS * j
         bits = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
         bits = (bits & (((1 << BITS) - 1) << LOW)) | one[:, None]
-        if EXTRA:
-            UP: tl.constexpr = LOW + BITS - EXTRA * j
+        if EXTRA:  # see `high_place`; these share a shift as well
+            UP: tl.constexpr = LOW + BITS - ((j // 2) * EXTRA + (j // 4) * 4 * (EXTRA - 1) + (j % 2) * 4)
             tops = high << UP if UP >= 0 else high >> -UP
-            bits |= tops & (((1 << EXTRA) - 1) << (LOW + BITS))
+            bits ^= tops & (((1 << EXTRA) - 1) << (LOW + BITS))  # an "or" that the assembler does not reorder
         FULL: tl.constexpr = 1 << (23 - LOW)
         value = bits.to(tl.float32, bitcast=True) * (scale * FULL)[:, None] + (offset - scale * FULL)[:, None]
     return value
@@ -257,7 +262,7 @@ def packed_product(
         OUTS=tiling.outputs, ROWS=tile, BITS=s.bits, EXTRA=s.extra, PLANE=s.plane, INFOS=s.infos, SCALES=s.scales,
         STEP=s.step, GROUP=group, SHARE=share, EVEN=w.steps * s.step == ins, GATED=gated,
         GELU=activation == GELU, PRECISION="ieee",
-        num_warps=tiling.warps, num_stages=tiling.stages if tile < 64 else min(tiling.stages, 3),
+        num_warps=tiling.warps, num_stages=min(tiling.stages, _STAGES.get(tile, tiling.stages)),
     )  # fmt: skip
 
 
