@@ -96,8 +96,11 @@ def check(weights: Weights, config: ModelConfig, path: Path) -> None:
     missing = sorted(shapes.keys() - weights.names())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        packed = any(name.endswith((".qweight", ".weight_packed")) for name in weights.names())
+        why = "; its weights are quantised, but config.json has no quantization_config" if packed else ""
         raise ModelError(
-            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
+            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for{why}; download the model "
+            "again."
         )
     for name, shape in shapes.items():
         if weights.shape(name) != shape:
