@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
-from ..backends.loaded_weights import weight_bytes
+import torch
+
+from ..backends.loaded_weights import pass_bytes, weight_bytes
 from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
@@ -92,6 +95,13 @@ class Facts:
     failure: str = ""  # how, if its last call did
     ahead: dict[str, Any] | None = None  # the report of the `ahead` drafter, where that is the one examined
     head: dict[str, Any] | None = None  # what the head's folder is, where the drafter `head` is examined
+    pass_bytes: int = 0  # of weights that a pass over one row reads
+    memory_speed: float = 0.0  # bytes a second of a copy, read and written
+
+    @property
+    def floor(self) -> float | None:
+        """Seconds of reading a pass's weights once."""
+        return self.pass_bytes / self.memory_speed if self.memory_speed else None
 
     @property
     def on_gpu(self) -> bool:
@@ -126,8 +136,22 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
         backend=llm.backend, drift=tuple(llm.drift.sentences()), failures=rows[-1].failures, failure=rows[-1].why,
         ahead=_ahead_facts(llm, prompts, plan) if llm.config.drafter_name == "ahead" else None,
-        head=llm.drafting.get("head"),
+        head=llm.drafting.get("head"), pass_bytes=pass_bytes(llm.target), memory_speed=memory_speed(llm.target.device),
     )  # fmt: skip
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes a second of a large copy on this device, reads and writes together: the best of a few."""
+    gpu = device.type == "cuda"
+    source = torch.ones((1 << 30) if gpu else (1 << 27), dtype=torch.uint8, device=device)
+    target, taken = torch.empty_like(source), []
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(source)
+        if gpu:
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2 * source.numel() / min(taken)
 
 
 def _ahead_facts(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan) -> dict[str, Any]:
@@ -197,6 +221,17 @@ def advise(facts: Facts) -> list[Finding]:
     """The verdict first, then why, then what to change, then what is broken."""
     hints = [Finding(HINT, text) for text in (*_hardware_hints(facts), *_model_hints(facts), *facts.drift)]
     return [verdict(facts), why(facts), *_head(facts), *_ahead(facts), *hints, *_installation(facts)]
+
+
+def reading(facts: Facts) -> str:
+    """What a pass reads, and the time that this takes at least; empty where it is not known."""
+    if facts.floor is None:
+        return ""
+    size, speed = f"{facts.pass_bytes / 1e9:.2f} GB", f"{facts.memory_speed / 1e9:,.0f} GB/s"
+    return (
+        f"A pass reads {size} of weights in {facts.dtype}: at least {1e3 * facts.floor:.2f} ms at the {speed} of a "
+        f"copy here; one row takes {1e3 * facts.costs[1]:.2f} ms."
+    )
 
 
 def verdict(facts: Facts) -> Finding:
