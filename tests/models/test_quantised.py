@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
+from outrider.backends.cpu import quantise as quant
 from outrider.errors import ConfigError, ModelError
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.precision import stored_in
@@ -317,12 +318,38 @@ def test_a_model_is_dequantised_on_a_cpu_and_says_so(form: str, tmp_path: Path) 
     assert stored_in(open_checkpoint(folder).weights) == "int4"
     with LLM(folder, device="cpu", dtype="float32", drafter="suffix") as llm:
         assert llm.dtype == "float32"
-        assert llm.backend == "The checkpoint's int4 weights are dequantised to float32: a CPU has no kernels for them."
+        assert llm.backend == "The checkpoint's int4 weights are dequantised to float32."
         assert llm.generate(["the quick brown fox"], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
     with pytest.raises(ConfigError, match="CPU has no kernels for int4"):
         LLM(folder, device="cpu", dtype="int4")
     with pytest.raises(ConfigError, match="is not stored in fp8"):
         LLM(folder, device="cpu", dtype="fp8")
+
+
+def test_int8_weights_are_not_rounded_again_on_a_cpu(tmp_path: Path) -> None:
+    """The layers keep the file's bytes and scales, whatever the largest of them is; only the head is rounded."""
+
+    def pack(w: Drawn) -> dict[str, torch.Tensor]:
+        w.q = w.q.clip(3, 11)
+        w.zero[:] = 8
+        w.scale[:] = w.scale[:, :1]
+        weight = torch.from_numpy((w.q - 8).astype(np.int8))
+        return {"weight": weight, "weight_scale": halves(w.scale[:, :1], torch.float32)}
+
+    folder = quantised_folder(tmp_path, pack, groups(8, None))
+    with LLM(folder, device="cpu", dtype="int8", drafter="off") as llm:
+        assert llm.backend.startswith("The checkpoint's int8 weights are used as they are")
+        target: Any = llm.target
+        down = target.tensors["layers.1.down.weight"]  # [blocks, K/4, 32, 4], + 128
+        stored = open_checkpoint(folder).weights.grouped("layers.1.mlp.down_proj.weight")
+        ours = down.transpose(1, 2).reshape(-1, down.shape[1] * 4)[:32, :48].int() - 128
+        assert torch.equal(ours, stored.values.int())
+        assert torch.equal(target.tensors["layers.1.down.scale"][:32], stored.scale[:, 0])
+        assert llm.generate(["the quick"], SamplingParams(max_tokens=3))[0].token_ids
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = -128  # kernels take magnitudes up to 127
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert quant.own_scales(open_checkpoint(folder).weights, ["layers.1.mlp.down_proj.weight"]) is None
 
 
 def test_a_folder_whose_label_is_missing(tmp_path: Path) -> None:

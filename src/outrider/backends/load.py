@@ -97,10 +97,18 @@ def _on_cpu(checkpoint: Checkpoint, dtype: str, length: int) -> Any:
         model = Transformer(config, weights, DTYPES[chosen], length=length)
     if len(timed) > 1:
         model.description = _chosen(chosen, timed)
-    if own not in ("", GGUF) and chosen != INT8:
-        dequantised = f"The checkpoint's {own} weights are dequantised to {chosen}: a CPU has no kernels for them."
-        model.description = f"{dequantised} {model.description}".strip()
+    model.description = f"{_kept(own, chosen)} {model.description}".strip()
     return model
+
+
+def _kept(own: str, chosen: str) -> str:
+    """A sentence about what became of a quantised checkpoint's weights on a CPU; empty where they are as they were."""
+    if own in ("", chosen):
+        kept = "The checkpoint's int8 weights are used as they are; its output matrix is rounded to int8."
+        return kept if own == INT8 else ""
+    if chosen == INT8:
+        return f"The checkpoint's {own} weights are rounded again to int8."
+    return f"The checkpoint's {own} weights are dequantised to {chosen}."
 
 
 def _chosen(dtype: str, timed: dict[str, float]) -> str:
@@ -116,9 +124,10 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
     names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
     shape: tuple[object, ...] = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads)
     shape += (config.head_dim,)
-    if stored_in(checkpoint.weights) == GGUF:
+    own = stored_in(checkpoint.weights)
+    if own in (GGUF, INT8):
         names.append(INT8)
-        if blocks.runs(checkpoint.weights, config):
+        if own == GGUF and blocks.runs(checkpoint.weights, config):
             names.append(GGUF)
             shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
     key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]

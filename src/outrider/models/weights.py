@@ -240,7 +240,7 @@ class FamilyWeights(Weights):
 
     def grouped(self, name: str) -> Any:
         """As `QuantisedWeights.grouped`, of a quantised checkpoint."""
-        if name not in self._stored:
+        if name not in self._stored or not hasattr(self.source, "grouped"):
             return None
         weight = self.source.grouped(self._stored[name][0])
         return None if weight is None else weight.rows(lambda tensor: self._rows(name, tensor))
