@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -47,7 +48,6 @@ from outrider.models.quantised import Grouped
 from w4 import Random, RandomFile, Rounded, random_blocks
 
 DEVICE = "cuda"
-SCHEMES["int4w"] = replace(SCHEMES["int4"], plane=64)  # a candidate: more inputs in a step, fewer waits
 BLOCKS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 GROUPED = ("int4", "int4b", "int8", "fp8")
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 130)
@@ -60,11 +60,14 @@ QWEN = ModelConfig(
     intermediate_size=8960, norm_eps=1e-6, rope_theta=1e6, context_length=2048, tied=False, qkv_bias=True,
 )  # fmt: skip
 CANDIDATES = [
-    Tiling(64, 4, 4), Tiling(64, 4, 3), Tiling(64, 4, 6), Tiling(64, 2, 4), Tiling(64, 2, 3), Tiling(32, 2, 4),
-    Tiling(32, 4, 5), Tiling(128, 8, 3), Tiling(128, 4, 4),
+    Tiling(32, 4, 3), Tiling(32, 4, 2), Tiling(32, 4, 3, registers=128), Tiling(32, 4, 2, registers=128),
+    Tiling(32, 2, 3), Tiling(32, 2, 2, registers=128), Tiling(32, 8, 2), Tiling(32, 8, 2, registers=128),
+    Tiling(16, 4, 3), Tiling(16, 8, 2), Tiling(64, 2, 3), Tiling(64, 4, 2),
 ]  # fmt: skip
-PROGRAMS = ((1.0, 2), (1.5, 2), (3.0, 2), (3.0, 1))  # for each processor; steps of a part, at least
+WIDE = [Tiling(32, 4, 3, rows=32), Tiling(32, 4, 3, rows=64), Tiling(64, 2, 3, rows=32)]  # for 64 rows
+PROGRAMS = ((2.0, 1), (4.0, 1))  # for each processor; steps of a slice, at least
 MODELS = {"7b": SEVEN, "qwen": QWEN}
+_TABLE = dict(packed.TILINGS)
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,7 @@ SHAPES = [
     Shape("7b qkv", "int4", 3840, 4608), Shape("qwen gate_up", "Q4_K", 17920, 1536, True),
     Shape("qwen down", "Q4_K", 1536, 8960), Shape("qwen qkv", "Q4_K", 2048, 1536),
     Shape("qwen down 6", "Q6_K", 1536, 8960), Shape("qwen head", "Q6_K", 151936, 1536),
-    Shape("8 bits", "int8", 4608, 13824), Shape("7b gate_up, wide", "int4w", 27648, 4608, True),
-    Shape("7b down, wide", "int4w", 4608, 13824),
+    Shape("8 bits", "int8", 4608, 13824),
 ]  # fmt: skip
 
 
@@ -179,9 +181,12 @@ def compile_share(jobs: list[tuple[Any, ...]]) -> int:
     for job in jobs:
         try:
             if isinstance(job[0], str):  # a model's other kernels
-                one = replace(MODELS[job[0]], layers=1)
-                weights, own = low_bits(job[0], one)
-                pass_seconds(PackedTransformer(one, weights, own, DEVICE, 512) if job[1] else _floats(one), repeats=6)
+                name, form, tilings = job
+                packed.TILINGS.clear()
+                packed.TILINGS.update(tilings)
+                one = replace(MODELS[name], layers=2)
+                weights, own = low_bits(name, one)
+                pass_seconds(PackedTransformer(one, weights, own, DEVICE, 512) if form else _floats(one), repeats=6)
             else:
                 shape, tiling, rows = job
                 x = torch.zeros(rows, shape.inputs, dtype=torch.bfloat16, device=DEVICE)
@@ -210,18 +215,31 @@ def small_jobs(kinds: tuple[str, ...], tilings: dict[str, Tiling]) -> list[tuple
         (Shape("", kind, 192, 768, gated), tilings.get(kind, packed.DEFAULT), rows)
         for kind in kinds
         for gated in (False, True)
-        for rows in (16, 32, 64, 130)
+        for rows in (8, 16)
     ]
 
 
 def all_jobs() -> list[tuple[Any, ...]]:
-    least: dict[tuple[str, bool], Shape] = {}
+    """The sections' kernels, each once: those of a shape differ by whether its slices have as many steps."""
+    wanted: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for shape in SHAPES:
-        known = least.setdefault((shape.kind, shape.gated), shape)
-        least[shape.kind, shape.gated] = min(known, shape, key=lambda s: s.outputs)
-    models: list[tuple[Any, ...]] = [(name, form) for name in MODELS for form in (False, True)]
-    tiles = [(shape, tiling, 16) for shape in least.values() for tiling in CANDIDATES]
-    return models + tiles + small_jobs((*BLOCKS, *GROUPED), packed.TILINGS)
+        steps = -(-shape.inputs // SCHEMES[shape.kind].step)
+        for tiling in _candidates(shape):
+            packed.TILINGS[shape.kind] = tiling
+            stub: Any = SimpleNamespace(kind=shape.kind, outputs=shape.outputs, steps=steps)
+            parts = 1 if shape.gated else packed.splits([stub], matmul.processors(torch.device(DEVICE, 0)))
+            whole = steps % parts == 0 and steps // parts % tiling.slices == 0
+            for rows in (64,) if tiling.rows > 16 else (8, 16):
+                key = (shape.kind, shape.gated, replace(tiling, programs=0, steps=0), rows, whole)
+                wanted[key] = (shape, tiling, rows)
+    packed.TILINGS.clear()
+    packed.TILINGS.update(_TABLE)
+    models = [(name, form, _TABLE) for name in MODELS for form in (False, True)]
+    return [*models, *wanted.values(), *small_jobs((*BLOCKS, *GROUPED), _TABLE)]
+
+
+def best_jobs(kinds: tuple[str, ...], chosen: dict[str, Tiling]) -> list[tuple[Any, ...]]:
+    return [*((name, True, chosen) for name in MODELS), *small_jobs(kinds, chosen)]
 
 
 def compile_all(every: list[tuple[Any, ...]]) -> dict[str, Any]:
@@ -252,7 +270,7 @@ def kernels(kinds: tuple[str, ...] = (*BLOCKS, *GROUPED)) -> dict[str, Any]:
         good = error < 1e-4 and gated_error < 5e-3 and not different
         found[kind] = {"error": error, "gated_error": gated_error, "rows_that_differ": different, "good": good}
         tiles = packed.tiling_of(w)
-        print(f"{kind:6} {tiles.outputs:4}/{tiles.warps}/{tiles.stages:<10} {error:.1e}  {gated_error:.1e}  "
+        print(f"{kind:6} {tiles.outputs:4}/{tiles.slices}/{tiles.stages:<10} {error:.1e}  {gated_error:.1e}  "
               f"{'equal' if not different else f'DIFFER at {different}'}")  # fmt: skip
     return found
 
@@ -263,6 +281,16 @@ def _same(product: PackedProduct, x: Tensor, n: int) -> bool:
     rows = x[start : start + n].contiguous()
     parts = torch.equal(product(rows).parts, product(x).parts[:, start : start + n])
     return parts and torch.equal(product.gated(rows), product.gated(x)[start : start + n])
+
+
+def instructions() -> dict[str, Any]:
+    """Whether the two kinds of matrix instructions (four warps: wgmma; two: mma) give the same bits in one order."""
+    x = torch.randn(40, 4608, generator=dice(7), device=DEVICE).bfloat16()
+    w = torch.randn(640, 4608, generator=dice(8), device=DEVICE).bfloat16()
+    made = [matmul.product(x, w, matmul.Tiling(64, 1, stages=3, warps=warps)) for warps in (4, 2)]
+    found = {"equal": torch.equal(*made), "largest": float((made[0] - made[1]).abs().max())}
+    print(f"wgmma and mma give equal bits: {found}")
+    return found
 
 
 # ---------------------------------------------------------------- tiles
@@ -295,7 +323,7 @@ def tiles(until: float) -> dict[str, Any]:
         size = sum(t.nbytes for t in (weights[0].words, weights[0].info, weights[0].high) if t is not None)
         while len(weights) * size < 240e6 and len(weights) < 32:  # none stays in a cache until its next use
             weights.append(replace(weights[0], words=weights[0].words.clone()))
-        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in (1, 4, 16, 512)}
+        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in (1, 4, 16, 64)}
         floats = _bf16(shape, rows)
         print(f"{shape.name:13} {shape.kind:5} {size / 1e6:6.1f} MB   bf16 " +
               " ".join(f"{n}: {1e6 * s:.1f}" for n, s in floats.items()))  # fmt: skip
@@ -306,19 +334,19 @@ def tiles(until: float) -> dict[str, Any]:
             if time.perf_counter() > until:
                 return {"table": table, "unfinished": shape.name}
             entry: dict[str, Any] = {"shape": shape.name, "kind": shape.kind, **asdict(tiling), "bf16": floats}
+            name = f"{tiling.outputs:3}/{tiling.slices}/{tiling.stages}/{tiling.registers or '-':<3} r{tiling.rows}"
             try:
-                counts = (1, 4, 16, 512) if tiling == Tiling() else (1, 4, 16)
+                counts = (64,) if tiling.rows > 16 else (1, 4, 16, 64)
                 entry |= {f"s{n}": product_seconds(weights, shape, tiling, rows[n]) for n in counts}
             except Exception as error:
                 entry["failed"] = f"{type(error).__name__}: {str(error)[:160]}"
-                print(f"    {tiling.outputs}/{tiling.warps}/{tiling.stages} {entry['failed'][:100]}")
+                print(f"    {name} {entry['failed'][:100]}")
                 continue
             table.append(entry)
-            times = " ".join(f"{1e6 * entry[key]:8.1f}" for key in ("s1", "s4", "s16", "s512") if key in entry)
-            spread = f"×{tiling.programs:<4} {tiling.steps}"
-            print(f"    {tiling.outputs:3}/{tiling.warps}/{tiling.stages} {spread} {times}   "
-                  f"{size / entry['s1'] / 1e12:.2f} TB/s   {floats[1] / entry['s1']:.2f} × "
-                  f"{floats[16] / entry['s16']:.2f} ×")  # fmt: skip
+            times = " ".join(f"{1e6 * entry[key]:8.1f}" for key in ("s1", "s4", "s16", "s64") if key in entry)
+            ratios = " ".join(f"{floats[n] / entry[f's{n}']:.2f} ×" for n in (1, 16, 64) if f"s{n}" in entry)
+            speed = f"{size / entry['s1'] / 1e12:.2f} TB/s" if "s1" in entry else ""
+            print(f"    {name} ×{tiling.programs:<4} {times}   {speed}   {ratios}", flush=True)
         del weights
         gc.collect()
         torch.cuda.empty_cache()
@@ -330,9 +358,9 @@ def product_seconds(weights: list[Packed], shape: Shape, tiling: Tiling, x: Tens
 
 
 def _candidates(shape: Shape) -> Iterator[Tiling]:
-    for tiling in CANDIDATES:
-        split = not shape.gated and shape.outputs < 20_000
-        for programs, steps in PROGRAMS if split else ((1.5, 2),):
+    split = not shape.gated and shape.outputs < 20_000
+    for tiling in (*CANDIDATES, *(WIDE if shape.kind == "int4" else ())):
+        for programs, steps in PROGRAMS if split else PROGRAMS[:1]:
             yield replace(tiling, programs=programs, steps=steps)
 
 
@@ -350,25 +378,23 @@ def _bf16(shape: Shape, rows: dict[int, Tensor], eight_bits: bool = False) -> di
 
 
 def best(table: list[dict[str, Any]]) -> dict[str, Tiling]:
-    """For each kind the tiling with the least time over its shapes, each weighted by bfloat16's time."""
-    kinds: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {}
+    """For each kind the tiling with the least time over its shapes at 1 and 16 rows, by bfloat16's time."""
+    kinds: dict[str, dict[Tiling, dict[str, float]]] = {}
     for e in table:
-        key = tuple(e[name] for name in ("outputs", "warps", "stages"))
+        if "s1" not in e:
+            continue
+        tiling = Tiling(**{name: e[name] for name in asdict(Tiling())})
         cost = e["s1"] / e["bf16"][1] + e["s16"] / e["bf16"][16]
-        shapes = kinds.setdefault(e["kind"], {}).setdefault(key, {})
-        shapes[e["shape"]] = min(cost, shapes.get(e["shape"], 1e9))
+        fixed = e["shape"].endswith(("gate_up", "head"))  # not split, whatever `programs` is
+        for programs, steps in PROGRAMS if fixed else ((tiling.programs, tiling.steps),):
+            kinds.setdefault(e["kind"], {}).setdefault(replace(tiling, programs=programs, steps=steps), {})[
+                e["shape"]
+            ] = cost
     found = {}
     for kind, options in kinds.items():
         most = max(map(len, options.values()))
-        whole = {key: sum(costs.values()) for key, costs in options.items() if len(costs) == most}
-        outputs, warps, stages = min(whole, key=lambda key: whole[key])
-        spread = dict.fromkeys(PROGRAMS, 0.0)
-        for e in table:
-            split = not e["shape"].endswith(("gate_up", "head"))
-            if split and e["kind"] == kind and (e["outputs"], e["warps"], e["stages"]) == (outputs, warps, stages):
-                spread[e["programs"], e["steps"]] += (e["s1"] + e["s16"]) / (e["bf16"][1] + e["bf16"][16])
-        programs, steps = min(spread, key=lambda p: spread[p])
-        found[kind] = Tiling(outputs, warps, stages, programs=programs, steps=steps)
+        whole = {tiling: sum(costs.values()) for tiling, costs in options.items() if len(costs) == most}
+        found[kind] = min(whole, key=lambda tiling: whole[tiling])
         print(f"best for {kind}: {found[kind]}")
     return found
 
@@ -430,9 +456,6 @@ def passes(options: argparse.Namespace, chosen: dict[str, Tiling]) -> dict[str, 
     return found
 
 
-_TABLE = dict(packed.TILINGS)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--qwen", type=Path, help="Qwen2.5-Coder-1.5B, Q4_K_M; default: random blocks of its types")
@@ -443,6 +466,7 @@ def main() -> None:
     facts |= {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
     facts["compile"] = attempt("compile", lambda: compile_all(all_jobs()), begin)
     facts["kernels"] = attempt("kernels", kernels, begin)
+    facts["instructions"] = attempt("instructions", instructions, begin)
     facts["tiles"] = attempt("tiles", lambda: tiles(begin + 0.6 * options.seconds), begin)
     chosen: dict[str, Tiling] = {}
     facts["best"] = attempt("best tiles", lambda: chosen.update(best(facts["tiles"]["table"])) or {}, begin)
@@ -450,7 +474,7 @@ def main() -> None:
     packed.TILINGS.clear()
     packed.TILINGS.update(_TABLE | chosen)
     kinds = tuple(kind for kind in chosen if chosen[kind] != packed.DEFAULT)
-    facts["compile_best"] = attempt("compile", lambda: compile_all(small_jobs(kinds, chosen)), begin)
+    facts["compile_best"] = attempt("compile", lambda: compile_all(best_jobs(kinds, chosen)), begin)
     facts["kernels_best"] = attempt("kernels with the best tiles", lambda: kernels(kinds), begin)
     facts["passes"] = attempt("passes", lambda: passes(options, chosen), begin)
     print(json.dumps(facts | {"s": time.perf_counter() - begin}))

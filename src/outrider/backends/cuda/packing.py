@@ -110,7 +110,7 @@ def _q6_k(b: Tensor) -> tuple[Tensor, Tensor]:
     twos = (high >> shifts) & 3  # [N, U, 2, 4, 32]
     fields = _halves(low).flatten(-2) | (twos.flatten(-3) << 4)
     scale = F.pad(b[..., None, 208:210].expand(*b.shape[:-1], 2, 2), (0, 2))  # of each half of a block
-    return fields, torch.cat([scale, b[..., 192:208].unflatten(-1, (2, 8))], -1)
+    return fields, torch.cat([scale, (b[..., 192:208] ^ 128).unflatten(-1, (2, 8))], -1)
 
 
 _UNPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

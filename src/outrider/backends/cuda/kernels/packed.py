@@ -66,23 +66,23 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a packed weight is divided into tiles; it does not depend on the rows of a pass.
+    """How a packed weight is divided into tiles; of what it computes, only `slices` and the parts change a bit.
 
-    Fields are unpacked once for every tile of rows: `rows` is its largest size.
+    Neither depends on the rows of a pass. Fields are unpacked once for every tile of rows.
     """
 
-    outputs: int = 64
-    warps: int = 4
-    stages: int = 4
-    rows: int = 128
-    programs: float = 1.5  # for each processor, before a sum is split no further
-    steps: int = 2  # of a part of a sum, at least
+    outputs: int = 32
+    slices: int = 4  # of a sum within a program: a warp each, which take its steps in turn
+    stages: int = 3
+    rows: int = 16  # of the largest tile
+    programs: float = 2.0  # for each processor, before a sum is split no further
+    steps: int = 2  # of a slice, at least, where a sum is split into parts
+    registers: int | None = None  # of a thread, at most: fewer let more programs share a processor
 
 
 TILINGS: dict[str, Tiling] = {}  # by kind, where the default is not the best
 DEFAULT = Tiling()
-ROW_TILES = (16, 32, 64, 128)
-_STAGES = {64: 3, 128: 2}  # of wide tiles, limited by shared memory
+ROW_TILES = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,22 @@ def _half(word):
 
 
 @triton.jit
+def _byte(word, i: tl.constexpr):
+    """Byte i of a word as a float, without a conversion, which is slow: 2^23 and the byte, less 2^23."""
+    bits = ((word >> (8 * i)) & 255) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def _info(info, row, columns, o, ok):
-    return tl.load(info + row.to(tl.int64) * columns + o, mask=ok, other=0)
+    """Words of scales [SLICES, OUTS]. row [SLICES]"""
+    return tl.load(info + row.to(tl.int64)[:, None] * columns + o[None, :], mask=ok, other=0)
 
 
 @triton.jit
 def _scale(info, at, columns, o, ok, j: tl.constexpr, PLANE: tl.constexpr, INFOS: tl.constexpr, SCALES: tl.constexpr,
            STEP: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Scale and offset of plane j for each output: its weights are scale * field + offset."""
+    """Scale and offset [SLICES, OUTS] of plane j: its weights are scale * field + offset. at [SLICES]"""
     row = at // STEP * INFOS
     if SCALES == 0:  # a float16 for each plane, two in a word; fields are stored + half their range
         scale = _half(_info(info, row + j // 2, columns, o, ok) >> (16 * (j % 2)))
@@ -139,12 +147,11 @@ def _scale(info, at, columns, o, ok, j: tl.constexpr, PLANE: tl.constexpr, INFOS
         scale, offset = _half(word), _half(word >> 16)
     elif SCALES == 2:  # float16 scales of scales and of minima; then a byte for each scale and for each minimum
         both = _info(info, row, columns, o, ok)
-        factor = (_info(info, row + 1 + j // 4, columns, o, ok) >> (8 * (j % 4))) & 255
-        minimum = (_info(info, row + 3 + j // 4, columns, o, ok) >> (8 * (j % 4))) & 255
-        scale, offset = _half(both) * factor.to(tl.float32), -_half(both >> 16) * minimum.to(tl.float32)
-    elif SCALES == 3:  # a float16 scale of scales, then a signed byte for each scale; fields are stored + 32
-        factor = (_info(info, row + 1 + j // 4, columns, o, ok) << (24 - 8 * (j % 4))) >> 24
-        scale = _half(_info(info, row, columns, o, ok)) * factor.to(tl.float32)
+        scale = _half(both) * _byte(_info(info, row + 1 + j // 4, columns, o, ok), j % 4)
+        offset = -_half(both >> 16) * _byte(_info(info, row + 3 + j // 4, columns, o, ok), j % 4)
+    elif SCALES == 3:  # a float16 scale of scales, then a byte + 128 for each scale; fields are stored + 32
+        factor = _byte(_info(info, row + 1 + j // 4, columns, o, ok), j % 4) - 128.0
+        scale = _half(_info(info, row, columns, o, ok)) * factor
         offset = -32.0 * scale
     else:  # by groups
         word = _info(info, (at + j * PLANE) // GROUP, columns, o, ok)
@@ -163,11 +170,11 @@ def _scale(info, at, columns, o, ok, j: tl.constexpr, PLANE: tl.constexpr, INFOS
 @triton.jit
 def _tile(words, high, scale, offset, j: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr,
           SCALES: tl.constexpr):  # fmt: skip
-    """The weights of plane j [OUTS, PLANE] float32."""
+    """The weights of plane j [SLICES, OUTS, PLANE] float32."""
     if SCALES == 7:  # an e4m3's exponent is 120 less than a float's
         byte = words >> (8 * j)
         bits = ((byte & 128) << 24) | ((byte & 127) << 20)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale[:, None]
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale[:, :, None]
     else:
         # The bits of 1.0, which the compiler does not know: it would spend two instructions on two constants.
         one = (scale * 0.0 + 1.0).to(tl.int32, bitcast=True)
@@ -175,73 +182,84 @@ def _tile(words, high, scale, offset, j: tl.constexpr, BITS: tl.constexpr, EXTRA
         LOW: tl.constexpr = 23 - BITS - EXTRA - (BITS if BITS == 4 and j % 2 == 0 else 0)  # the field's place
         SHIFT: tl.constexpr = LOW - BITS * j
         bits = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
-        bits = (bits & (((1 << BITS) - 1) << LOW)) | one[:, None]
+        bits = (bits & (((1 << BITS) - 1) << LOW)) | one[:, :, None]
         if EXTRA:  # see `high_place`; these share a shift as well
             UP: tl.constexpr = LOW + BITS - ((j // 2) * EXTRA + (j // 4) * 4 * (EXTRA - 1) + (j % 2) * 4)
             tops = high << UP if UP >= 0 else high >> -UP
             bits ^= tops & (((1 << EXTRA) - 1) << (LOW + BITS))  # an "or" that the assembler does not reorder
         FULL: tl.constexpr = 1 << (23 - LOW)
-        value = bits.to(tl.float32, bitcast=True) * (scale * FULL)[:, None] + (offset - scale * FULL)[:, None]
+        value = bits.to(tl.float32, bitcast=True) * (scale * FULL)[:, :, None] + (offset - scale * FULL)[:, :, None]
     return value
 
 
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _packed(
     x, words, high, info, out, rows, outs, ins, length, split, columns, stride, column,
-    OUTS: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr, PLANE: tl.constexpr,
-    INFOS: tl.constexpr, SCALES: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PRECISION: tl.constexpr,
+    SLICES: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr,
+    PLANE: tl.constexpr, INFOS: tl.constexpr, SCALES: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    SHARE: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, column + o] = sum over the part's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
 
-    length and split: words of an output and of its part. SHARE planes have one scale.
+    length and split: words of an output and of its part. Each of SLICES warps takes every SLICES-th step of the part;
+    their sums are added at the end. SHARE planes have one scale. WHOLE: all slices of all parts have as many steps.
     """
     PLANES: tl.constexpr = STEP // PLANE
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, PLANE)
+    c, slices = tl.arange(0, PLANE), tl.arange(0, SLICES)
     start = tl.program_id(1) * split
     stop = tl.minimum(start + split, length)
-    ok, r_in = o < outs, (r < rows)[None, :]
-    place = o[:, None] * length + c[None, :]  # [OUTS, PLANE]
+    ok, r_in = (o < outs)[None, :], (r < rows)[None, None, :]
+    place = (o[None, :, None] * length + (slices * PLANE)[:, None, None]) + c[None, None, :]  # [SLICES, OUTS, PLANE]
     other_place = place + outs.to(tl.int64) * length
-    x_ptr = x + r[None, :] * ins + c[:, None]  # [PLANE, ROWS]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    other = tl.zeros((OUTS, ROWS), tl.float32)
-    for first in range(start, stop, PLANE):
+    inner = (slices * STEP)[:, None, None] + c[None, :, None]  # [SLICES, PLANE, 1]
+    x_ptr = x + r[None, None, :] * ins + inner  # [SLICES, PLANE, ROWS]
+    total = tl.zeros((SLICES, OUTS, ROWS), tl.float32)
+    other = tl.zeros((SLICES, OUTS, ROWS), tl.float32)
+    for first in range(start, stop, SLICES * PLANE):
         at = first * PLANES
-        tile = tl.load(words + place + first, mask=ok[:, None], other=0, eviction_policy="evict_first")
+        inside = ok
+        if not WHOLE:
+            inside = ok & ((first + slices * PLANE) < stop)[:, None]
+        w_ok = inside[:, :, None]
+        tile = tl.load(words + place + first, mask=w_ok, other=0, eviction_policy="evict_first")
         tops = tile
         if EXTRA:
-            tops = tl.load(high + place + first, mask=ok[:, None], other=0, eviction_policy="evict_first").to(tl.int32)
+            tops = tl.load(high + place + first, mask=w_ok, other=0, eviction_policy="evict_first").to(tl.int32)
         if GATED:
-            pair = tl.load(words + other_place + first, mask=ok[:, None], other=0, eviction_policy="evict_first")
+            pair = tl.load(words + other_place + first, mask=w_ok, other=0, eviction_policy="evict_first")
             pair_tops = pair
             if EXTRA:
-                pair_tops = tl.load(
-                    high + other_place + first, mask=ok[:, None], other=0, eviction_policy="evict_first"
-                ).to(tl.int32)
+                pair_tops = tl.load(high + other_place + first, mask=w_ok, other=0, eviction_policy="evict_first").to(
+                    tl.int32
+                )
+        steps = at + slices * STEP  # [SLICES]
         for j in tl.static_range(PLANES):
             x_ok = r_in
             if not EVEN:
-                x_ok = r_in & ((at + j * PLANE + c) < ins)[:, None]
+                x_ok = r_in & ((at + j * PLANE + inner) < ins)
             inputs = tl.load(x_ptr + at + j * PLANE, mask=x_ok, other=0.0)
             if j % SHARE == 0:
-                scale, offset = _scale(info, at, columns, o, ok, j, PLANE, INFOS, SCALES, STEP, GROUP)
+                scale, offset = _scale(info, steps, columns, o, inside, j, PLANE, INFOS, SCALES, STEP, GROUP)
             block = _tile(tile, tops, scale, offset, j, BITS, EXTRA, SCALES)
             total = tl.dot(block.to(x.dtype.element_ty), inputs, total, input_precision=PRECISION)
             if GATED:
                 if j % SHARE == 0:
-                    up_scale, up_offset = _scale(info, at, columns, o + outs, ok, j, PLANE, INFOS, SCALES, STEP, GROUP)
+                    up_scale, up_offset = _scale(
+                        info, steps, columns, o + outs, inside, j, PLANE, INFOS, SCALES, STEP, GROUP
+                    )
                 block = _tile(pair, pair_tops, up_scale, up_offset, j, BITS, EXTRA, SCALES)
                 other = tl.dot(block.to(x.dtype.element_ty), inputs, other, input_precision=PRECISION)
+    sums = tl.sum(total, 0)  # [OUTS, ROWS]
     if GATED:
-        steepness = total
+        steepness = sums
         if GELU:
-            steepness = 1.5957691216057308 * (total + 0.044715 * total * total * total)
-        total = total / (1.0 + tl.exp(-steepness)) * other
+            steepness = 1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)
+        sums = sums / (1.0 + tl.exp(-steepness)) * tl.sum(other, 0)
     target = out + tl.program_id(1).to(tl.int64) * rows * stride + r[None, :] * stride + column + o[:, None]
-    tl.store(target, total.to(out.dtype.element_ty), mask=ok[:, None] & r_in)
+    tl.store(target, sums.to(out.dtype.element_ty), mask=(o < outs)[:, None] & (r < rows)[None, :])
 
 
 def packed_product(
@@ -254,15 +272,17 @@ def packed_product(
     s, (rows, ins), outs = SCHEMES[w.kind], x.shape, w.outputs // (1 + gated)
     parts, group = out.shape[0], w.group or s.plane
     share = s.planes if group % s.step == 0 else group // s.plane if s.step % group == 0 else 1
+    split = triton.cdiv(w.steps, parts)
+    whole = w.steps % parts == 0 and split % tiling.slices == 0
     tile = next((n for n in ROW_TILES if n >= min(rows, tiling.rows)), ROW_TILES[-1])
     grid = (triton.cdiv(outs, tiling.outputs), parts, triton.cdiv(rows, tile))
     _packed[grid](
         x, w.words, w.words if w.high is None else w.high, w.info, out,
-        rows, outs, ins, w.words.shape[1], triton.cdiv(w.steps, parts) * s.plane, w.outputs, out.shape[2], column,
-        OUTS=tiling.outputs, ROWS=tile, BITS=s.bits, EXTRA=s.extra, PLANE=s.plane, INFOS=s.infos, SCALES=s.scales,
-        STEP=s.step, GROUP=group, SHARE=share, EVEN=w.steps * s.step == ins, GATED=gated,
-        GELU=activation == GELU, PRECISION="ieee",
-        num_warps=tiling.warps, num_stages=min(tiling.stages, _STAGES.get(tile, tiling.stages)),
+        rows, outs, ins, w.words.shape[1], split * s.plane, w.outputs, out.shape[2], column,
+        SLICES=tiling.slices, OUTS=tiling.outputs, ROWS=tile, BITS=s.bits, EXTRA=s.extra, PLANE=s.plane,
+        INFOS=s.infos, SCALES=s.scales, STEP=s.step, GROUP=group, SHARE=share,
+        EVEN=whole and w.steps * s.step == ins, WHOLE=whole, GATED=gated, GELU=activation == GELU, PRECISION="ieee",
+        num_warps=tiling.slices, num_stages=tiling.stages if tile < 32 else 2, maxnreg=tiling.registers,
     )  # fmt: skip
 
 
@@ -314,5 +334,5 @@ def splits(weights: list[Packed], processors: int) -> int:
     """As few parts of a sum as keep the memory busy, because the parts have to be added up."""
     tiling = tiling_of(weights[0])
     tiles = sum(triton.cdiv(w.outputs, tiling_of(w).outputs) for w in weights)
-    most = max(1, min(w.steps for w in weights) // tiling.steps)
+    most = max(1, min(w.steps for w in weights) // (tiling.slices * tiling.steps))
     return int(min(most, triton.cdiv(int(tiling.programs * processors), tiles)))
