@@ -122,37 +122,60 @@ def _half(word):
 
 
 @triton.jit
-def _byte(word, i: tl.constexpr):
-    """Byte i of a word as a float, without a conversion, which is slow: 2^23 and the byte, less 2^23."""
-    bits = ((word >> (8 * i)) & 255) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - 8388608.0
-
-
-@triton.jit
 def _info(info, row, columns, o, ok):
     """Words of scales [SLICES, OUTS]. row [SLICES]"""
     return tl.load(info + row.to(tl.int64)[:, None] * columns + o[None, :], mask=ok, other=0)
 
 
 @triton.jit
-def _scale(info, at, columns, o, ok, j: tl.constexpr, PLANE: tl.constexpr, INFOS: tl.constexpr, SCALES: tl.constexpr,
-           STEP: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Scale and offset [SLICES, OUTS] of plane j: its weights are scale * field + offset. at [SLICES]"""
+def _one(scale):
+    """The bits of 1.0, which the compiler does not know: it would spend two instructions on two constants."""
+    return (scale * 0.0 + 1.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _field(words, one, j: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr):
+    """The bits of 1.0 with field j of a word at bit LOW of the mantissa."""
+    SHIFT: tl.constexpr = LOW - BITS * j
+    bits = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
+    return (bits & (((1 << BITS) - 1) << LOW)) | one
+
+
+@triton.jit
+def _times_byte(factor, word, one, j: tl.constexpr, LESS: tl.constexpr):
+    """factor * (byte j - LESS), rounded once: the byte is in the mantissa of 1 + byte / 256."""
+    return _field(word, one, j, 8, 15).to(tl.float32, bitcast=True) * (factor * 256.0) - factor * (256.0 + LESS)
+
+
+@triton.jit
+def _scale(info, at, columns, o, ok, j: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr, PLANE: tl.constexpr,
+           INFOS: tl.constexpr, SCALES: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Scale and offset [SLICES, OUTS] of plane j, and the bits of one: weights are scale * field + offset. at [SLICES]
+
+    SCALES 2 and 3: for 1 + field / FULL instead of the field.
+    """
+    FULL: tl.constexpr = 1 << (BITS + EXTRA + (BITS if BITS == 4 and j % 2 == 0 else 0))  # see `_tile`
     row = at // STEP * INFOS
     if SCALES == 0:  # a float16 for each plane, two in a word; fields are stored + half their range
         scale = _half(_info(info, row + j // 2, columns, o, ok) >> (16 * (j % 2)))
         offset = scale * (-8.0 if STEP == 8 * PLANE else -128.0)
+        one = _one(scale)
     elif SCALES == 1:  # a scale and an offset in float16
         word = _info(info, row + j, columns, o, ok)
         scale, offset = _half(word), _half(word >> 16)
+        one = _one(scale)
     elif SCALES == 2:  # float16 scales of scales and of minima; then a byte for each scale and for each minimum
         both = _info(info, row, columns, o, ok)
-        scale = _half(both) * _byte(_info(info, row + 1 + j // 4, columns, o, ok), j % 4)
-        offset = -_half(both >> 16) * _byte(_info(info, row + 3 + j // 4, columns, o, ok), j % 4)
+        factor = _half(both)
+        one = _one(factor)
+        scale = _times_byte(factor * FULL, _info(info, row + 1 + j // 4, columns, o, ok), one, j % 4, 0)
+        least = _times_byte(_half(both >> 16), _info(info, row + 3 + j // 4, columns, o, ok), one, j % 4, 0)
+        offset = -least - scale
     elif SCALES == 3:  # a float16 scale of scales, then a byte + 128 for each scale; fields are stored + 32
-        factor = _byte(_info(info, row + 1 + j // 4, columns, o, ok), j % 4) - 128.0
-        scale = _half(_info(info, row, columns, o, ok)) * factor
-        offset = -32.0 * scale
+        factor = _half(_info(info, row, columns, o, ok))
+        one = _one(factor)
+        scale = _times_byte(factor * FULL, _info(info, row + 1 + j // 4, columns, o, ok), one, j % 4, 128)
+        offset = scale * (-1.0 - 32.0 / FULL)
     else:  # by groups
         word = _info(info, (at + j * PLANE) // GROUP, columns, o, ok)
         if SCALES == 4:
@@ -164,31 +187,31 @@ def _scale(info, at, columns, o, ok, j: tl.constexpr, PLANE: tl.constexpr, INFOS
         else:
             scale = word.to(tl.float32, bitcast=True)
             offset = -128.0 * scale
-    return scale, offset
+        one = _one(scale)
+    return scale, offset, one
 
 
 @triton.jit
-def _tile(words, high, scale, offset, j: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr,
+def _tile(words, high, scale, offset, one, j: tl.constexpr, BITS: tl.constexpr, EXTRA: tl.constexpr,
           SCALES: tl.constexpr):  # fmt: skip
     """The weights of plane j [SLICES, OUTS, PLANE] float32."""
+    # Two neighbouring fields of four bits share a shift: the lower one is a smaller part of its float.
+    LOW: tl.constexpr = 23 - BITS - EXTRA - (BITS if BITS == 4 and j % 2 == 0 else 0)
+    FULL: tl.constexpr = 1 << (23 - LOW)
     if SCALES == 7:  # an e4m3's exponent is 120 less than a float's
         byte = words >> (8 * j)
         bits = ((byte & 128) << 24) | ((byte & 127) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale[:, :, None]
     else:
-        # The bits of 1.0, which the compiler does not know: it would spend two instructions on two constants.
-        one = (scale * 0.0 + 1.0).to(tl.int32, bitcast=True)
-        # Two neighbouring fields of four bits share a shift: the lower one is a smaller part of its float.
-        LOW: tl.constexpr = 23 - BITS - EXTRA - (BITS if BITS == 4 and j % 2 == 0 else 0)  # the field's place
-        SHIFT: tl.constexpr = LOW - BITS * j
-        bits = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
-        bits = (bits & (((1 << BITS) - 1) << LOW)) | one[:, :, None]
-        if EXTRA:  # see `high_place`; these share a shift as well
+        bits = _field(words, one[:, :, None], j, BITS, LOW)
+        if EXTRA:  # see `high_place`
             UP: tl.constexpr = LOW + BITS - ((j // 2) * EXTRA + (j // 4) * 4 * (EXTRA - 1) + (j % 2) * 4)
             tops = high << UP if UP >= 0 else high >> -UP
             bits ^= tops & (((1 << EXTRA) - 1) << (LOW + BITS))  # an "or" that the assembler does not reorder
-        FULL: tl.constexpr = 1 << (23 - LOW)
-        value = bits.to(tl.float32, bitcast=True) * (scale * FULL)[:, :, None] + (offset - scale * FULL)[:, :, None]
+        if SCALES != 2 and SCALES != 3:
+            offset = offset - scale * FULL
+            scale = scale * FULL
+        value = bits.to(tl.float32, bitcast=True) * scale[:, :, None] + offset[:, :, None]
     return value
 
 
@@ -242,15 +265,17 @@ def _packed(
                 x_ok = r_in & ((at + j * PLANE + inner) < ins)
             inputs = tl.load(x_ptr + at + j * PLANE, mask=x_ok, other=0.0)
             if j % SHARE == 0:
-                scale, offset = _scale(info, steps, columns, o, inside, j, PLANE, INFOS, SCALES, STEP, GROUP)
-            block = _tile(tile, tops, scale, offset, j, BITS, EXTRA, SCALES)
+                scale, offset, one = _scale(
+                    info, steps, columns, o, inside, j, BITS, EXTRA, PLANE, INFOS, SCALES, STEP, GROUP
+                )
+            block = _tile(tile, tops, scale, offset, one, j, BITS, EXTRA, SCALES)
             total = tl.dot(block.to(x.dtype.element_ty), inputs, total, input_precision=PRECISION)
             if GATED:
                 if j % SHARE == 0:
-                    up_scale, up_offset = _scale(
-                        info, steps, columns, o + outs, inside, j, PLANE, INFOS, SCALES, STEP, GROUP
+                    up_scale, up_offset, up_one = _scale(
+                        info, steps, columns, o + outs, inside, j, BITS, EXTRA, PLANE, INFOS, SCALES, STEP, GROUP
                     )
-                block = _tile(pair, pair_tops, up_scale, up_offset, j, BITS, EXTRA, SCALES)
+                block = _tile(pair, pair_tops, up_scale, up_offset, up_one, j, BITS, EXTRA, SCALES)
                 other = tl.dot(block.to(x.dtype.element_ty), inputs, other, input_precision=PRECISION)
     sums = tl.sum(total, 0)  # [OUTS, ROWS]
     if GATED:
