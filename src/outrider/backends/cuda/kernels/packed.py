@@ -6,8 +6,9 @@ offset in float32, rounded once to the type of the rows, which is what a product
 
 A step of a sum takes `planes` groups of `plane` inputs each. Word c of an output's step holds one field of every
 plane: its input c. So a tile of words, shifted and masked, is a tile of one plane's weights, whose inputs lie side by
-side and share one scale per output; no value moves between threads. A field goes into the top of a float's mantissa
-beside the exponent of 1.0: it is 1 + field / 2^bits, without a conversion.
+side and share one scale per output; no value moves between threads. A field goes into a float's mantissa beside the
+exponent of 1.0: it is 1 + field / 2^n, without a conversion. Each warp of a program takes every n-th step of the sum (a
+slice), because a processor needs many warps to hide their waiting; the slices are added in a fixed order at the end.
 It knows weights and rows; it does not know layers, and of file formats only where scales are (`packing` fills them in).
 """
 
@@ -229,10 +230,11 @@ def _packed(
     their sums are added at the end. SHARE planes have one scale. WHOLE: all slices of all parts have as many steps.
     """
     PLANES: tl.constexpr = STEP // PLANE
-    o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
-    r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Tiles of rows are neighbours: all but the first find the weights in the cache.
+    o = tl.program_id(1).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c, slices = tl.arange(0, PLANE), tl.arange(0, SLICES)
-    start = tl.program_id(1) * split
+    start = tl.program_id(2) * split
     stop = tl.minimum(start + split, length)
     ok, r_in = (o < outs)[None, :], (r < rows)[None, None, :]
     place = (o[None, :, None] * length + (slices * PLANE)[:, None, None]) + c[None, None, :]  # [SLICES, OUTS, PLANE]
@@ -283,7 +285,7 @@ def _packed(
         if GELU:
             steepness = 1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)
         sums = sums / (1.0 + tl.exp(-steepness)) * tl.sum(other, 0)
-    target = out + tl.program_id(1).to(tl.int64) * rows * stride + r[None, :] * stride + column + o[:, None]
+    target = out + tl.program_id(2).to(tl.int64) * rows * stride + r[None, :] * stride + column + o[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(o < outs)[:, None] & (r < rows)[None, :])
 
 
@@ -300,7 +302,7 @@ def packed_product(
     split = triton.cdiv(w.steps, parts)
     whole = w.steps % parts == 0 and split % tiling.slices == 0
     tile = next((n for n in ROW_TILES if n >= min(rows, tiling.rows)), ROW_TILES[-1])
-    grid = (triton.cdiv(outs, tiling.outputs), parts, triton.cdiv(rows, tile))
+    grid = (triton.cdiv(rows, tile), triton.cdiv(outs, tiling.outputs), parts)
     _packed[grid](
         x, w.words, w.words if w.high is None else w.high, w.info, out,
         rows, outs, ins, w.words.shape[1], split * s.plane, w.outputs, out.shape[2], column,
