@@ -98,7 +98,7 @@ def hf_section(lab: Lab) -> dict[str, Any]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    dtype = lab.llm.target.dtype
+    dtype = lab.llm.target.compute
     sweep_up()
     room(lab, dtype)
     model = hf_model(lab.checkpoint, lab.device, dtype)

@@ -11,9 +11,7 @@ from typing import Any
 from .drafters import Drafter, check_options, lookup
 from .engine.judge import RULES
 from .errors import ConfigError
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # aliases
-DTYPES |= {name: name for name in ("auto", "gguf", "int8", "bfloat16", "float32", "float64")}
+from .models.precision import ALIASES, NAMES
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,9 @@ class Config:
             raise ConfigError(f"There is no rule '{self.rule}'. Choose one of: {', '.join(RULES)}.")
         if self.k != "auto" and not (isinstance(self.k, int) and 0 <= self.k <= 64):
             raise ConfigError(f"k is {self.k!r}, but it must be 'auto' or a number from 0 to 64.")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, gguf, int8, bfloat16, float32.")
-        object.__setattr__(self, "dtype", DTYPES[self.dtype])
+        if self.dtype not in ALIASES:
+            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: {', '.join(NAMES)}.")
+        object.__setattr__(self, "dtype", ALIASES[self.dtype])
         for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -24,6 +24,22 @@ def weight_bytes(model: Any, excluding: Any = None) -> int:
     return _unseen_bytes(model, seen)
 
 
+def pass_bytes(model: Any) -> int:
+    """Bytes of weights that a pass over one row reads: all but rope's tables and embeddings that are only looked up.
+
+    Of a mixture of experts it reads fewer.
+    """
+    tables = [getattr(model, name, None) for name in ("ropes", "cos", "sin")]
+    named = getattr(model, "tensors", {})
+    looked_up = {name: tensor for name, tensor in named.items() if name.split(".")[0] in ("embedding", "words")}
+    embedding = vars(model).get("embedding")
+    if embedding is not None and getattr(getattr(model, "head", None), "weight", None) is not embedding:
+        looked_up["embedding"] = embedding
+    # Views of one storage: their own bytes are subtracted.
+    spared: int = sum(t.numel() * t.element_size() for t in looked_up.values())
+    return weight_bytes(model, tables) - spared
+
+
 def _unseen_bytes(value: Any, seen: set[int]) -> int:
     if isinstance(value, Tensor):  # views share a storage, which counts once; packed weights have none
         strided = value.layout is torch.strided

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
 from ..errors import ConfigError, OutriderError
+from ..models.precision import MEANING
 from .common import load_model, model_name, note, readable_errors, without_colours
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
-Dtype = Annotated[
-    str | None, Option(help="gguf (as in the file), int8, bfloat16 or float32. Default: auto, the fastest.")
-]
+Dtype = Annotated[str | None, Option(help=MEANING)]
 Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1 and so on. Default: auto, a GPU if there is one.")]
 DraftDevice = Annotated[str | None, Option(help="Where the draft model runs. Default: on the target's device.")]
 Set = Annotated[list[str] | None, Option("--set", "-s", help="Any other parameter, such as top_p=0.9. Repeatable.")]

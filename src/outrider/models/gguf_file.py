@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import ModelError
 from . import config as configs
 from .config import ModelConfig, RopeScaling, integer, token_ids
+from .precision import GGUF as GGUF_BLOCKS
 from .weights import Weights
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}  # GGUF's number -> numpy's name
@@ -332,6 +333,10 @@ class GGUFWeights(Weights):
         """Whether some tensor is stored with less precision than F16."""
         whole = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
         return any(entry.kind not in whole for entry in self._file.tensors.values())
+
+    @property
+    def stored_in(self) -> str:
+        return GGUF_BLOCKS if self.quantised else ""
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)

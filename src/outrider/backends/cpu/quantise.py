@@ -94,12 +94,24 @@ class Quantised:
         return {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
 
 
-def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int, gated: bool = False) -> Quantised:
-    """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates."""
+def quantise(
+    weight: Tensor,
+    bias: Tensor | None,
+    largest: Tensor,
+    outliers: int,
+    gated: bool = False,
+    scale: Tensor | None = None,
+) -> Quantised:
+    """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates.
+
+    scale [N]: of weights that are whole multiples of it, up to 127, and so not rounded; None: from the largest weight.
+    """
     if gated:
         weight, bias = interleave(weight), None if bias is None else interleave(bias)
+        scale = None if scale is None else interleave(scale)
     outputs, inputs = weight.shape
-    scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
+    if scale is None:
+        scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
     scale[scale == 0] = 1
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
     count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
@@ -191,7 +203,7 @@ class _Calibration:
                     f"layers.{i}.mlp.router.{name}", torch.float32
                 )
         for name, product in products.items():
-            self._quantise(name, product.weight, product.bias, product.largest)
+            self._quantise(name, product.weight, product.bias, product.largest, product.scale)
 
     def head(self) -> None:
         self.tensors["norm"] = self.source.get("norm.weight", torch.float32).contiguous()
@@ -199,10 +211,12 @@ class _Calibration:
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
         self._quantise("head", weight, None, h.abs().amax(0))
 
-    def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor) -> None:
+    def _quantise(
+        self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor, scale: Tensor | None = None
+    ) -> None:
         outliers = self.settings.outliers(key, weight.shape[1])
         gated = kind_of(key) == "gate_up" and self.config.llama_like
-        self.tensors |= quantise(weight, bias, largest, outliers, gated).named(key)
+        self.tensors |= quantise(weight, bias, largest, outliers, gated, scale).named(key)
 
 
 class _OneLayer:
@@ -226,6 +240,7 @@ class _Recorded:
     weight: Tensor  # [N, K]
     bias: Tensor | None
     largest: Tensor  # [K]
+    scale: Tensor | None = None  # [N] of a checkpoint's own int8
 
     def __call__(self, x: Tensor) -> Tensor:
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
@@ -241,9 +256,26 @@ class _Recording(Loader):
 
     products: dict[str, _Recorded]
 
+    def fused_product(self, name: str, sources: list[str], bias: Tensor | None) -> Any:
+        product = super().fused_product(name, sources, bias)
+        product.scale = own_scales(self.source, sources)
+        return product
+
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> _Recorded:
         self.products[name] = _Recorded(weight, bias, torch.zeros(weight.shape[1]))
         return self.products[name]
+
+
+def own_scales(source: Any, names: list[str]) -> Tensor | None:
+    """[N] scales of weights that a checkpoint stores in int8, one for each output; None: others, or one has -128."""
+    if not hasattr(source, "grouped"):
+        return None
+    weights = [source.grouped(name) for name in names]
+    for w in weights:
+        whole = w is not None and w.values.dtype == torch.int8 and w.scale.shape[1] == 1
+        if not whole or w.order is not None or int(w.values.min()) < -127:
+            return None
+    return torch.cat([w.scale[:, 0].float() for w in weights])
 
 
 def kind_of(name: str) -> str:
