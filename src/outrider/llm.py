@@ -20,7 +20,7 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, prepare, thread_settings
+from .backends.machine import choose_device, device_name, prepare, return_free_memory, thread_settings
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -87,6 +87,7 @@ class LLM(Listener):
         self.drift = Monitor(checkpoint.name)
         self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
+        return_free_memory()
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **arguments: Any) -> LLM:

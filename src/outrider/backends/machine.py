@@ -7,6 +7,7 @@ before the first product of this process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -53,6 +54,13 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def return_free_memory() -> None:
+    """Give the heap's free pages back to the system, where its allocator can (glibc): loading leaves many."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_overloaded() -> bool:

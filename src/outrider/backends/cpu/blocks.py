@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from ...engine.cache import Plane
@@ -259,6 +260,7 @@ class BlockTransformer(Model):
         assert isinstance(weights, FileWeights)
         name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
         tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
+        (weights.source if isinstance(weights, FamilyWeights) else weights).release()
         return cls(config, weights, tensors, length)
 
     @property
@@ -272,7 +274,9 @@ class BlockTransformer(Model):
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
-        return self.weights.get(_head(self.config), torch.float32)[ids]
+        name = _head(self.config)
+        kind = GGMLQuantizationType[self.weights.kind(name)]
+        return torch.from_numpy(quants.dequantize(self.weights.blocks(name)[ids].numpy(), kind))
 
     @torch.inference_mode()
     def forward(
