@@ -7,7 +7,7 @@
 llama.cpp needs an environment of its own: `make .venv-llamacpp/.installed`, or `--python llamacpp=PYTHON` for another.
 Prompts of nine kinds and more: Spec-Bench's file has thirteen, the bundled prompts seven.
 
-Each contender is a process of its own (`worker.py`) that waits for its turn. Prompts go round the contenders in an order
+Each contender is a process of its own (`worker.py`) that waits for its turn. Prompts go round them, in an order
 that changes from prompt to prompt, so that machine load affects all of them. All get the same prompt ids and the same
 number of greedy tokens. Between prompts the speed of reading memory is measured; bytes of a pass are those of all
 matrices in the file, and the quotient is the most passes a second that this machine can make of it. At the end of each
@@ -140,16 +140,26 @@ def read(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def start(name: str, model: str, pythons: dict[str, str], **options: Any) -> Contender | None:
     engine, own = (MEMORY, {}) if name == MEMORY else CONTENDERS[name]
-    own = own | options if engine == "outrider" else own
+    return start_worker(name, engine, model, own | options if engine == "outrider" else own, pythons)
+
+
+def start_worker(
+    name: str, engine: str, model: str, options: dict[str, Any], pythons: dict[str, str]
+) -> Contender | None:
+    """None, and a line that says why, if it does not start."""
     worker = Path(__file__).with_name("worker.py")
-    command = [pythons.get(engine, sys.executable), str(worker), engine, model, json.dumps(own)]
+    command = [pythons.get(engine, sys.executable), str(worker), engine, model, json.dumps(options)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    except OSError as error:
+        print(f"{name}: not available ({error})", file=sys.stderr)
+        return None
     try:
         return Contender(name, process, read(process))
     except RuntimeError:
-        error = (process.stderr.read() if process.stderr else "").strip().splitlines()
-        print(f"{name}: not available ({error[-1] if error else 'no output'})", file=sys.stderr)
+        lines = (process.stderr.read() if process.stderr else "").strip().splitlines()
+        print(f"{name}: not available ({lines[-1] if lines else 'no output'})", file=sys.stderr)
         return None
 
 

@@ -80,7 +80,7 @@ class LLM(Listener):
         device = choose_device(config.device)  # fails before anything is downloaded
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
-        target = load_model(checkpoint, config.dtype, length, device=device)
+        target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, target.precision, *variant)

@@ -26,7 +26,7 @@ from ..models.paths import cache_folder, write_quietly
 from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
-from . import Model
+from . import Model, ops
 from .cpu import blocks, quantise as quant
 from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
@@ -39,6 +39,7 @@ from .transformer import Transformer
 
 AUTO, INT8, GGUF = "auto", "int8", "gguf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
 
 
@@ -47,8 +48,14 @@ def load_model(
     dtype: str,
     length: int,
     device: torch.device | str = "cpu",
+    kv_dtype: str = AUTO,
 ) -> Model:
-    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
+    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called.
+
+    kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
+    """
+    if kv_dtype != AUTO and (isinstance(checkpoint.weights, ForeignWeights) or torch.device(device).type == "cuda"):
+        raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
     if isinstance(checkpoint.weights, ForeignWeights):
         from .transformers.model import load_foreign
 
@@ -71,6 +78,8 @@ def load_model(
             model = open_int8(checkpoint, length)
         else:
             model = Transformer(config, weights, DTYPES[dtype], length=length)
+        small = dtype in (GGUF, INT8) and ops._loaded().kernels is not None  # torch would convert whole contexts
+        model.kv_dtype = KV_DTYPES[kv_dtype] if kv_dtype != AUTO else torch.float16 if small else None
         if len(timed) > 1:
             model.description = _chosen(dtype, timed)
     model.identity = partial(target_hash, config, weights)

@@ -71,10 +71,10 @@ def is_overloaded() -> bool:
 
 def load_average() -> float | None:
     """Of the last minute; None where the system does not tell."""
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):  # Windows has none
-        return None
+    if sys.platform != "win32":
+        with suppress(OSError):
+            return os.getloadavg()[0]
+    return None
 
 
 def thread_settings(device: torch.device) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -164,7 +165,7 @@ class GGUF:
 
     def release(self) -> None:
         """Pages that were read stay in the system's cache, but no longer count as this process's memory."""
-        if hasattr(self._data, "madvise"):  # not on Windows
+        if sys.platform != "win32":
             self._data.madvise(mmap.MADV_DONTNEED)
 
     def _find(self, name: str) -> _Entry:

@@ -234,7 +234,7 @@ def pieces_of(tensors: Tensors, key: str) -> list[tuple[Tensor, int]]:
 
 
 class BlockTransformer(Model):
-    """A causal decoder; all state between passes is in the plane. K, V and the residual stream are float32."""
+    """A causal decoder; all state between passes is in the plane. The residual stream is float32."""
 
     dtype = compute = torch.int8  # of rows; weights have the file's types
     exact = True
@@ -265,7 +265,8 @@ class BlockTransformer(Model):
 
     @property
     def plane_shape(self) -> PlaneShape:
-        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
+        kv = self.kv_dtype or torch.float32
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, kv)
 
     @cached_property
     def embedding(self) -> Tensor:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import mmap
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -326,7 +327,7 @@ def _read(path: Path) -> Tensors:
         places = _places(sizes)
         tensors = {}
         for (name, entry), place in zip(entries.items(), places, strict=True):
-            file.readinto(place.numpy())
+            file.readinto(place.numpy().data)
             tensors[name] = place.view(_STORED_TYPES[entry["dtype"]]).view(entry["shape"])
     if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
         raise ValueError(f"{path} is damaged")
@@ -367,11 +368,12 @@ def _places(sizes: list[int]) -> list[Tensor]:
 
 def _arena(size: int) -> Tensor:
     """[size] bytes that start on a huge page. Private memory: shared memory gets small pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size + 64, dtype=torch.uint8)[:size]
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    if sys.platform == "linux":
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        flat = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
     start = -flat.data_ptr() % _HUGE_PAGE
     return flat[start : start + size]
