@@ -28,7 +28,7 @@ from ..models.precision import AUTO, FLOATS, GGUF, INT8, OWN, stored_in
 from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
-from . import Model
+from . import Model, ops
 from .cpu import blocks, quantise as quant
 from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
@@ -40,6 +40,7 @@ from .toy import RandomWeights
 from .transformer import Transformer
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
 
 
@@ -48,8 +49,14 @@ def load_model(
     dtype: str,
     length: int,
     device: torch.device | str = "cpu",
+    kv_dtype: str = AUTO,
 ) -> Model:
-    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
+    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called.
+
+    kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
+    """
+    if kv_dtype != AUTO and (isinstance(checkpoint.weights, ForeignWeights) or torch.device(device).type == "cuda"):
+        raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
     if isinstance(checkpoint.weights, ForeignWeights):
         from .transformers.model import load_foreign
 
@@ -61,7 +68,7 @@ def load_model(
     if torch.device(device).type == "cuda":
         model: Any = _on_gpu(checkpoint, dtype, length, device)
     else:
-        model = _on_cpu(checkpoint, dtype, length)
+        model = _on_cpu(checkpoint, dtype, kv_dtype, length)
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
@@ -83,7 +90,7 @@ def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.devic
     return model
 
 
-def _on_cpu(checkpoint: Checkpoint, dtype: str, length: int) -> Any:
+def _on_cpu(checkpoint: Checkpoint, dtype: str, kv_dtype: str, length: int) -> Any:
     config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
     timed = compared(checkpoint) if dtype == AUTO else {}
     chosen = min(timed, key=lambda name: timed[name]) if timed else dtype
@@ -95,6 +102,8 @@ def _on_cpu(checkpoint: Checkpoint, dtype: str, length: int) -> Any:
         raise ConfigError(f"A CPU has no kernels for {chosen} weights; leave --dtype out to have them dequantised.")
     else:
         model = Transformer(config, weights, DTYPES[chosen], length=length)
+    small = chosen in (GGUF, INT8) and ops._loaded().kernels is not None  # torch would convert whole contexts
+    model.kv_dtype = KV_DTYPES[kv_dtype] if kv_dtype != AUTO else torch.float16 if small else None
     if len(timed) > 1:
         model.description = _chosen(chosen, timed)
     model.description = f"{_kept(own, chosen)} {model.description}".strip()

@@ -103,7 +103,7 @@ class Transformer(Model):
 
     @property
     def plane_shape(self) -> PlaneShape:
-        dtype = self.compute if self.device.type == "cuda" else self.stream
+        dtype = self.compute if self.device.type == "cuda" else self.kv_dtype or self.stream
         return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     @torch.inference_mode()

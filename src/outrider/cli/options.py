@@ -32,6 +32,9 @@ Model = Annotated[
     str | None, Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
 Dtype = Annotated[str | None, Option(help=MEANING)]
+KvDtype = Annotated[
+    str | None, Option(help="Of K and V on a CPU: float16 or float32. Default: float16 beside gguf and int8.")
+]
 Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1 and so on. Default: auto, a GPU if there is one.")]
 DraftDevice = Annotated[str | None, Option(help="Where the draft model runs. Default: on the target's device.")]
 Set = Annotated[list[str] | None, Option("--set", "-s", help="Any other parameter, such as top_p=0.9. Repeatable.")]
@@ -92,13 +95,15 @@ class TargetOptions:
 
     model: Model = None
     dtype: Dtype = None
+    kv_dtype: KvDtype = None
     device: Device = None
     draft_device: DraftDevice = None
     set_: Set = None
 
     def arguments(self, **more: Any) -> dict[str, Any]:
         """Keyword arguments of `LLM`, and the sampling parameters among the --set pairs."""
-        return arguments(self.set_, dtype=self.dtype, device=self.device, draft_device=self.draft_device, **more)
+        own = {"dtype": self.dtype, "kv_dtype": self.kv_dtype, "device": self.device}
+        return arguments(self.set_, **own, draft_device=self.draft_device, **more)
 
     def load(self, **more: Any) -> LLM:
         return load_model(self.model, self.arguments(**more))

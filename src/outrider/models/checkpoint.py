@@ -101,6 +101,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tokenizer = Tokenizer.from_gguf(file)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
+    file.forget_vocabulary()
     weights = adapted(GGUFWeights(file, config), config, in_gguf=True)
     return _checked(path.stem, path, config, weights, tokenizer)
 

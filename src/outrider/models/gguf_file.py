@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -157,6 +158,16 @@ class GGUF:
         entry = self._find(name)
         flat = np.frombuffer(self._data, np.uint8, entry.size, self._base + entry.start)
         return flat.reshape(*entry.shape[:-1], -1)
+
+    def forget_vocabulary(self) -> None:
+        """Drop the header's long arrays: a tokenizer that was made from them has its own copy."""
+        for name in ("tokens", "merges", "scores", "token_type"):
+            self.metadata.pop(f"tokenizer.ggml.{name}", None)
+
+    def release(self) -> None:
+        """Pages that were read stay in the system's cache, but no longer count as this process's memory."""
+        if sys.platform != "win32":
+            self._data.madvise(mmap.MADV_DONTNEED)
 
     def _find(self, name: str) -> _Entry:
         if name not in self.tensors:
@@ -363,6 +374,10 @@ class GGUFWeights(Weights):
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))
         return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)
+
+    def release(self) -> None:
+        """As `GGUF.release`."""
+        self._file.release()
 
 
 def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:
