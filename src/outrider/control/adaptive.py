@@ -79,7 +79,7 @@ class Adaptive(Controller):
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
-        self.reading = (0.0, 1, 1)  # of the last request that read prompts: seconds, nodes, tokens read
+        self.reading = Line()  # seconds of a first request beyond those of a later one, by the tokens that it read
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -157,9 +157,10 @@ class Adaptive(Controller):
     def _price_of_reading(self, seq_ids: set[int], line: Line) -> float:
         """Tokens per step that the first requests for these sequences cost, over the steps that they serve."""
         unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
-        seconds, k, tokens = self.reading
-        total = max(seconds - line(k), 0.0) / tokens * sum(len(seq.tokens) for seq in unread)
-        return self.prices.speed * total / min([self.LASTS, *(seq.room for seq in unread)])
+        if not (unread and self.reading.n):
+            return 0.0
+        seconds = self.reading(sum(len(seq.tokens) for seq in unread))
+        return self.prices.speed * seconds / min([self.LASTS, *(seq.room for seq in unread)])
 
     @property
     def _risk(self) -> float:
@@ -263,7 +264,9 @@ class Adaptive(Controller):
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
-            self.reading = seconds, max(turn.budget for turn in asked), sum(len(turn.seq.tokens) for turn in asked)
+            line = self.drafting[mode].line(batch)
+            known = 0.0 if line is None else line(max(turn.budget for turn in asked))
+            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), max(seconds - known, 0.0))
             self.credit.read(batch / self.costs(batch, batch) * seconds)
             return 0.0
         self.calls[mode] += 1
