@@ -362,6 +362,11 @@ class GGUFWeights(Weights):
         raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
         return reorder_rows(name, raw, self._config, to_gguf=False)
 
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows of an embedding in float32 [n, H], as `get` gives them; the others are not read."""
+        entry = self._names[name]
+        return torch.from_numpy(quants.dequantize(self._file.raw(entry)[ids.numpy()], self._file.tensors[entry].kind))
+
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))
         return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)

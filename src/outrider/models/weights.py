@@ -227,6 +227,11 @@ class FamilyWeights(Weights):
         """As `GGUFWeights.blocks`, of a GGUF file."""
         return self._rows(name, self.source.blocks(self._stored[name][0]))
 
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """As `GGUFWeights.rows`, of a GGUF file."""
+        found: Tensor = self.source.rows(self._stored[name][0], ids)
+        return found
+
     def _rows(self, name: str, stored: Tensor) -> Tensor:
         """A tensor's rows, in Llama's order, from the tensor that holds them."""
         rows = self._stored[name][1]
