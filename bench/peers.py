@@ -68,6 +68,7 @@ class Contender:
     name: str
     process: subprocess.Popen[str]
     facts: dict[str, Any]
+    memory: dict[str, float] | None = None  # after texts, before passes over rows, which keep a cache of their own
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin
@@ -204,6 +205,8 @@ def race(
             if memory is not None:
                 journal.measured(memory.ask, MEMORY, number, place)
             print(f"{number + 1} {kind:<15} {'  '.join(sorted(speeds))}", flush=True)
+        for c in contenders:
+            c.memory = c.memory or c.resident()
         time_rows(contenders, max((ids for _, ids in prompts), key=len), number, options.rows, journal)
 
 
@@ -241,7 +244,7 @@ def summary(contenders: list[Contender], journal: Journal, pass_bytes: int) -> d
         table[c.name] = row | {
             "runs": len(own), "of_memory_limit": decode / limit if decode and limit else None, "pass_seconds": passes,
             "rows_to_one": {n: s / passes[1] for n, s in passes.items() if s and passes.get(1)},
-            "by_kind": by_kind(own), "resident_gb": c.resident(), **c.facts,
+            "by_kind": by_kind(own), "resident_gb": c.memory or c.resident(), **c.facts,
         }  # fmt: skip
     return {
         "read_gb_s": median([s / 1e9 for s in speeds]), "pass_bytes": pass_bytes, "memory_limit_passes_s": limit,

@@ -49,6 +49,9 @@ class RandomBlocks(GGUFWeights):
     def blocks(self, name: str) -> Tensor:
         return random_blocks(self.kind(name), *self._shapes._shape(name), seed=sum(map(ord, name)))
 
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        return floats(self.blocks(name)[ids], self.kind(name))
+
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         shape, draw = self._shapes._shape(name), torch.Generator().manual_seed(sum(map(ord, name)))
         if name.endswith(".bias"):

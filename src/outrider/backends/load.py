@@ -79,7 +79,7 @@ def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.devic
     config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
     if dtype == "float64":
         raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
-    if own and dtype in (AUTO, own):
+    if own and dtype in (AUTO, own) and not (own == GGUF and dtype == AUTO):  # bfloat16 was faster than GGUF's blocks
         from .cuda.packing import PackedTransformer
 
         return PackedTransformer(config, weights, own, device, length)

@@ -79,7 +79,7 @@ class Adaptive(Controller):
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
-        self.reading = Line()  # seconds of a first request beyond those of a later one, by the tokens that it read
+        self.reading, self.reading_nodes = Line(), 1  # seconds of requests that read prompts, by their tokens; nodes
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -159,7 +159,7 @@ class Adaptive(Controller):
         unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
         if not (unread and self.reading.n):
             return 0.0
-        seconds = self.reading(sum(len(seq.tokens) for seq in unread))
+        seconds = max(self.reading(sum(len(seq.tokens) for seq in unread)) - line(self.reading_nodes), 0.0)
         return self.prices.speed * seconds / min([self.LASTS, *(seq.room for seq in unread)])
 
     @property
@@ -264,9 +264,8 @@ class Adaptive(Controller):
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
-            line = self.drafting[mode].line(batch)
-            known = 0.0 if line is None else line(max(turn.budget for turn in asked))
-            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), max(seconds - known, 0.0))
+            self.reading_nodes = max(turn.budget for turn in asked)
+            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), seconds)
             self.credit.read(batch / self.costs(batch, batch) * seconds)
             return 0.0
         self.calls[mode] += 1

@@ -38,7 +38,7 @@ from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
 
-FORMAT = 1  # of the repacked file; a change makes old files be built again
+FORMAT = 2  # of the repacked file; a change makes old files be built again
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of native/blocks.h
 SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
 LANES = 16  # outputs of a piece
@@ -188,17 +188,8 @@ def repacked(config: ModelConfig, weights: FileWeights) -> Tensors:
             tensors |= {f"{at}{key}": weights.get(f"{at}{n}.weight", torch.float32) for key, n in norms.items()}
             done((i + 1) / (config.layers + 1))
         tensors |= _product(weights, "head", [_head(config)], config.vocab_size)
-        if not config.tied:
-            tensors |= _embedding(weights, config.vocab_size)
         tensors["norm"] = weights.get("norm.weight", torch.float32)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _embedding(weights: FileWeights, words: int) -> Tensors:
-    name = "embed_tokens.weight"
-    if weights.kind(name) in KINDS:
-        return _product(weights, "words", [name], words)
-    return {"embedding": weights.get(name, torch.bfloat16)[:words]}
 
 
 def _product(weights: FileWeights, key: str, sources: list[str], most: int | None = None) -> Tensors:
@@ -316,7 +307,15 @@ class BlockPass(NativePass):
 
     def __init__(self, model: BlockTransformer, kernels: native.Kernels) -> None:
         self._tables: dict[str, int] = {}
+        self.weights = model.weights
         super().__init__(model, kernels)
+
+    def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
+        if x is None and not self.config.tied:  # an embedding of its own stays in the file: a pass reads a few rows
+            if int(rows.tokens.min()) < 0 or int(rows.tokens.max()) >= self.config.vocab_size:
+                raise IndexError("a token is out of range")
+            x = self.weights.rows("embed_tokens.weight", rows.tokens)
+        return super().__call__(rows, plane, part, x, taps)
 
     def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
         bias = self.tensors.get(f"{name}.bias")
@@ -324,10 +323,7 @@ class BlockPass(NativePass):
         return (0, 0, 0, *ops.addresses_of(bias), 0, outputs or whole, inputs, 0, self._table(name))
 
     def _words(self) -> tuple[int, int]:
-        embedding = self.tensors.get("embedding")
-        if embedding is not None:
-            return embedding.data_ptr(), 0
-        return 0, self._table("head" if self.config.tied else "words")
+        return 0, self._table("head") if self.config.tied else 0
 
     def _table(self, name: str) -> int:
         """The address of a product's pieces, as in native/blocks.h."""
