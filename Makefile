@@ -51,12 +51,10 @@ test-windows: $(VENV)/.tested ## kernels compiled for Windows (Debian: gcc-mingw
 	@command -v x86_64-w64-mingw32-gcc > /dev/null || echo "Skipped: there is no x86_64-w64-mingw32-gcc on this machine."
 	$(PYTEST) -m windows tests/backends/test_native.py
 
-check: $(VENV)/.tested   ## ruff and mypy, for Linux, Windows and macOS
+check: $(VENV)/.tested   ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
-	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 format: $(VENV)/.tested  ## let ruff format and fix
 	$(BIN)/ruff format .
