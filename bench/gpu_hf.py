@@ -98,7 +98,7 @@ def hf_section(lab: Lab) -> dict[str, Any]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    dtype = lab.llm.target.dtype
+    dtype = lab.llm.target.compute
     sweep_up()
     room(lab, dtype)
     model = hf_model(lab.checkpoint, lab.device, dtype)
@@ -108,9 +108,7 @@ def hf_section(lab: Lab) -> dict[str, Any]:
     if helper is not None:
         helper.generation_config.update(**ASSISTED)
         contenders.append(their_contender("transformers assisted", model, lab.device, assistant_model=helper))
-        outriders.append(
-            contender(lab, f"outrider model K={lab.options.timeline_k}", "model", lab.options.timeline_k, True)
-        )
+        outriders.append(contender(lab, f"outrider model K={lab.options.hf_k}", "model", lab.options.hf_k, True))
     contenders.append(their_contender("transformers lookup", model, lab.device, prompt_lookup_num_tokens=LOOKUP))
     outriders.append(contender(lab, "outrider auto", "auto", ignore_eos=True))
     prompts = lab.sample()[: lab.options.hf_prompts]

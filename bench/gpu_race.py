@@ -175,8 +175,11 @@ class Contender:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per emission: for one sequence, tokens per target pass."""
-        speeds = [r.speed for q in self.indices for r in self.runs[q]]
+        return self.tau_of(self.indices)
+
+    def tau_of(self, indices: list[int]) -> float | None:
+        """Tokens per emission over these prompts: for one sequence, tokens per target pass."""
+        speeds = [r.speed for q in indices for r in self.runs[q]]
         return sum(s.tokens for s in speeds) / sum(s.emissions for s in speeds) if speeds else None
 
     @property
@@ -201,7 +204,8 @@ def contender(
     ignoring = lab.options.ignore_eos if ignore_eos is None else ignore_eos
 
     def ask(ids: list[int], tokens: int) -> Run:
-        return run(llm, [ids], SamplingParams(max_tokens=tokens, ignore_eos=ignoring))
+        seed, temperature = lab.options.seed, lab.options.temperature
+        return run(llm, [ids], SamplingParams(temperature, seed=seed, max_tokens=tokens, ignore_eos=ignoring))
 
     return Contender(name, ask, k)
 

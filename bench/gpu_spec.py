@@ -69,7 +69,7 @@ def by_kind(c: Contender, plain: Contender, prompts: list[EncodedPrompt]) -> dic
     kinds: dict[str, list[int]] = defaultdict(list)
     for q in c.indices:
         kinds[prompts[q].category].append(q)
-    return {kind: {"tok_s": c.over(of), "ratio": c.ratio(plain, of)} for kind, of in kinds.items()}
+    return {k: {"tok_s": c.over(of), "ratio": c.ratio(plain, of), "tau": c.tau_of(of)} for k, of in kinds.items()}
 
 
 def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def show(lab: Lab, found: dict[str, Any]) -> None:
     rows = found["contenders"]
     kinds = list(rows["plain"]["by_kind"])
     lab.table(
-        f"One sequence, greedy, {found['prompts']} prompts, {found['whole_rounds']} whole rounds",
+        f"One sequence, T = {lab.options.temperature:g}, {found['prompts']} prompts, {found['whole_rounds']} rounds",
         ("contender", "tok/s", "median", "requests", "× plain", "τ", "α", "other texts"),
         [
             (name, r["tok_s"], r["median_tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r["alpha"],
@@ -111,7 +111,7 @@ def show(lab: Lab, found: dict[str, Any]) -> None:
         ],
     )  # fmt: skip
     lab.table(
-        "By kind of prompt: tok/s (× plain)",
+        "By kind of prompt: tok/s (× plain, τ)",
         ("contender", *kinds),
         [(name, *(both(r["by_kind"].get(kind, {}), name == "plain") for kind in kinds)) for name, r in rows.items()],
     )
@@ -129,7 +129,7 @@ def show(lab: Lab, found: dict[str, Any]) -> None:
 
 
 def both(of: dict[str, float | None], plain: bool) -> str:
-    return shown(of.get("tok_s")) + ("" if plain else f" ({shown(of.get('ratio'))})")
+    return shown(of.get("tok_s")) + ("" if plain else f" ({shown(of.get('ratio'))}, {shown(of.get('tau'))})")
 
 
 # ---------------------------------------------------------------- batches

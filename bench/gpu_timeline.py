@@ -1,157 +1,211 @@
-"""The time of a step: draft, verify, and the gap in which the device is idle. Numbers and an SVG."""
+"""Rounds on one clock: what the host does, what the device does, and where the device is idle. Numbers and an SVG.
+
+The device's times are those of the events around each round's recordings, the host's are those of its calls: `issue`
+plans and starts a round, `wait` waits for the oldest one, `read` is what follows (verdicts, statistics, listeners).
+Both clocks start at the same moment, to within the microseconds in which the host sees that an event has happened.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from gpu_common import Lab
-from gpu_race import Heard, Watch, device_seconds
+from gpu_common import Lab, sweep_up
+from gpu_loop import KINDS
+from gpu_race import forget
 from outrider import LLM, SamplingParams
 from outrider.measure.plots import ticks
 
-SKIP, STEPS = 6, 30  # steps until the loop is steady, and how many are shown
-COLOURS = {"draft": "#2a78d6", "verify": "#1baf7a", "gap": "#c9c7c1"}
+SHOWN = 12  # rounds of a panel
+COLOURS = {
+    "issue": "#2a78d6", "read": "#8a63c9", "wait": "#e4e2dc", "draft": "#e08a2c", "verify": "#1baf7a", "other": "#777",
+    "gap": "#d0342c",
+}  # fmt: skip
+Span = tuple[str, float, float]  # what, begin, end in seconds
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One step: seconds since the end of the step before, and the phases within them."""
+@dataclass
+class Round:
+    """One round: the host's spans, the device's, and whether every sequence decoded in it."""
 
-    draft: float
-    verify: float
-    wall: float
-    device: bool  # by the device's clock
+    sequences: int
+    steady: bool
+    host: list[Span] = field(default_factory=list)
+    device: list[Span] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)  # phases of the device, until they are read
 
     @property
-    def gap(self) -> float:
-        return max(0.0, self.wall - self.draft - self.verify)
+    def begin(self) -> float:
+        return min(begin for _, begin, _ in self.device)
+
+    @property
+    def end(self) -> float:
+        return max(end for _, _, end in self.device)
+
+
+class Lanes:
+    """Records the rounds of an engine within this context."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.rounds = engine, list[Round]()
+        self._flying: dict[int, Round] = {}  # by the flight's pending round
+
+    def __enter__(self) -> Lanes:
+        driver = self.engine.target.rounds.state.driver
+        self.origin = driver.event()
+        self.origin.record(driver.stream)
+        self.origin.synchronize()
+        self.zero = time.perf_counter()
+        issue, collect = self.engine._issue, self.engine._collect
+        self.engine._issue, self.engine._collect = lambda: self._issue(issue), lambda: self._collect(collect)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.engine._issue, self.engine._collect  # the class has its own
+        for each in self.rounds:
+            for phase, start, end, _ in each.events:
+                begin, stop = (self.origin.elapsed_time(event) / 1e3 for event in (start, end))
+                each.device.append((phase if phase in COLOURS else "other", begin, stop))
+
+    def now(self) -> float:
+        return time.perf_counter() - self.zero
+
+    def _issue(self, issue: Callable[[], bool]) -> bool:
+        begin = self.now()
+        if not issue():
+            return False
+        flight = self.engine.flights[-1]
+        steady = flight.batch is None and all(turn.feed == 1 and turn.whole for turn in flight.turns)
+        made = Round(len(flight.turns), steady, [("issue", begin, self.now())])
+        made.events = list(getattr(flight.pending, "phases", ()))
+        self._flying[id(flight.pending)] = made
+        return True
+
+    def _collect(self, collect: Callable[[], Any]) -> Any:
+        pending = self.engine.flights[0].pending
+        made, wait, begin = self._flying.pop(id(pending)), pending.wait, self.now()
+        waited = begin
+
+        def timed() -> Any:
+            nonlocal waited
+            results = wait()
+            waited = self.now()
+            return results
+
+        pending.wait = timed
+        done = collect()
+        made.host += [("wait", begin, waited), ("read", waited, self.now())]
+        self.rounds.append(made)
+        return done
 
 
 def timeline_section(lab: Lab) -> dict[str, Any]:
-    drafter = "model" if lab.draft is not None else "suffix"
-    llm = lab.using(drafter, lab.options.timeline_k)
-    steps = steady(lab, llm)
-    bars = [bar(before, step) for before, step in pairwise(steps)][-STEPS:]
-    phases = sorted({name for step in steps for name in step.clock})
-    found: dict[str, Any] = {
-        "drafter": drafter, "k": lab.options.timeline_k, "steps": len(bars),
-        "clock": "device" if bars[0].device else "host",
-        "median_s": {n: median(getattr(b, n) for b in bars) for n in ("draft", "verify", "gap", "wall")},
-        "gap_share": sum(b.gap for b in bars) / sum(b.wall for b in bars),
-        "host_median_s": {p: median(s.clock.get(p, 0.0) for s in steps[1:]) for p in phases},
-        "emitted_per_step": sum(sum(s.emitted.values()) for s in steps[1:]) / max(1, len(steps) - 1),
-        "bars_s": [[b.draft, b.verify, b.gap] for b in bars],
-    }  # fmt: skip
-    found["busy_s"] = busy(lab, llm)
+    found, panels = {}, []
+    wanted = tuple(name for name in lab.options.only.split(",") if name) or ("plain",)
+    for size in (int(b) for b in lab.options.batches.split(",")):
+        for name, drafter, k, more in KINDS:
+            missing = (drafter == "model" and lab.draft is None) or (drafter == "head" and not lab.options.head)
+            if lab.late or missing or not name.startswith(wanted):
+                continue
+            rounds = steady(lab, size, lab.using(drafter, k, batch=size, tokens=slots(lab, size), **more))
+            found[f"{size} {name}"] = figures(rounds)
+            panels.append((f"{name}, {size} sequences", rounds[-SHOWN:]))
+            sweep_up()
+    lab.table(
+        "Rounds: medians in ms, and shares of the time",
+        ("sequences, drafter", "round", "device", "gap", "gap share", "host busy", "report lies", "rounds"),
+        [(name, *(r[key] for key in FIGURES), r["rounds"]) for name, r in found.items()],
+    )
     if lab.options.timeline:
-        title = f"{drafter}, K={lab.options.timeline_k}: {lab.checkpoint.name}, {found['clock']} clock"
-        Path(lab.options.timeline).write_text(svg(bars, title), encoding="utf-8")
+        Path(lab.options.timeline).write_text(svg(panels, lab.checkpoint.name), encoding="utf-8")
         found["plot"] = str(lab.options.timeline)
-    rows = [(name, seconds * 1e3) for name, seconds in found["median_s"].items()]
-    rows += [(f"host: {name}", seconds * 1e3) for name, seconds in found["host_median_s"].items()]
-    rows.append(("device busy, by the profiler", None if found["busy_s"] is None else found["busy_s"] * 1e3))
-    lab.table(f"A step of {drafter}, K={lab.options.timeline_k}: medians of {len(bars)}, {found['clock']} clock",
-              ("", "ms"), rows)  # fmt: skip
-    lab.say(f"{found['gap_share']:.1%} of the time is outside draft and verify")
     return found
 
 
-def steady(lab: Lab, llm: LLM) -> list[Heard]:
-    """The steps of a second request, after everything is captured, without its first few."""
-    prompt, steps = lab.sample()[0].ids, []
-    for _ in range(2):
-        with Watch(llm.engine) as watch:
-            llm.generate([prompt], long(lab))
-        steps = [step for step in watch.steps if step.emitted]
-    kept = steps[min(SKIP, len(steps) // 3) : -1]
-    if len(kept) < 2:
-        raise ValueError(f"the answer was only {len(steps)} steps long; give a larger --length")
-    return kept[: STEPS + 1]
+FIGURES = ("round_ms", "device_ms", "gap_ms", "gap_share", "host_busy", "report_ms")
 
 
-def long(lab: Lab) -> SamplingParams:
-    """Tokens that are enough for all steps if every draft is accepted."""
-    wanted = (SKIP + STEPS + 4) * (lab.options.timeline_k + 1)
-    return SamplingParams(max_tokens=max(wanted, lab.options.tokens), ignore_eos=True)
+def slots(lab: Lab, size: int) -> int:
+    return size * (max(len(q.ids) for q in lab.crowd(size)) + lab.options.tokens + 160)
 
 
-def bar(before: Heard, step: Heard) -> Bar:
-    draft, verify = device_seconds(step, "draft"), device_seconds(step, "verify")
-    if draft is not None and verify is not None:
-        return Bar(draft, verify, step.end - before.end, True)
-    return Bar(step.clock.get("draft", 0.0), step.clock.get("verify", 0.0), step.end - before.end, False)
+def steady(lab: Lab, size: int, llm: LLM) -> list[Round]:
+    """Rounds of a second run, after everything is recorded, in which every sequence decodes."""
+    if llm.engine.target.rounds is None:
+        raise ValueError("rounds run on a GPU only; give --device cuda")
+    prompts = [q.ids for q in lab.crowd(size)]
+    params = SamplingParams(max_tokens=lab.options.tokens, ignore_eos=True)
+    llm.generate(prompts, params)
+    forget(llm)
+    with Lanes(llm.engine) as lanes:
+        llm.generate(prompts, params)
+    most = max(each.sequences for each in lanes.rounds)
+    kept = [each for each in lanes.rounds if each.steady and each.sequences == most and each.device]
+    if len(kept) < SHOWN:
+        raise ValueError(f"only {len(kept)} rounds had all {most} sequences decoding; give more --tokens")
+    return kept[: 2 * len(kept) // 3 + SHOWN]  # without the last ones, in which texts end
 
 
-def busy(lab: Lab, llm: LLM) -> float | None:
-    """Seconds per step in which the GPU ran anything, by the profiler, independent of the engine's clocks."""
-    if lab.device == "cpu":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    profiler = profile(activities=[ProfilerActivity.CUDA])
-    seen = {"steps": 0}
-
-    def each(n: int) -> None:
-        if n == SKIP:
-            profiler.start()
-        elif SKIP < n <= SKIP + STEPS // 2:
-            seen["steps"] += 1
-            if n == SKIP + STEPS // 2:
-                profiler.stop()
-
-    try:
-        with Watch(llm.engine, each):
-            llm.generate([lab.sample()[0].ids], long(lab))
-        if 0 < seen["steps"] < STEPS // 2:
-            profiler.stop()
-        cuda = torch.autograd.DeviceType.CUDA
-        spans = [e.time_range for e in profiler.events() or [] if e.device_type == cuda]
-    except Exception as error:
-        lab.say(f"the profiler cannot be used here: {error}")
-        return None
-    return covered([(s.start, s.end) for s in spans]) / 1e6 / seen["steps"] if spans and seen["steps"] else None
+def figures(rounds: list[Round]) -> dict[str, Any]:
+    pairs = list(pairwise(rounds))
+    gaps = [max(later.begin - before.end, 0.0) for before, later in pairs]
+    span, lasts = rounds[-1].end - rounds[0].end, [later.end - before.end for before, later in pairs]
+    busy = sum(end - begin for each in rounds[1:] for name, begin, end in each.host if name != "wait")
+    device = [sum(end - begin for _, begin, end in each.device) for each in rounds]
+    # From the end of a round's kernels to the moment in which the host has its report.
+    report = [next(end for name, _, end in each.host if name == "wait") - each.end for each in rounds]
+    return {
+        "round_ms": 1e3 * median(lasts), "device_ms": 1e3 * median(device), "gap_ms": 1e3 * median(gaps),
+        "gap_share": sum(gaps) / span if span else None, "longest_gap_ms": 1e3 * max(gaps),
+        "host_busy": busy / span if span else None, "report_ms": 1e3 * median(report), "rounds": len(rounds),
+    }  # fmt: skip
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Total length of the spans, overlaps counted once."""
-    reach, length = float("-inf"), 0.0
-    for start, end in sorted(spans):
-        length += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return length
+# ------------------------------------------------------------ the picture
+
+WIDE, LEFT, PANEL, LANE = 940, 64, 112, 26  # pixels
 
 
-def svg(bars: list[Bar], title: str) -> str:
-    """Stacked bars, one per step, as a self-contained SVG."""
-    wide, tall, left, top, bottom = 760, 320, 56, 44, 40
-    high = max(b.wall for b in bars) * 1e3 * 1.05
-    step, scale = (wide - left - 16) / len(bars), (tall - top - bottom) / high
-    marks = [f'<text x="{left}" y="18" font-size="13">{escape(title)}</text>']
+def svg(panels: list[tuple[str, list[Round]]], title: str) -> str:
+    """One panel for each drafter and batch: the host's lane above the device's, as a self-contained SVG."""
+    tall = 50 + PANEL * len(panels)
+    marks = [f'<text x="{LEFT}" y="18" font-size="13">Rounds of {escape(title)}: host and device on one clock</text>']
     for i, (name, colour) in enumerate(COLOURS.items()):
-        marks.append(f'<rect x="{left + 90 * i}" y="26" width="10" height="10" fill="{colour}"/>')
-        marks.append(f'<text x="{left + 90 * i + 15}" y="35">{name}</text>')
-    for value in ticks(high):
-        y = tall - bottom - value * scale
-        marks.append(f'<line x1="{left}" x2="{wide - 16}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
-        marks.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for i, b in enumerate(bars):
-        y = float(tall - bottom)
-        for name, colour in COLOURS.items():
-            size = getattr(b, name) * 1e3
-            y -= size * scale
-            box = f'x="{left + i * step + 1:.1f}" y="{y:.1f}" width="{step - 2:.1f}" height="{size * scale:.1f}"'
-            marks.append(f'<rect {box} fill="{colour}"><title>step {i + 1}, {name}: {size:.3f} ms</title></rect>')
-    marks.append(f'<text x="{(left + wide) / 2}" y="{tall - 12}" text-anchor="middle">steps of one sequence</text>')
-    marks.append(f'<text x="14" y="{tall / 2}" text-anchor="middle" transform="rotate(-90 14 {tall / 2})">ms</text>')
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" font-family="sans-serif" font-size="11">'
-    )
-    ground = f'<rect width="{wide}" height="{tall}" fill="#fff"/>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", ground, *marks, "</svg>"]) + "\n"
+        marks.append(f'<rect x="{LEFT + 84 * i}" y="26" width="10" height="10" fill="{colour}"/>')
+        marks.append(f'<text x="{LEFT + 84 * i + 15}" y="35">{name}</text>')
+    for i, (name, rounds) in enumerate(panels):
+        marks += panel(name, rounds, 50 + PANEL * i)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {tall}" font-family="sans-serif" '
+    ground = f'<rect width="{WIDE}" height="{tall}" fill="#fff"/>'
+    return "\n".join([head + 'font-size="11">', f"<title>{escape(title)}</title>", ground, *marks, "</svg>"]) + "\n"
+
+
+def panel(name: str, rounds: list[Round], top: float) -> list[str]:
+    begin = rounds[0].begin
+    span = max(rounds[-1].end - begin, 1e-9)
+    scale = (WIDE - LEFT - 16) / span
+    gaps: list[Span] = [("gap", a.end, b.begin) for a, b in pairwise(rounds) if b.begin > a.end]
+    lanes = {"host": [s for each in rounds for s in each.host], "device": [s for each in rounds for s in each.device]}
+    lanes["device"] += gaps
+    marks = [f'<text x="{LEFT}" y="{top + 12}">{escape(name)}</text>']
+    for lane, (label, spans) in enumerate(lanes.items()):
+        y = top + 18 + lane * (LANE + 4)
+        marks.append(f'<text x="{LEFT - 6}" y="{y + LANE / 2 + 4}" text-anchor="end">{label}</text>')
+        for what, start, end in spans:
+            left, right = max(start - begin, 0.0) * scale, min(end - begin, span) * scale
+            if right > left:
+                box = f'x="{LEFT + left:.2f}" y="{y}" width="{right - left:.2f}" height="{LANE}" stroke="#fff"'
+                note = f"{what}: {1e3 * (end - start):.3f} ms"
+                marks.append(f'<rect {box} stroke-width=".4" fill="{COLOURS[what]}"><title>{note}</title></rect>')
+    axis = top + 18 + 2 * (LANE + 4)
+    for value in ticks(1e3 * span):
+        x = LEFT + value / 1e3 * scale
+        marks.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + 18}" y2="{axis}" stroke="#8884"/>')
+        marks.append(f'<text x="{x:.1f}" y="{axis + 11}" text-anchor="middle">{value:g} ms</text>')
+    return marks

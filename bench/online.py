@@ -25,6 +25,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rich.table import Table
 from outrider import LLM, SamplingParams
 from outrider.measure.environment import environment
 from outrider.measure.plots import Axes, Point, Series, lines
+from outrider.train.prompts import read_file
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 DOMAINS = {"code": ("code_alpaca_2k.json", "gpteacher_codegen.json"), "writing": ("gpteacher_roleplay.json",)}
@@ -63,13 +65,10 @@ class Bin:
         return self.emitted[name] / max(self.steps[name], 1)
 
 
-def texts(data: Path, domain: str, count: int) -> list[str]:
+def texts(args: argparse.Namespace, domain: str) -> list[str]:
     """The first prompts of a domain, from its files in order."""
-    found: list[str] = []
-    for name in DOMAINS[domain]:
-        for record in json.loads((data / name).read_text(encoding="utf-8")):
-            more = record.get("input") or ""
-            found.append((record["instruction"] + ("\n" + more if more else ""))[:800])
+    count = args.prompts
+    found = [prompt.text[:800] for name in args.domains[domain] for prompt in read_file(args.data / name)]
     if len(found) < count:
         sys.exit(f"There are only {len(found)} prompts of {domain}: give --prompts {len(found)} or fewer.")
     return found[:count]
@@ -106,8 +105,8 @@ def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> 
     differ, per_bin, tokens = 0, max(1, args.prompts // args.bins), 0
     first = next(iter(llms))
     tokenizer = llms[first].tokenizer
-    for domain in DOMAINS:
-        for number, text in enumerate(texts(args.data, domain, args.prompts)):
+    for domain in args.domains:
+        for number, text in enumerate(texts(args, domain)):
             if number % per_bin == 0 and (number // per_bin < args.bins):
                 bins.append(Bin(domain))
             ids = tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -138,7 +137,7 @@ def table(bins: list[Bin]) -> Table:
 
 def plot(bins: list[Bin]) -> str:
     """A self-contained figure, colours included."""
-    axes = Axes("Acceptance against tokens seen", "thousands of tokens seen (code, then writing)", "α")
+    axes = Axes("Acceptance against tokens seen", "thousands of tokens seen", "α")
     series = [
         Series(name, [Point(round(b.tokens / 1000, 1), b.alpha(name)) for b in bins]) for name in (FROZEN, LEARNING)
     ]
@@ -152,10 +151,10 @@ def plot(bins: list[Bin]) -> str:
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{key}{rest}'
 
 
-def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
+def summary(bins: list[Bin], llms: dict[str, LLM], domains: Iterable[str]) -> dict[str, Any]:
     """By domain: α overall and in the last bin; and the cost of learning."""
     result: dict[str, Any] = {}
-    for domain in DOMAINS:
+    for domain in domains:
         own = [b for b in bins if b.domain == domain]
         reached = {n: sum(b.reached[n] for b in own) for n in (FROZEN, LEARNING)}
         alpha = {n: sum(b.accepted[n] for b in own) / max(reached[n], 1) for n in reached}
@@ -174,6 +173,7 @@ def summary(bins: list[Bin], llms: dict[str, LLM]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=1000, help="of each domain")
+    parser.add_argument("--domain", action="append", default=[], help="NAME=FILE.jsonl, instead of code and writing")
     parser.add_argument("--bins", type=int, default=6, help="of each domain")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -189,11 +189,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")
     parser.add_argument("--svg", type=Path, default=None)
     args = parser.parse_args()
+    pairs = [each.split("=", 1) for each in args.domain]
+    args.domains = {name: (file,) for name, file in pairs} or DOMAINS
     console = Console(stderr=True)
     llms = engines(args)
     bins, differ = stream(args, llms, console)
     one = llms[LEARNING]
-    facts = summary(bins, llms) | {"divergent_answers": differ, "model": one.name, "dtype": one.dtype}
+    facts = summary(bins, llms, args.domains) | {"divergent_answers": differ, "model": one.name, "dtype": one.dtype}
     facts |= {"device": one.device, "environment": environment(), "command": sys.argv}
     facts["arguments"] = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
     facts["bins"] = [
@@ -203,7 +205,7 @@ def main() -> None:
         args.svg.write_text(plot(bins), encoding="utf-8")
     out = Console()
     out.print(table(bins))
-    for domain in DOMAINS:
+    for domain in args.domains:
         out.print(
             f"{domain}: α {facts[domain]['gain']:+.3f} over all of it, {facts[domain]['gain_last']:+.3f} at its end"
         )

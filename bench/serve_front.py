@@ -81,7 +81,7 @@ class InventedEngine:
 def build(folder: str, plan: argparse.Namespace) -> LLM:
     llm = LLM(folder, drafter="off", dtype="float32", max_batch=plan.streams, max_length=None, cache_tokens=65_536)
     invented: Any = InventedEngine(llm.engine, plan.round_ms / 1e3, plan.tokens, llm.target.config.vocab_size)
-    llm.engine = invented
+    llm._engine = invented
     return llm
 
 

@@ -580,6 +580,8 @@ BAD_CONFIGS = [
     ({"k": "many"}, "k is 'many'"),
     ({"rule": "maybe"}, "no rule 'maybe'"),
     ({"dtype": "int3"}, "no dtype 'int3'"),
+    ({"kv_dtype": "int3"}, "no kv_dtype 'int3'"),
+    ({"kv_cache_dtype": "fp8"}, "no kv_dtype 'fp8'"),
     ({"max_length": 100_000}, "max_length is 100000"),
     ({"max_batch": 0}, "max_batch is 0"),
     ({"drafter": "model"}, "needs a draft model"),

@@ -11,9 +11,9 @@ from typing import Any
 from .drafters import Drafter, check_options, lookup
 from .engine.judge import RULES
 from .errors import ConfigError
+from .models.precision import ALIASES, NAMES
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # aliases
-DTYPES |= {name: name for name in ("auto", "gguf", "int8", "bfloat16", "float32", "float64")}
+KV_DTYPES = {"auto": "auto", "float16": "float16", "fp16": "float16", "float32": "float32", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Config:
     k: int | str = "auto"  # drafted tokens per step, or "auto"
     rule: str = "match"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # of K and V on a CPU: float16 beside quantised weights, else float32
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     max_length: int | None = None  # prompt and answer together; None: the model's context, at most 8192
     max_batch: int = 8
@@ -36,9 +37,12 @@ class Config:
             raise ConfigError(f"There is no rule '{self.rule}'. Choose one of: {', '.join(RULES)}.")
         if self.k != "auto" and not (isinstance(self.k, int) and 0 <= self.k <= 64):
             raise ConfigError(f"k is {self.k!r}, but it must be 'auto' or a number from 0 to 64.")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: auto, gguf, int8, bfloat16, float32.")
-        object.__setattr__(self, "dtype", DTYPES[self.dtype])
+        if self.dtype not in ALIASES:
+            raise ConfigError(f"There is no dtype '{self.dtype}'. Choose one of: {', '.join(NAMES)}.")
+        object.__setattr__(self, "dtype", ALIASES[self.dtype])
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"There is no kv_dtype '{self.kv_dtype}'. Choose one of: auto, float16, float32.")
+        object.__setattr__(self, "kv_dtype", KV_DTYPES[self.kv_dtype])
         for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -76,7 +80,9 @@ _HUGGING_FACE = (
 )  # fmt: skip
 
 
-_RENAMED = {"torch_dtype": "dtype", "max_model_len": "max_length", "max_num_seqs": "max_batch"}  # theirs: ours
+_RENAMED = {  # theirs: ours
+    "torch_dtype": "dtype", "max_model_len": "max_length", "max_num_seqs": "max_batch", "kv_cache_dtype": "kv_dtype",
+}  # fmt: skip
 
 
 def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, prepare, thread_settings
+from .backends.machine import choose_device, device_name, prepare, return_free_memory, thread_settings
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -80,13 +80,14 @@ class LLM(Listener):
         device = choose_device(config.device)  # fails before anything is downloaded
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length)
-        target = load_model(checkpoint, config.dtype, length, device=device)
+        target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, target.precision, *variant)
         self.drift = Monitor(checkpoint.name)
         self._lock = StepLock(thread_settings(target.device))
         self._assemble(checkpoint.name, target, checkpoint.tokenizer, config, recorder)
+        return_free_memory()
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **arguments: Any) -> LLM:

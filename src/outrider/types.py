@@ -74,8 +74,7 @@ class Draft:
         return Draft.pack(chain([]) for _ in range(batch))
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One sequence's part in a step: how many of its pending tokens are fed, and how many nodes may be drafted."""
 
     seq: Sequence
@@ -131,8 +130,7 @@ class Output:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, if a device measured them itself
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The result of judging one sequence's tree."""
 
     path: list[int]  # accepted nodes, root to leaf
@@ -197,6 +195,9 @@ class Stats:
         return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
 
     def count(self, tree: Tree, verdict: Verdict) -> None:
+        if not tree.tokens:
+            self.steps, self.emitted = self.steps + 1, self.emitted + len(verdict.tokens)
+            return
         # One node per depth is "reached" by the walk: the accepted one, or the step's first rejected one.
         walked = len(verdict.path) + (REJECTED in verdict.fates)
         self.add(len(tree.tokens), len(verdict.path), len(verdict.tokens), walked)
@@ -204,8 +205,10 @@ class Stats:
     def add(self, drafted: int, accepted: int, emitted: int, walked: int) -> None:
         """Count one verdict, whose walk reached `walked` drafted nodes."""
         self.steps += 1
-        self.drafts += drafted > 0
         self.emitted += emitted
+        if not drafted:
+            return
+        self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
         self.reached += walked
@@ -298,26 +301,31 @@ class Sequence:
 
     def extend(self, verdict: Verdict, tree: Tree) -> Verdict:
         """Append what is emitted, cut after the first end token and at max_tokens; returns what was kept."""
-        room, end = self.room, None
-        for i, token in enumerate(verdict.tokens[:room]):
-            stops = self.on_token is not None and self.on_token(token)  # also called with an end token
-            if stops or token in self.ends:
-                end = i
-                break
-        kept = verdict.cut(room if end is None else end + 1, tree)
-        self.tokens.extend(kept.tokens)
+        kept, room, finish = verdict, self.room, None
+        may_end = self.on_token is not None or not self.ends.isdisjoint(verdict.tokens)
+        end = self._first_end(verdict.tokens[:room]) if may_end else None
+        if end is not None:
+            kept, finish = verdict.cut(end + 1, tree), "stop"
+        elif len(verdict.tokens) >= room:
+            kept, finish = verdict.cut(room, tree), "length"
+        self.tokens += kept.tokens
         self.origins += kept.origins
         if self.prediction is not None:
             matched = self.prediction.advance(kept.tokens).matched
             self.stats.accepted_prediction_tokens = matched
             self.stats.rejected_prediction_tokens = len(self.prediction.tokens) - matched
-        if end is not None:
-            self.finish = "stop"
-        elif self.room <= 0:
-            self.finish = "length"
-        elif len(verdict.tokens) == len(verdict.path):  # no token of the target's own: the guide allows no more
-            self.finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
+        if finish is None and len(kept.tokens) == len(kept.path):  # none of the target's own: the guide allows no more
+            finish = "stop" if self.matcher is not None and self.matcher.complete(self.generated) else "guide"
+        self.finish = finish or self.finish
         return kept
+
+    def _first_end(self, tokens: list[int]) -> int | None:
+        """The first of these tokens that ends the text."""
+        for i, token in enumerate(tokens):
+            stops = self.on_token is not None and self.on_token(token)  # also called with an end token
+            if stops or token in self.ends:
+                return i
+        return None
 
 
 class TokenLogprob(NamedTuple):
@@ -345,8 +353,8 @@ class Step:
     why: str = ""  # the controller's reason for this budget
     failure: str = ""  # the drafter's errors, "name: error"
     in_round: bool = False  # a device's own loop ran it: `output` has no logits, `batch` no rows
-    untaken: Listing[tuple[Tree, int] | None] = ()  # [B] of a round: a host draft that it did not verify, and the token
-    # that came where the draft begins
+    untaken: Listing[tuple[Tree, int] | None] = ()  # [B] a draft of which no node was verified, for want of worth or
+    # because a device had gone another way, and the token that came where it begins
 
     @property
     def draft_rows(self) -> list[int]:

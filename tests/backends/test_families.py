@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from outrider.backends.cpu import blocks, native, quantise as quant
 from outrider.backends.cpu.int8 import Int8Decoder, Int8Linear, NativeProduct, int8_product
 from outrider.backends.experts import Routing, added, choose
 from outrider.backends.pass_costs import _tokens
-from outrider.backends.rows import Rows, rows_of
+from outrider.backends.rows import rows_of
 from outrider.backends.transformer import Transformer
 from outrider.engine.batch import BatchBuilder
 from outrider.errors import OutriderError
@@ -33,7 +32,7 @@ from outrider.models.checkpoint import open_checkpoint
 from outrider.models.weights import Safetensors, adapted, mxfp4
 from outrider.testing import check_drafter
 
-from support.decoders import CASES, LAYERS, LENGTH, Bench, doubled, ours, pair, text, their_logits
+from support.decoders import CASES, LAYERS, LENGTH, Bench, device_logits, doubled, ours, pair, text, their_logits
 from support.gguf_files import add_vocabulary, finish, permuted, tiny_tokenizer
 from support.kernels import DEVICE, GPU, _rows_are_independent
 from support.native_builds import COMPILER, Use
@@ -257,28 +256,6 @@ def test_a_pass_over_experts_is_timed_with_different_tokens() -> None:
 # ------------------------------------------------------------ a GPU's kernels
 
 
-def on_device(rows: Rows, config: Any) -> Rows:
-    """The rows of one line, each a block of its own."""
-    from outrider.backends.cuda.kernels.attention import Blocks, Scratch
-
-    count = rows.count
-    info = torch.zeros(count, 8, dtype=torch.int32)
-    for column, values in enumerate((torch.arange(count), torch.ones(count), rows.lines, rows.context, rows.context)):
-        info[:, column] = values
-    table = rows.table.to(DEVICE, torch.int32).contiguous()
-    scratch = Scratch(256, config.heads, config.head_dim, table.shape[1], DEVICE)
-    blocks = Blocks(info.to(DEVICE), torch.zeros(count, 16, dtype=torch.int32, device=DEVICE), table, scratch)
-    tokens, positions, slots, want = (t.to(DEVICE) for t in (rows.tokens, rows.positions, rows.slots, rows.want))
-    return Rows(tokens, positions, slots, slots, slots, table, None, want, blocks=blocks)
-
-
-def device_logits(model: Transformer, *bounds: int) -> Tensor:
-    """Logits of a text that is fed in pieces with these bounds. [T, V]"""
-    bench = Bench(model, text(bounds[-1]))
-    rows = [on_device(bench.rows(a, b), model.config) for a, b in pairwise(bounds)]
-    return torch.cat([model.forward(piece, bench.plane).logits for piece in rows]).cpu()
-
-
 @pytest.mark.slow  # in the interpreter
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_gpus_kernels_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +264,9 @@ def test_a_gpus_kernels_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if not GPU:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     model = Transformer(config, weights, torch.float32, DEVICE)
-    whole = device_logits(model, 0, 9)
+    whole = device_logits(model, text(9), 0, 9)
     torch.testing.assert_close(whole, wanted, rtol=2e-4, atol=2e-4)
-    pieces = device_logits(model, 0, 1, 9)
+    pieces = device_logits(model, text(9), 0, 1, 9)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
     assert torch.equal(pieces, whole) or not ROWS_ALONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 import subprocess
 import sys
@@ -194,3 +195,20 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert paths.cache_folder() == tmp_path / "local" / "outrider"
+
+
+@pytest.mark.windows
+@pytest.mark.parametrize("name", native.INSTRUCTIONS["x86_64"])
+def test_kernels_compile_for_windows(name: str, tmp_path: Path) -> None:
+    if (compiler := shutil.which("x86_64-w64-mingw32-gcc")) is None:
+        pytest.skip("no x86_64-w64-mingw32-gcc (Debian: gcc-mingw-w64-x86-64)")
+    flags = (*native.FLAGS, "-DOWN_THREADS", *native.WINDOWS, *native.INSTRUCTIONS["x86_64"][name])
+    quiet = ("-Werror=implicit-function-declaration", "-Werror=incompatible-pointer-types", "-Werror=return-type")
+    source, library = Path(native.__file__).with_name("kernels.c"), tmp_path / "kernels.dll"
+    subprocess.run([compiler, *flags, *quiet, str(source), "-o", str(library), "-lm"], check=True)
+    shown = subprocess.run(
+        ["x86_64-w64-mingw32-objdump", "-p", str(library)], capture_output=True, text=True, check=True
+    )
+    needed = {line.split()[-1].lower() for line in shown.stdout.splitlines() if "DLL Name" in line}
+    assert needed <= {"kernel32.dll", "msvcrt.dll"}  # what every Windows has
+    assert all(f"outrider_{function}" in shown.stdout for function in native.STRUCTS)

@@ -1,21 +1,26 @@
 """The device's own loop: rounds say what plain decoding on a CPU says, whatever is drafted, cut or in flight.
 
-Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter.
+Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter. Everything that nobody has
+written is poisoned (`capture.Driver`): a round that reads it would say something else, or fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
-from outrider.backends.cuda.kernels import rounds as kernels
+from outrider.backends.cuda.kernels import adjusting, rounds as kernels
+from outrider.backends.cuda.lines import Lines
 from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.loaded_weights import embedding_of
@@ -25,17 +30,20 @@ from outrider.config import Config
 from outrider.control.adaptive import Fixed
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
 from outrider.engine.cache import Cache, Row
+from outrider.engine.sampling import adjust
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.errors import ModelError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, chain
 
-from support.kernels import DEVICE, GPU
+from support.kernels import DEVICE, GPU, exact_products as exact_products
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 24 if GPU else 6
 WARM: dict[str, Any] = {"temperature": 0.9}
+SEVEN = torch.tensor([7])
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +72,7 @@ def engine(
     cache.slots += not GPU  # a CPU's planes have no slot for padding
     plane = cache.add_plane(*target.plane_shape)
     cache.slots -= not GPU
-    state = DeviceState(cache, Driver(DEVICE), 4)
+    state = DeviceState(cache, Driver(DEVICE, poisons=True), 4)
     runner = Graphs(target, plane, state)
     runner.rounds = Rounds(runner) if rounds else None
     cache.slots += not GPU
@@ -175,16 +183,19 @@ def test_late_drafts_are_accepted_and_stale_ones_cost_nothing_but_speed(plain: d
 
 
 def test_an_end_inside_an_accepted_run(plain: dict[str, list[list[int]]]) -> None:
-    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone."""
+    """An end id on the device, a ninth that only the host knows, a stop string, the length: the same cut as alone, for
+    logprobs too."""
     text = plain["greedy"][1]
     at = next(i for i in range(2, len(text)) if text[i] not in text[:i])
     for ends in ({text[at]}, {*range(200, 208), text[at]}):
         seq = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), ends=frozenset(ends))
         finish(scripted([text]), seq)
         assert (seq.generated, seq.finish) == (text[: at + 1], "stop")
-    stopped = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=TOKENS), on_token=lambda token: token == text[at])
+    params = SamplingParams(max_tokens=TOKENS, logprobs=1)
+    stopped = Sequence(1, PROMPTS[1], params, on_token=lambda token: token == text[at])
     finish(scripted([text]), stopped)
     assert (stopped.generated, stopped.finish) == (text[: at + 1], "stop")
+    assert [each.token for each in stopped.logprobs] == [each.top[0][0] for each in stopped.logprobs] == text[: at + 1]
     assert len(stopped.origins) == stopped.stats.emitted == at + 1
     short = Sequence(1, PROMPTS[1], SamplingParams(max_tokens=at + 1))
     finish(scripted([text]), short)
@@ -228,6 +239,14 @@ def test_a_pool_that_is_exactly_full(plain: dict[str, list[list[int]]]) -> None:
     assert sum(seq.stats.preempted for seq in seqs) > 0
 
 
+def test_poison_shows_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that counts a token as read that no pass has read: without poison its text would be another one."""
+    join = Lines.join
+    monkeypatch.setattr(Lines, "join", lambda self, seq, line, held, read: join(self, seq, line, held + 1, read))
+    with pytest.raises(ModelError, match="NaN"):
+        finish(engine(), Sequence(1, PROMPTS[0], SamplingParams(max_tokens=3)))
+
+
 def test_logits_that_somebody_looks_at_are_those_of_the_step(plain: dict[str, list[list[int]]]) -> None:
     loop = engine()
     seq = Sequence(1, PROMPTS[0], SamplingParams(max_tokens=3), shows_logits=True)
@@ -240,9 +259,11 @@ def test_logits_that_somebody_looks_at_are_those_of_the_step(plain: dict[str, li
 
 
 def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[list[int]]]) -> None:
-    """Penalties, logprobs and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
+    """Functions of logits and grammars run at depth one; the others say the same before, meanwhile and afterwards."""
     texts = plain["greedy"]
-    biased = SamplingParams(max_tokens=3, logit_bias={7: 100.0}, logprobs=2)
+    biased = SamplingParams(
+        max_tokens=3, logits_processors=(lambda ids, logits: logits.index_fill(0, SEVEN, 100.0),), logprobs=2
+    )
     loop = scripted(texts)
     free = Sequence(2, PROMPTS[1], SamplingParams(max_tokens=TOKENS))
     loop.add(free)
@@ -251,6 +272,96 @@ def test_a_sequence_that_needs_the_host_joins_the_batch(plain: dict[str, list[li
     finish(loop, guest)
     assert (guest.generated, len(guest.logprobs)) == ([7, 7, 7], 3)
     assert free.generated == texts[1][:TOKENS]
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {"presence_penalty": 0.6, "frequency_penalty": 0.9, "logit_bias": {9: 2.5, 11: -inf}, "logprobs": 2, **WARM},
+    {"repetition_penalty": 1.3, "min_tokens": 3, "logprobs": 0},
+]
+
+
+def adjusted(prompts: list[list[int]], tokens: int = TOKENS - 1) -> list[Sequence]:
+    """Answers to the first prompts with penalties, bias, bans and logprobs."""
+    return [
+        Sequence(i + 1, p, SamplingParams(max_tokens=tokens, **params), 40 + i, frozenset({9}), bad_words=((30 + i,),))
+        for i, (p, params) in enumerate(zip(prompts, ADJUSTED, strict=False))
+    ]
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_penalties_bias_and_logprobs_stay_in_rounds() -> None:
+    """Tokens and logprobs are those of one step at a time, bit for bit, however many drafted tokens are accepted:
+    penalties count these. One of the two is preempted."""
+    expected = adjusted(PROMPTS)
+    finish(engine(rounds=False), *expected)
+    slots = sum(len(seq.tokens) - 1 for seq in expected) - 2
+    loop = scripted([seq.generated for seq in expected], slots=slots, spoil=lambda at: at == 3)
+    seqs, deepest = adjusted(PROMPTS), 0
+    for seq in seqs:
+        loop.add(seq)
+    while loop.busy:
+        step = loop.step()
+        assert step.in_round
+        deepest = max(deepest, *(len(verdict.path) for verdict in step.verdicts if verdict is not None), 0)
+        loop.cache.check()
+    assert [seq.generated for seq in seqs] == [seq.generated for seq in expected]
+    assert [seq.logprobs for seq in seqs] == [seq.logprobs for seq in expected]
+    assert [len(seq.logprobs) for seq in seqs] == [len(seq.generated) for seq in seqs]
+    assert deepest >= 2
+    assert max(seq.stats.preempted for seq in seqs) > 0
+
+
+def test_what_the_device_leaves_to_the_host() -> None:
+    rounds = engine().target.rounds
+    assert rounds is not None
+    hosted: list[dict[str, Any]] = [
+        {"logprobs": 21}, {"logit_bias": {3: inf}}, {"logit_bias": dict.fromkeys(range(48), -inf), **WARM},
+        {"logits_processors": (lambda ids, logits: logits,)},
+    ]  # fmt: skip
+    for params in hosted:
+        assert not rounds.drives(Sequence(1, [1], SamplingParams(**params)))
+    assert not rounds.drives(Sequence(1, [1], bad_words=((3, 4),)))
+    assert not rounds.drives(Sequence(1, [1], SamplingParams(min_tokens=2), ends=frozenset(range(9))))
+    assert rounds.drives(Sequence(1, [1], SamplingParams(logprobs=20, logit_bias={3: -inf}, presence_penalty=1)))
+
+
+@settings(max_examples=15 if not GPU else 200, deadline=None)
+@given(data=st.data())
+def test_adjusted_rows_have_the_bits_of_the_host(data: st.DataObject) -> None:
+    """Every row of chains and trees, against `engine.sampling.adjust` after the tokens on its path."""
+    vocabulary, generator = 60, torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    token, number = st.integers(0, vocabulary - 1), st.floats(-2, 2, width=16)
+    params = SamplingParams(
+        repetition_penalty=data.draw(st.floats(0.5, 2)), presence_penalty=data.draw(number),
+        frequency_penalty=data.draw(number), min_tokens=data.draw(st.integers(0, 6)),
+        logit_bias=data.draw(st.dictionaries(token, st.floats(-9, 9) | st.just(-inf), max_size=4)),
+    )  # fmt: skip
+    prompt, emitted = data.draw(st.lists(token, min_size=1, max_size=6)), data.draw(st.lists(token, max_size=6))
+    drafted, tree = data.draw(st.lists(token, max_size=6)), data.draw(st.booleans())
+    parents = [data.draw(st.integers(-1, i - 1)) if tree else i - 1 for i in range(len(drafted))]
+    banned = tuple((each,) for each in data.draw(st.lists(token, max_size=2)))
+    seq = Sequence(1, prompt + emitted, params, ends=frozenset(data.draw(st.sets(token, max_size=3))), bad_words=banned)
+    seq.prompt_len = len(prompt)
+    lines = Lines(
+        SimpleNamespace(table=torch.zeros(3, 32), device=DEVICE, driver=Driver(DEVICE, poisons=True)), vocabulary
+    )  # type: ignore[arg-type]
+    lines.join(seq, 1, 0, 0)
+    lines.add_adjustments()
+    lines.draft[1, : len(drafted)], lines.parents[1, : len(drafted)] = torch.tensor(drafted), torch.tensor(parents)
+    paths: dict[int, list[int]] = {-1: []}
+    for node, (parent, each) in enumerate(zip(parents, drafted, strict=True)):
+        paths[node] = [*paths[parent], each]
+    logits = torch.randn(len(paths) + 1, vocabulary, generator=generator) * 3  # the last row is padding
+    rows = {
+        "owner": torch.tensor([1] * len(paths) + [-1], dtype=torch.int32),
+        "node": torch.tensor([*paths, -1], dtype=torch.int32), "temperature": torch.zeros(1, dtype=torch.float64),
+        "position": torch.tensor([len(seq.tokens) + len(path) for path in paths.values()] + [0]),
+    }  # fmt: skip
+    out, state = torch.empty_like(logits, device=DEVICE), (lines.numbers, lines.draft, lines.parents)
+    on_device = {name: each.to(DEVICE) for name, each in rows.items()}
+    adjusting.adjust(logits.to(DEVICE), out, on_device, *state, lines.counts, lines.bias, tree)
+    host = [adjust(row, seq, path) for row, path in zip(logits, paths.values(), strict=False)]
+    assert torch.equal(out.cpu(), torch.stack([*host, logits[-1]]))
 
 
 class Branches:
@@ -314,6 +425,26 @@ def test_the_walk_through_a_tree_moves_slots_as_the_host_does(plain: dict[str, l
                 assert rounds.state.table[row.line, : len(row.slots)].tolist() == row.slots
     assert [seq.generated for seq in seqs] == plain["warm"]
     assert [1, 4, 5] in paths
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_products")
+def test_penalties_and_logprobs_along_the_paths_of_trees() -> None:
+    """A row counts the tokens on its own path, not those of other branches."""
+    expected = adjusted(PROMPTS, 12)
+    finish(engine(rounds=False), *expected)
+    loop = engine(Asking, 6)
+    assert isinstance(loop.target.rounds, Rounds)
+    Branches(loop.target.rounds, {seq.id: seq.tokens for seq in expected})
+    seqs, deepest = adjusted(PROMPTS, 12), 0
+    for seq in seqs:
+        loop.add(seq)
+    while loop.busy:
+        step = loop.step()
+        deepest = max(deepest, *(len(verdict.path) for verdict in step.verdicts if verdict is not None), 0)
+    assert [seq.generated for seq in seqs] == [seq.generated for seq in expected]
+    assert [seq.logprobs for seq in seqs] == [seq.logprobs for seq in expected]
+    assert deepest == 3
 
 
 class AskingForTheSecond(ScriptedDrafter):

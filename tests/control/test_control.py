@@ -87,6 +87,7 @@ class World:
             rows=rows,
             draft_rows=[len(tree.tokens) for tree in drafted.trees],
             in_round=False,
+            untaken=[None] * self.batch,
             verdicts=verdicts,
             clock=clock,
         )
@@ -257,12 +258,40 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
-            turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False,
+            turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False, untaken=[None],
             verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
         line = controller.drafting[""].line(1)
         assert line is None if price is None else line is not None and line(1) == pytest.approx(price)
+
+
+def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
+    """Most of the first call for a short prompt is not reading; a long one does not cost that many times as much."""
+    controller = Adaptive(measured(slope))
+
+    def first_call(seq_id: int, tokens: int, seconds: float) -> Sequence:
+        seq = Sequence(seq_id, [1] * tokens, SamplingParams(max_tokens=99))
+        for feed, draft in ((1, seconds), (1, 0.001), (1, 0.001)):
+            turns = controller.budget([Turn(seq, feed, True)], Traits())
+            turns = [turn.allow(max(turn.budget, 1)) for turn in turns]
+            step: Any = SimpleNamespace(
+                turns=turns, draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=False, untaken=[None],
+                verdicts=[Verdict([0], [3, 1], "a")], clock={"draft": draft, "verify": 0.005, "judge": 0.0},
+            )  # fmt: skip
+            controller.observe(step)
+        return seq
+
+    for number, tokens in enumerate((40, 60, 90)):
+        first_call(number, tokens, 0.002 + 1e-6 * tokens)
+        controller.end(Sequence(number, [1], SamplingParams()))
+    line = controller.drafting[""].line(1)
+    assert line is not None
+    long = Sequence(9, [1] * 1000, SamplingParams(max_tokens=99))
+    controller.turns = [Turn(long, 1, True)]
+    controller._prices = None
+    price = controller._price_of_reading({9}, line)
+    assert price == pytest.approx(controller.prices.speed * 0.002 / Adaptive.LASTS, rel=0.6)  # not 20 times as much
 
 
 def test_the_reason_is_given_in_words() -> None:

@@ -26,6 +26,7 @@ from outrider.engine.sampling import (
     gumbel,
     key,
     law,
+    log_probabilities,
     ranked,
     uniform,
 )
@@ -273,3 +274,23 @@ def test_end_tokens_beyond_the_vocabulary_do_no_harm() -> None:
 )
 def test_filters_look_at_more_than_noise_and_temperature(params: dict[str, float], expected: bool) -> None:
     assert filters(Sequence(1, [1], SamplingParams(**params))) is expected
+
+
+def test_log_probabilities_of_a_row_do_not_depend_on_others() -> None:
+    """Under the raw logits, the likeliest first and of equal ones the lowest id; the same bits alone and in a batch."""
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(3))
+    logits[1, 7] = logits[1, 250] = logits[1, 20] = 9.0
+    logits[2, :] = 0.0
+    logits[3, 5:] = -math.inf
+    tokens = torch.tensor([4, 250, 3, 9, 0])
+    ids, values = log_probabilities(logits, tokens, 4)
+    assert ids[:, 0].tolist() == tokens.tolist()
+    assert ids[1, 1:4].tolist() == [7, 20, 250]
+    assert ids[2, 1:].tolist() == [0, 1, 2, 3]
+    exact = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(values, exact.gather(1, ids).float(), rtol=1e-6, atol=1e-9)
+    assert torch.equal(exact.topk(4).values.float(), exact.gather(1, ids[:, 1:]).float())
+    for i in range(5):
+        alone = log_probabilities(logits[i : i + 1], tokens[i : i + 1], 4)
+        assert torch.equal(alone[0][0], ids[i])
+        assert torch.equal(alone[1][0], values[i])

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
 from outrider import LLM, ConfigError, OutriderError
+from outrider.backends.loaded_weights import pass_bytes
+from outrider.backends.toy import RandomWeights, toy_config
+from outrider.backends.transformer import Transformer
 from outrider.cli.app import app
 from outrider.cli.show import winner
 from outrider.drafters.layerskip.search import Skip
@@ -25,6 +30,8 @@ from outrider.measure.doctor import (
     Facts,
     advise,
     folder_state,
+    memory_speed,
+    reading,
     verdict,
     versions_trouble,
     why,
@@ -41,6 +48,7 @@ from outrider.measure.tune import (
     skip_from,
 )
 from outrider.models.tuning_profile import load_profile, read_profile, save_profile
+from outrider.models.weights import expected
 
 from support import tiny
 
@@ -153,6 +161,25 @@ def test_a_healthy_machine_where_it_pays() -> None:
     assert "5 rows costs 1.40 ×" in good
     assert "bit-identical" in good
     assert FACTS.break_even(4) == pytest.approx(0.288, abs=0.002)  # 1 + a + a² + a³ + a⁴ = 1.4
+
+
+def test_what_a_pass_reads_and_its_floor() -> None:
+    assert reading(FACTS) == ""
+    facts = replace(FACTS, pass_bytes=900_000_000, memory_speed=3e12, dtype="gguf", costs={1: 0.0008})
+    assert reading(facts) == (
+        "A pass reads 0.90 GB of weights in gguf: at least 0.30 ms at the 3,000 GB/s of a copy here; "
+        "one row takes 0.80 ms."
+    )
+    assert memory_speed(torch.device("cpu")) > 1e8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_a_pass_are_those_of_its_products(tied: bool) -> None:
+    config = replace(toy_config(2), tied=tied)
+    model = Transformer(config, RandomWeights(config, 1), torch.float64)
+    weights = sum(prod(shape) for shape in expected(config).values())
+    looked_up = 0 if tied else config.vocab_size * config.hidden_size
+    assert pass_bytes(model) == 8 * (weights - looked_up)
 
 
 def test_a_loss_on_one_kind_of_text_is_no_tick() -> None:

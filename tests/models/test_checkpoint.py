@@ -158,7 +158,7 @@ def test_generation_config_adds_end_tokens() -> None:
         ({"hidden_act": "gelu"}, "gelu.*silu"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"num_local_experts": 8}, "mixture of experts"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq.*GGUF"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes.*GGUF.*gptq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*yarn"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),

@@ -6,6 +6,7 @@ import copy
 import functools
 import tempfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,25 @@ class Bench:
         n = len(self.seq.tokens)
         starts = range(0, n, min(chunk, n))
         return torch.cat([self.model.forward(self.rows(i, min(i + chunk, n)), self.plane, part).logits for i in starts])
+
+
+def on_device(rows: Rows, config: Any, device: torch.device) -> Rows:
+    """The rows of one line, each a block of its own."""
+    from outrider.backends.cuda.kernels.attention import Blocks, Scratch
+
+    count = rows.count
+    info = torch.zeros(count, 8, dtype=torch.int32)
+    for column, values in enumerate((torch.arange(count), torch.ones(count), rows.lines, rows.context, rows.context)):
+        info[:, column] = values
+    table = rows.table.to(device, torch.int32).contiguous()
+    scratch = Scratch(256, config.heads, config.head_dim, table.shape[1], device)
+    blocks = Blocks(info.to(device), torch.zeros(count, 16, dtype=torch.int32, device=device), table, scratch)
+    tokens, positions, slots, want = (t.to(device) for t in (rows.tokens, rows.positions, rows.slots, rows.want))
+    return Rows(tokens, positions, slots, slots, slots, table, None, want, blocks=blocks)
+
+
+def device_logits(model: Transformer, tokens: list[int], *bounds: int) -> Tensor:
+    """Logits of a text that is fed to a GPU's kernels in pieces with these bounds. [T, V]"""
+    bench = Bench(model, tokens)
+    rows = [on_device(bench.rows(a, b), model.config, model.device) for a, b in pairwise(bounds)]
+    return torch.cat([model.forward(piece, bench.plane).logits for piece in rows]).cpu()

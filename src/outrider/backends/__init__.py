@@ -61,6 +61,7 @@ class Model(ABC):
     dtype: torch.dtype  # of most weights
     compute: torch.dtype  # of its products
     device = torch.device("cpu")  # of rows, planes and logits
+    kv_dtype: torch.dtype | None = None  # of K and V, on a CPU; None: that of the residual stream
     weights_device: torch.device | None = None  # where the weights are on another device
     has_layers = True  # can run a part of its layers and resume from a hidden state
     block = 1  # positions that a pass computes together: budgets end where a block does

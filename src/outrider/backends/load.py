@@ -1,8 +1,9 @@
-"""Loads a model from a checkpoint in a given dtype, or in the fastest dtype of this machine.
+"""Loads a model from a checkpoint in a given precision, or in the best one of this machine.
 
-`auto` times layers of the model's own shape in every dtype that keeps the precision of the file. A quantised file (most
-GGUF files) runs in its own blocks (`gguf`) or becomes int8; float weights stay float. The result is stored for this
-machine and this shape.
+On a GPU `auto` is the checkpoint's own precision, or bfloat16. On a CPU it times layers of the model's own shape in
+every precision that the file allows: a GGUF file runs in its own blocks (`gguf`) or becomes int8; other quantised files
+are dequantised, and the description says so; float weights stay float. The result is stored for this machine and this
+shape.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
 from ..models.foreign import ForeignWeights
 from ..models.paths import cache_folder, write_quietly
+from ..models.precision import AUTO, FLOATS, GGUF, INT8, OWN, stored_in
 from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
-from . import Model
+from . import Model, ops
 from .cpu import blocks, quantise as quant
 from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
@@ -37,8 +39,8 @@ from .rows import rows_of
 from .toy import RandomWeights
 from .transformer import Transformer
 
-AUTO, INT8, GGUF = "auto", "int8", "gguf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
 
 
@@ -47,35 +49,75 @@ def load_model(
     dtype: str,
     length: int,
     device: torch.device | str = "cpu",
+    kv_dtype: str = AUTO,
 ) -> Model:
-    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
+    """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called.
+
+    kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
+    """
+    if kv_dtype != AUTO and (isinstance(checkpoint.weights, ForeignWeights) or torch.device(device).type == "cuda"):
+        raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
     if isinstance(checkpoint.weights, ForeignWeights):
         from .transformers.model import load_foreign
 
         return load_foreign(checkpoint.weights, checkpoint.config, dtype, torch.device(device))
     config, weights = checkpoint.config, checkpoint.weights
+    own = stored_in(weights)
+    if dtype in OWN and dtype != own:
+        raise ConfigError(f"{checkpoint.path} is not stored in {dtype}; leave --dtype out, or choose bfloat16 or int8.")
     if torch.device(device).type == "cuda":
-        if dtype == "float64":
-            raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
-        if dtype == GGUF:
-            raise ConfigError("A GGUF file's own blocks run on the CPU only; choose --device cpu, or --dtype int8.")
-        # int8 on a GPU means the weights only: a pass spends its time reading them.
-        compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
-        model: Any = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
+        model: Any = _on_gpu(checkpoint, dtype, length, device)
     else:
-        timed = compared(checkpoint) if dtype == AUTO else {}
-        dtype = min(timed, key=lambda name: timed[name]) if timed else dtype
-        if dtype == GGUF:
-            model = BlockTransformer.open(checkpoint, length)
-        elif dtype == INT8:
-            model = open_int8(checkpoint, length)
-        else:
-            model = Transformer(config, weights, DTYPES[dtype], length=length)
-        if len(timed) > 1:
-            model.description = _chosen(dtype, timed)
+        model = _on_cpu(checkpoint, dtype, kv_dtype, length)
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
+
+
+def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device | str) -> Any:
+    """There int8 means the weights only: a pass spends its time reading them."""
+    config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
+    if dtype == "float64":
+        raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
+    if own and dtype in (AUTO, own):
+        from .cuda.packing import PackedTransformer
+
+        return PackedTransformer(config, weights, own, device, length)
+    compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
+    model = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
+    if own and dtype == INT8:
+        model.description = f"The checkpoint's {own} weights are rounded again to int8, as requested."
+    return model
+
+
+def _on_cpu(checkpoint: Checkpoint, dtype: str, kv_dtype: str, length: int) -> Any:
+    config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
+    timed = compared(checkpoint) if dtype == AUTO else {}
+    chosen = min(timed, key=lambda name: timed[name]) if timed else dtype
+    if chosen == GGUF:
+        model: Any = BlockTransformer.open(checkpoint, length)
+    elif chosen == INT8:
+        model = open_int8(checkpoint, length)
+    elif chosen in OWN:
+        raise ConfigError(f"A CPU has no kernels for {chosen} weights; leave --dtype out to have them dequantised.")
+    else:
+        model = Transformer(config, weights, DTYPES[chosen], length=length)
+    small = chosen in (GGUF, INT8) and ops._loaded().kernels is not None  # torch would convert whole contexts
+    model.kv_dtype = KV_DTYPES[kv_dtype] if kv_dtype != AUTO else torch.float16 if small else None
+    if len(timed) > 1:
+        model.description = _chosen(chosen, timed)
+    model.description = f"{_kept(own, chosen)} {model.description}".strip()
+    return model
+
+
+def _kept(own: str, chosen: str) -> str:
+    """A sentence about what became of a quantised checkpoint's weights on a CPU; empty where they are as they were."""
+    if own in ("", chosen):
+        kept = "The checkpoint's int8 weights are used as they are; its output matrix is rounded to int8."
+        return kept if own == INT8 else ""
+    if chosen == INT8:
+        return f"The checkpoint's {own} weights are rounded again to int8."
+    return f"The checkpoint's {own} weights are dequantised to {chosen}."
 
 
 def _chosen(dtype: str, timed: dict[str, float]) -> str:
@@ -91,9 +133,10 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
     names = ["float32", "bfloat16"] if packs(torch.empty(0, dtype=torch.bfloat16)) else ["float32"]
     shape: tuple[object, ...] = (config.hidden_size, config.intermediate_size, config.heads, config.kv_heads)
     shape += (config.head_dim,)
-    if getattr(checkpoint.weights, "quantised", False):
+    own = stored_in(checkpoint.weights)
+    if own in (GGUF, INT8):
         names.append(INT8)
-        if blocks.runs(checkpoint.weights, config):
+        if own == GGUF and blocks.runs(checkpoint.weights, config):
             names.append(GGUF)
             shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
     key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]

@@ -5,6 +5,7 @@ It reads float, packed and int8 models alike; it does not know what the rows are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ def weight_bytes(model: Any, excluding: Any = None) -> int:
     seen: set[int] = set()
     _unseen_bytes(excluding, seen)
     return _unseen_bytes(model, seen)
+
+
+def pass_bytes(model: Any) -> int:
+    """Bytes of weights that a pass over one row reads: all but rope's tables and embeddings that are only looked up.
+
+    Of a mixture of experts it reads fewer.
+    """
+    tables = [getattr(model, name, None) for name in ("ropes", "cos", "sin")]
+    named = getattr(model, "tensors", {})
+    looked_up = {name: tensor for name, tensor in named.items() if name.split(".")[0] in ("embedding", "words")}
+    embedding = vars(model).get("embedding")
+    if embedding is not None and getattr(getattr(model, "head", None), "weight", None) is not embedding:
+        looked_up["embedding"] = embedding
+    # Views of one storage: their own bytes are subtracted.
+    spared: int = sum(t.numel() * t.element_size() for t in looked_up.values())
+    return weight_bytes(model, tables) - spared
 
 
 def _unseen_bytes(value: Any, seen: set[int]) -> int:
@@ -49,22 +66,32 @@ def _unseen_bytes(value: Any, seen: set[int]) -> int:
 
 def output_rows(target: Any, ids: Tensor) -> Tensor:
     """Rows of the output matrix for the ids [D]: floats [D, H] on the target's device."""
+    read = row_reader(target)
+    if read is not None:
+        return read(ids)
+    return product_rows(target.head, target.config.hidden_size, target.compute, target.device, ids)
+
+
+def row_reader(target: Any) -> Callable[[Tensor], Tensor] | None:
+    """`output_rows` of this target, where a row can be read without reading all; None: its weights are packed."""
     from .cpu import quantise as quant
     from .cpu.blocks import BlockTransformer
-    from .cpu.int8 import TorchProduct
 
-    config = target.config
-    if config.tied:
-        return embedding_of(target)[ids.to(embedding_of(target).device)]
-    if hasattr(target, "module"):  # transformers runs it
-        rows: Tensor = target.module.get_output_embeddings().weight.detach()
-        return rows[ids.to(rows.device)].to(target.device)
     if isinstance(target, BlockTransformer):
-        return target.output_rows(ids)
-    if hasattr(target, "head"):
-        return product_rows(target.head, config.hidden_size, target.compute, target.device, ids)
-    product = TorchProduct.of(quant.product(target.tensors, "head", config))
-    return product_rows(product, config.hidden_size, torch.float32, target.device, ids)
+        return target.output_rows
+    if target.config.tied:
+        return lambda ids: embedding_of(target)[ids.to(embedding_of(target).device)]
+    if hasattr(target, "module"):  # transformers runs it
+        table: Tensor = target.module.get_output_embeddings().weight.detach()  # [V, H]
+        return lambda ids: table[ids.to(table.device)].to(target.device)
+    if not hasattr(target, "head"):
+        return lambda ids: quant.product(target.tensors, "head", target.config).rows(ids)
+    weight, scale = target.head.weight, getattr(target.head, "scale", None)
+    if weight.layout is not torch.strided or weight.shape != (target.config.vocab_size, target.config.hidden_size):
+        return None
+    if scale is None:
+        return lambda ids: weight[ids.to(weight.device)]
+    return lambda ids: weight[ids.to(weight.device)] * scale[ids.to(weight.device), None]
 
 
 def product_rows(product: Any, hidden: int, dtype: torch.dtype, device: torch.device, ids: Tensor | None) -> Tensor:

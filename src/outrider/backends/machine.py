@@ -7,6 +7,7 @@ before the first product of this process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -55,6 +56,13 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+def return_free_memory() -> None:
+    """Give the heap's free pages back to the system, where its allocator can (glibc): loading leaves many."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def is_overloaded() -> bool:
     """Whether other programs want more cores than this machine has: then timings are theirs as much as ours."""
     load = load_average()
@@ -63,10 +71,10 @@ def is_overloaded() -> bool:
 
 def load_average() -> float | None:
     """Of the last minute; None where the system does not tell."""
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):  # Windows has none
-        return None
+    if sys.platform != "win32":
+        with suppress(OSError):
+            return os.getloadavg()[0]
+    return None
 
 
 def thread_settings(device: torch.device) -> Callable[[], None]:

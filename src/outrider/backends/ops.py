@@ -23,6 +23,7 @@ from .cpu import native
 from .rows import Rows
 
 _FLOATS = (torch.float32, torch.bfloat16)
+_PLANES = (torch.float32, torch.float16)
 _CHUNK = 16384  # torch splits longer calls between threads, and the bits would depend on their number
 ACTIVATIONS = (SILU, GELU, CLAMPED)  # their numbers in kernels
 Norms = tuple[Tensor, Tensor, float]  # q_weight [d], k_weight [d], eps
@@ -62,7 +63,8 @@ def rope_store(
     qkv: Any, cos: Tensor, sin: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor,
     heads: int, kv_heads: int, norms: Norms | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotate q and k to their positions, write k and v to their slots; returns q [T, heads, d] in the planes' type.
+    """Rotate q and k to their positions, write k and v to their slots; returns q [T, heads, d]: float32, or in the
+    planes' type where torch or a GPU runs it.
 
     qkv [T, (heads + 2 kv_heads) d]; cos, sin [T, r/2]: the first r of d dimensions are rotated; slots [T];
     planes [S, kv_heads, d]. With `norms`, each head of q and k is normed before it is rotated.
@@ -70,13 +72,14 @@ def rope_store(
     if on_gpu(k_plane):
         return _gpu("elementwise").rope_store(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)  # type: ignore[no-any-return]
     q_norm, k_norm, eps = norms or (None, None, 0.0)
-    kernels = _kernels(cos, sin, k_plane, v_plane, q_norm, k_norm) if _plain(qkv) and _dense(k_plane, v_plane) else None
+    kernels = _kernels(cos, sin, q_norm, k_norm) if _plain(qkv) and _native_planes(k_plane, v_plane) else None
     if kernels is None:
         return _rope_store_torch(qkv, cos, sin, k_plane, v_plane, slots, heads, kv_heads, norms)
     qkv, cos, sin, slots = qkv.contiguous(), cos.contiguous(), sin.contiguous(), contiguous(slots, torch.int64)
     rows, d = qkv.shape[0], k_plane.shape[2]
-    q = k_plane.new_empty(rows, heads, d)  # [T, heads, d]
-    addresses = addresses_of(qkv, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm)
+    q = torch.empty(rows, heads, d)  # [T, heads, d]
+    planes = (plane_address(k_plane), plane_address(v_plane))
+    addresses = (*addresses_of(qkv, cos, sin, q), *planes, *addresses_of(slots, q_norm, k_norm))
     bf16, threads = qkv.dtype is torch.bfloat16, torch.get_num_threads()
     kernels.rope_store(*addresses, rows, heads, kv_heads, d, cos.shape[1], eps, bf16, threads)
     return q
@@ -101,7 +104,7 @@ def attend(
     """
     if on_gpu(q):
         return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window, cap, sinks)  # type: ignore[no-any-return]
-    kernels = _kernels(q, k_plane, v_plane, sinks) if dtype in _FLOATS and _dense(k_plane, v_plane) else None
+    kernels = _kernels(q, sinks) if dtype in _FLOATS and _native_planes(k_plane, v_plane) else None
     if kernels is None:
         return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window, cap, sinks)
     q, table, ancestors = q.contiguous(), contiguous(rows.table, torch.int32), rows.ancestors
@@ -110,7 +113,8 @@ def attend(
     depth = 0 if ancestors is None else ancestors.shape[1]
     count, heads, d = q.shape
     out = q.new_empty(count, heads * d, dtype=dtype)  # [T, heads * d]
-    addresses = addresses_of(q, k_plane, v_plane, table, lines, context, ancestors, sinks, out)
+    planes = (plane_address(k_plane), plane_address(v_plane))
+    addresses = (q.data_ptr(), *planes, *addresses_of(table, lines, context, ancestors, sinks, out))
     sizes = (table.shape[1], depth, count, heads, k_plane.shape[1], d, window)
     kernels.attend(*addresses, *sizes, scale, cap, dtype is torch.bfloat16, torch.get_num_threads())
     return out
@@ -220,9 +224,14 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.dtype in _FLOATS and tensor.is_cpu
 
 
-def _dense(k_plane: Tensor, v_plane: Tensor) -> bool:
+def _native_planes(*planes: Tensor) -> bool:
     """Planes are read and written in place: whether they are contiguous does not depend on the rows."""
-    return k_plane.is_contiguous() and v_plane.is_contiguous()
+    return all(p.dtype in _PLANES and p.is_cpu and p.is_contiguous() and p.dtype is planes[0].dtype for p in planes)
+
+
+def plane_address(plane: Tensor) -> int:
+    """Where a plane's data starts, for a native call: odd where its values have 16 bits (native/vectors.h)."""
+    return plane.data_ptr() + (plane.dtype is torch.float16)
 
 
 def addresses_of(*tensors: Tensor | None) -> list[int]:

@@ -67,11 +67,11 @@ class Transformer(Model):
     ) -> None:
         self._begin(config, dtype, device, length)
         self.dtype = torch.int8 if int8 else dtype  # of most weights
-        load = Loader(config, weights, dtype, self.stream, self.device, int8)
+        load = self.loader(weights, int8)
         self.embedding = load.tensor("embed_tokens.weight")  # [V, H]
         self.layers: Any = [load.layer(i) for i in range(config.layers)]
         self.norm = load.norm("norm.weight")
-        self.head: Any = linear(self.embedding if config.tied else load.tensor("lm_head.weight"))
+        self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
 
     def _begin(
@@ -82,6 +82,9 @@ class Transformer(Model):
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
         self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
+
+    def loader(self, weights: WeightSource, int8: bool) -> Loader:
+        return Loader(self.config, weights, self.compute, self.stream, self.device, int8)
 
     @classmethod
     def without_weights(cls, config: ModelConfig, length: int) -> Transformer:
@@ -100,7 +103,7 @@ class Transformer(Model):
 
     @property
     def plane_shape(self) -> PlaneShape:
-        dtype = self.compute if self.device.type == "cuda" else self.stream
+        dtype = self.compute if self.device.type == "cuda" else self.kv_dtype or self.stream
         return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     @torch.inference_mode()
@@ -211,13 +214,19 @@ class Loader:
         """The product with this weight. name: such as "layers.3.qkv"."""
         return linear(weight, bias, self.int8)
 
+    def head(self, embedding: Tensor) -> Any:
+        return linear(embedding if self.config.tied else self.tensor("lm_head.weight"))
+
+    def fused_product(self, name: str, sources: list[str], bias: Tensor | None) -> Any:
+        """One product with the outputs of all these weights."""
+        return self.product(name, torch.cat([self.tensor(source) for source in sources]), bias)
+
     def fused(self, name: str, prefix: str, names: tuple[str, ...]) -> Any:
-        weight = torch.cat([self.tensor(f"{prefix}.{n}.weight") for n in names])
         biased = [n for n in names if self.source.has(f"{prefix}.{n}.bias")]
         if biased and len(biased) < len(names):
             raise ModelError(f"{prefix} has a bias for {biased} only; this variant of the model is not supported.")
         bias = torch.cat([self.tensor(f"{prefix}.{n}.bias") for n in names]) if biased else None
-        return self.product(name, weight, bias)
+        return self.fused_product(name, [f"{prefix}.{n}.weight" for n in names], bias)
 
     def layer(self, i: int) -> Layer:
         c, layer = self.config, f"layers.{i}"

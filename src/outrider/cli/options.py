@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
 from ..errors import ConfigError, OutriderError
+from ..models.precision import MEANING
 from .common import load_model, model_name, note, readable_errors, without_colours
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None, Option("--model", "-m", help="A folder, a .gguf file or a hub name. Default: SmolLM2-135M.")
 ]
-Dtype = Annotated[
-    str | None, Option(help="gguf (as in the file), int8, bfloat16 or float32. Default: auto, the fastest.")
+Dtype = Annotated[str | None, Option(help=MEANING)]
+KvDtype = Annotated[
+    str | None, Option(help="Of K and V on a CPU: float16 or float32. Default: float16 beside gguf and int8.")
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1 and so on. Default: auto, a GPU if there is one.")]
 DraftDevice = Annotated[str | None, Option(help="Where the draft model runs. Default: on the target's device.")]
@@ -93,13 +95,15 @@ class TargetOptions:
 
     model: Model = None
     dtype: Dtype = None
+    kv_dtype: KvDtype = None
     device: Device = None
     draft_device: DraftDevice = None
     set_: Set = None
 
     def arguments(self, **more: Any) -> dict[str, Any]:
         """Keyword arguments of `LLM`, and the sampling parameters among the --set pairs."""
-        return arguments(self.set_, dtype=self.dtype, device=self.device, draft_device=self.draft_device, **more)
+        own = {"dtype": self.dtype, "kv_dtype": self.kv_dtype, "device": self.device}
+        return arguments(self.set_, **own, draft_device=self.draft_device, **more)
 
     def load(self, **more: Any) -> LLM:
         return load_model(self.model, self.arguments(**more))

@@ -288,11 +288,13 @@ def load_test(console: Console, result: dict[str, Any]) -> None:
 
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even acceptance, acceptance by kind of text, memory, and the findings."""
-    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG
+    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG, reading
 
     console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(_hardware(facts))}", soft_wrap=True)
     if facts.backend:
         _line(console, escape(facts.backend))
+    if read := reading(facts):
+        _line(console, escape(read))
     _line(console, escape(_default_device(facts)) + "\n")
     console.print("What a pass over n rows costs (a draft of K tokens needs K + 1):")
     top = max(facts.costs.values())

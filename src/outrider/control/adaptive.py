@@ -13,7 +13,7 @@ from collections.abc import Sequence as Listing
 from itertools import accumulate, takewhile
 
 from ..engine.drafter import Traits
-from ..types import Draft, Sequence, Step, Tree, Turn, Verdict
+from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
@@ -29,7 +29,7 @@ class Fixed(Controller):
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns]
+        return [_allow(turn, room_for(turn, self.k), self.block) for turn in turns] if self.k else turns
 
 
 def room_for(turn: Turn, k: int) -> int:
@@ -81,12 +81,11 @@ class Adaptive(Controller):
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
-        self.reading = (0.0, 1, 1)  # of the last request that read prompts: seconds, nodes, tokens read
+        self.reading = Line()  # seconds of a first request beyond those of a later one, by the tokens that it read
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
         self.tried: set[int] = set()  # sequences whose drafts are verified whatever is expected of them
-        self.refused: dict[int, tuple[int, Tree]] = {}  # sequence -> its length, and a draft that was not verified
         self.source = name  # of the drafter's trees
 
     @property
@@ -160,9 +159,10 @@ class Adaptive(Controller):
     def _price_of_reading(self, seq_ids: set[int], line: Line) -> float:
         """Tokens per step that the first requests for these sequences cost, over the steps that they serve."""
         unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
-        seconds, k, tokens = self.reading
-        total = max(seconds - line(k), 0.0) / tokens * sum(len(seq.tokens) for seq in unread)
-        return self.prices.speed * total / min([self.LASTS, *(seq.room for seq in unread)])
+        if not (unread and self.reading.n):
+            return 0.0
+        seconds = self.reading(sum(len(seq.tokens) for seq in unread))
+        return self.prices.speed * seconds / min([self.LASTS, *(seq.room for seq in unread)])
 
     @property
     def _risk(self) -> float:
@@ -204,11 +204,9 @@ class Adaptive(Controller):
         for _, i in order[: prices.best_count([-chance for chance, _ in order], self._risk)]:
             kept[i] += 1
         for i in drafted:
-            tree, seq = draft.trees[i], turns[i].seq
-            if not kept[i] and seq.id in self.tried and prices.price(len(tree.tokens)) <= self._risk:
-                kept[i] = len(tree.tokens)
-            elif not kept[i] and min(tree.tokens) >= 0:
-                self.refused[seq.id] = len(seq.tokens), tree
+            nodes = len(draft.trees[i].tokens)
+            if not kept[i] and turns[i].seq.id in self.tried and prices.price(nodes) <= self._risk:
+                kept[i] = nodes
         if total := sum(kept):
             self._expect(f"{total} of {len(order)} drafted", 1 - sum(chance for chance, _ in order[:total]) / batch)
         else:
@@ -253,40 +251,29 @@ class Adaptive(Controller):
             lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
             self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
-        untaken = step.untaken if step.in_round else map(self._refused, turns, step.verdicts)
-        for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, untaken, strict=True):
+        for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, step.untaken, strict=True):
             if verdict is not None and tree.tokens:
                 self.source = tree.source if turn.asks_drafter else self.source
                 for stats in (self.by_sequence[turn.seq.id], self.overall):
                     stats.add(tree, verdict.path, verdict.fates)
             elif verdict is not None and missed is not None:
-                self._learn_unverified(turn.seq, *missed)
+                for stats in (self.by_sequence[turn.seq.id], self.overall):
+                    stats.add_unverified(*missed)
                 if not (step.in_round and turn.budget):  # it took no rows
                     price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
                     self.credit.forgo((missed[0].tokens[0] == missed[1]) - price)
-
-    def _refused(self, turn: Turn, verdict: Verdict | None) -> tuple[Tree, int] | None:
-        """A draft that was not verified in this step, for want of credit or of worth, and the token that came."""
-        seq = turn.seq
-        length, tree = self.refused.get(seq.id, (0, Tree([], [])))
-        if verdict is None or not verdict.tokens or length != len(seq.tokens) - len(verdict.tokens) or not tree.tokens:
-            return None  # or it was refused in a later step
-        return tree, verdict.tokens[0]
-
-    def _learn_unverified(self, seq: Sequence, tree: Tree, token: int) -> None:
-        """What a draft would have gained that was not verified, or could not be: a device had gone another way."""
-        for stats in (self.by_sequence[seq.id], self.overall):
-            stats.add_unverified(tree, token)
 
     def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
         """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
         mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
-        if known := self.traits.forecast:  # its first draft may come later than the first request
-            reads = reads or seconds > self.READS * known.call * len(asked)
+        if foreseen := self.traits.forecast:  # its first draft may come later than the first request
+            reads = reads or seconds > self.READS * foreseen.call * len(asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
-            self.reading = seconds, max(turn.budget for turn in asked), sum(len(turn.seq.tokens) for turn in asked)
+            line = self.drafting[mode].line(batch)
+            known = 0.0 if line is None else line(max(turn.budget for turn in asked))
+            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), max(seconds - known, 0.0))
             self.credit.read(batch / self.costs(batch, batch) * seconds)
             return 0.0
         self.calls[mode] += 1
@@ -306,4 +293,3 @@ class Adaptive(Controller):
         self.credit.end(seq.id)
         self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)
-        self.refused.pop(seq.id, None)

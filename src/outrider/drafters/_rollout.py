@@ -254,7 +254,6 @@ class DraftVocabularyRollout(Rollout):
     ) -> None:
         super().__init__(model, cache, plane, part, source)
         self.network = network
-        self.ids: list[int] = network.ids.tolist()  # [D]
         self.floor = 0.0  # survival below which a chain ends
 
     def _goes_on(self, growth: Growth) -> bool:
@@ -275,7 +274,7 @@ class DraftVocabularyRollout(Rollout):
     def _likeliest(self, rows: Tensor) -> Ranking:
         """The best token of each row of scores [R, D], with its probability."""
         indices, shares = ops.top_shares(rows)
-        return [(self.ids[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
+        return list(zip(self.network.ids[indices].tolist(), shares.tolist(), strict=True))
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.network.spread(logits), seq, emitted)

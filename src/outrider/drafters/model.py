@@ -15,6 +15,7 @@ from ..backends import Model
 from ..backends.loaded_weights import weight_bytes
 from ..backends.machine import choose_device
 from ..errors import ConfigError
+from ..models.precision import NAMES
 from ..types import Draft, Sequence
 from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
 from ._rollout import Rollout
@@ -23,8 +24,6 @@ from .translate.rollout import TOKENS_PER_TARGET_TOKEN, TranslatedRollout, make_
 
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
-
-DTYPES = ("auto", "gguf", "int8", "bfloat16", "float32", "float64")
 
 
 @register("model")
@@ -129,8 +128,8 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
 
     checkpoint = open_checkpoint(wanted)
     dtype = str(space.option("draft_dtype", default=space.target.compute)).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ConfigError(f"There is no draft_dtype '{dtype}'. Choose one of: {', '.join(DTYPES)}.")
+    if dtype not in NAMES:
+        raise ConfigError(f"There is no draft_dtype '{dtype}'. Choose one of: {', '.join(NAMES)}.")
     device = choose_device(str(space.option("draft_device", default=space.target.device)))
     length = space.cache.length
     tokenizer = tokenizer or checkpoint.tokenizer

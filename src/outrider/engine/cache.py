@@ -19,7 +19,7 @@ This module knows ids and slots; it never reads a number inside a plane.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +71,8 @@ class Plane:
     def commit(self, seq: int, fed: int, path: list[int]) -> None:
         """Nodes on the accepted path become held tokens, as far as they were written after all `fed` tokens."""
         wrote, keep = self._nodes.pop(seq, frozenset()), 0
+        if not path:
+            return
         while keep < len(path) and path[keep] in wrote:
             keep += 1
         if self.holds(seq) == fed:
@@ -115,6 +117,7 @@ class Cache:
         self._lines = list(range(lines - 1, -1, -1))
         self._readers = [0] * slots  # reference counts: rows that hold the slot
         self._retired_id = 0
+        self.on_take: Callable[[list[int]], None] | None = None  # called with slots that nobody has written since
         self.changes: list[dict[int, int]] = []  # for each copy of the table on a device: flat index -> new slot
 
     def add_plane(
@@ -128,6 +131,10 @@ class Cache:
     def available(self) -> int:
         """Slots that can be taken without preemption."""
         return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
+
+    def has(self, slots: int) -> bool:
+        """Whether so many can be taken without preemption; those of finished rows are counted only if need be."""
+        return slots <= len(self._free) or slots <= self.available
 
     def open(self, seq: Sequence) -> int:
         """Create a sequence's row with the longest prefix that any row holds already; returns that length."""
@@ -155,11 +162,12 @@ class Cache:
     def reserve(self, seq: Sequence, tokens: int, nodes: int) -> bool:
         """Slots for the first `tokens` tokens of a sequence and for `nodes` drafted ones; False if too few are left."""
         row = self.rows[seq.id]
-        start, end = len(row.slots), len(row.slots) + len(row.spare)
-        more = max(max(tokens, start) + nodes - end, 0)
-        if tokens + nodes > self.length or (more > len(self._free) and more > self.available):
+        start = len(row.slots)
+        end = start + len(row.spare)
+        more = (tokens if tokens > start else start) + nodes - end
+        if tokens + nodes > self.length or not self.has(more):
             return False
-        if more:
+        if more > 0:
             if self.changes and len(self._free) >= more + AHEAD + self.slots // 2:  # a device is told seldom
                 more = min(more + AHEAD, self.length - end)
             row.spare += self._take(more)
@@ -239,6 +247,8 @@ class Cache:
         taken = [self._free.pop() for _ in range(n)]
         for slot in taken:
             self._readers[slot] = 1
+        if self.on_take is not None:
+            self.on_take(taken)
         return taken
 
     def _drop(self, slots: list[int]) -> None:
@@ -264,8 +274,10 @@ class Cache:
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
         """The row that shares most with a new sequence. The last token is always fed: its logits are needed."""
-        best, length = None, 0
+        best, length, tokens = None, 0, seq.tokens
         for id_, row in (*self.rows.items(), *self.retired.items()):
+            if row.tokens[length : length + 1] != tokens[length : length + 1]:
+                continue  # it shares no more than the best one
             common = min(common_prefix(row.tokens, seq.tokens), self._held(id_), len(seq.tokens) - 1)
             if common > length:
                 best, length = id_, common

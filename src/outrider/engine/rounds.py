@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
-from ..types import Sequence, Tree, Turn
+from ..types import Sequence, TokenLogprob, Tree, Turn
 from .cache import Row
 
 
@@ -26,6 +26,7 @@ class RoundResult(NamedTuple):
     path: list[int]  # accepted nodes
     tokens: list[int]  # the accepted ones and the target's own; empty while part of a prompt is pending
     sound: bool  # False: some logit was NaN or infinite
+    logprobs: list[TokenLogprob] | None = None  # of the choices at the root and at each node, where requested
 
 
 def is_asked(tree: Tree) -> bool:

@@ -255,11 +255,30 @@ def draw(p: Tensor, key: int) -> int:
     return int(ids[(torch.log(p[ids].double()) + gumbel(key, ids)).argmax()])
 
 
-def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """log p of a token under the raw logits [V], with the `top` likeliest beside it."""
-    logp = torch.log_softmax(logits.float().cpu(), -1)
-    values, ids = logp.topk(min(top, logp.numel()))
-    return TokenLogprob(token, float(logp[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Each row's token and its `top` likeliest: ids [R, 1 + top], log p of them under the raw logits, float32.
+
+    logits [R, V], tokens [R]. Of equal logits the lowest id comes first. A row's bits do not depend on other rows:
+    integers are compared and summed, in any order with the same result.
+    """
+    vocabulary, bits = logits.shape[-1], logits.float().contiguous().view(torch.int32).long()  # [R, V]
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    behind = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    best = vocabulary - 1 - (rising * 2**31 + behind).topk(min(top, vocabulary)).values % 2**31
+    ids = torch.cat([tokens[:, None], best], 1)
+    highest = logits.amax(-1, keepdim=True).double()
+    unit = 2.0 ** (62 - (vocabulary - 1).bit_length())  # so that V tokens of weight 1 do not overflow
+    weight = (torch.exp(logits.double() - highest) * unit).round().long().sum(-1, keepdim=True)
+    total = highest + torch.log(weight.double() / unit)  # [R, 1] log of the sum of exp
+    return ids, (logits.gather(1, ids).double() - total).float()
+
+
+def token_logprobs(ids: list[list[int]], values: list[list[float]], top: int) -> list[TokenLogprob]:
+    """Rows of `log_probabilities`, with the first `top` alternatives of each."""
+    return [
+        TokenLogprob(token, own, list(zip(best[:top], beside[:top], strict=True)))
+        for (token, *best), (own, *beside) in zip(ids, values, strict=True)
+    ]
 
 
 @dataclass

@@ -12,10 +12,12 @@ the rows that are fed again come out bit-identical. The scheduler knows lengths 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from ..types import Sequence, Turn
 from .cache import Cache, Plane
+
+NOTHING = (0, 0)
 
 
 class Scheduler:
@@ -26,8 +28,7 @@ class Scheduler:
         self.max_batch, self.max_rows = max_batch, max_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._least: Counter[int] = Counter()  # sequence -> tokens that the steps in flight add at least
-        self._most: Counter[int] = Counter()  # and at most
+        self._ahead: dict[int, tuple[int, int]] = {}  # sequence -> tokens that the steps in flight add: least, most
 
     @property
     def busy(self) -> bool:
@@ -47,20 +48,25 @@ class Scheduler:
     def pick(self) -> list[Turn]:
         """The turns of the next step: sequences with one pending token first, then chunks of prompts."""
         self._admit()
-        room, turns = self.max_rows, []
-        going = [seq for seq in self.running if not self._least[seq.id] or seq.room > self._least[seq.id]]
-        pending = {seq.id: self._pending(seq) for seq in going}
-        for seq in sorted(going, key=lambda s: pending[s.id] > 1):
-            feed = min(pending[seq.id], room)
+        decoding, prompts = list[Turn](), list[tuple[Sequence, int]]()
+        for seq in self.running:
+            least, _ = self._ahead.get(seq.id, NOTHING)
+            if least and seq.room <= least:
+                continue
+            # Of a sequence whose prompt was fed in a step in flight, the token that the host has not read is pending.
+            pending = 1 if least else len(seq.tokens) - self.cache.sync(seq, self.plane)
+            if pending <= 1:
+                decoding.append(Turn(seq, 1, True))
+            else:
+                prompts.append((seq, pending))
+        turns = decoding[: self.max_rows]
+        room = self.max_rows - len(turns)
+        for seq, pending in prompts:
+            feed = min(pending, room)
             if feed:
-                turns.append(Turn(seq, feed, whole=feed == pending[seq.id]))
+                turns.append(Turn(seq, feed, whole=feed == pending))
                 room -= feed
         return turns
-
-    def _pending(self, seq: Sequence) -> int:
-        """Tokens that the target has not read. Of a sequence whose prompt was fed in a step in flight it is the one
-        that the host has not read yet."""
-        return 1 if self._least[seq.id] else max(len(seq.tokens) - self.cache.sync(seq, self.plane), 1)
 
     def fit(self, turns: list[Turn]) -> list[Turn]:
         """Reserve slots for every turn; where there are too few, first drop drafts, then preempt the latest."""
@@ -83,25 +89,25 @@ class Scheduler:
         return fitted
 
     def _reserve(self, turn: Turn) -> bool:
-        seq, ahead = turn.seq, self._most[turn.seq.id]
+        seq = turn.seq
         if turn.whole:
-            return self.cache.reserve(seq, len(seq.tokens), min(ahead + turn.budget, max(seq.room - 1, 0)))
+            nodes = min(self.ahead(seq)[1] + turn.budget, max(seq.room - 1, 0))
+            return self.cache.reserve(seq, len(seq.tokens), nodes)
         return self.cache.reserve(seq, self.plane.holds(seq.id) + turn.feed, 0)
 
     def ahead(self, seq: Sequence) -> tuple[int, int]:
         """Tokens that the steps in flight add to a sequence, at least and at most."""
-        return self._least[seq.id], self._most[seq.id]
+        return self._ahead.get(seq.id, NOTHING)
 
     def launched(self, turns: list[Turn]) -> None:
         """A step is in flight. What it feeds counts as held from now on: later steps run after it."""
         for turn in turns:
             seq = turn.seq
             if turn.whole:
-                self._least[seq.id] += 1
-                self._most[seq.id] += turn.budget + 1
-                self.plane.advance(
-                    seq.id, len(seq.tokens) - 1
-                )  # its last token is held too, but its logits are not read
+                least, most = self.ahead(seq)
+                self._ahead[seq.id] = least + 1, most + turn.budget + 1
+                # Its last token is held too, but its logits are not read.
+                self.plane.advance(seq.id, len(seq.tokens) - 1)
             else:
                 self.plane.advance(seq.id, self.plane.holds(seq.id) + turn.feed)
 
@@ -109,15 +115,14 @@ class Scheduler:
         """The oldest step in flight has been read."""
         for turn in turns:
             if turn.whole:
-                for counter, tokens in ((self._least, 1), (self._most, turn.budget + 1)):
-                    counter[turn.seq.id] -= tokens
-                    if counter[turn.seq.id] <= 0:
-                        del counter[turn.seq.id]
+                least, most = self._ahead.pop(turn.seq.id)
+                if least > 1:
+                    self._ahead[turn.seq.id] = least - 1, most - turn.budget - 1
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:
             seq = self.waiting[0]
-            if self.running and self.cache.available < len(seq.tokens) + 1:
+            if self.running and not self.cache.has(len(seq.tokens) + 1):
                 return  # it would only be preempted again
             self.waiting.popleft()
             self.running.append(seq)

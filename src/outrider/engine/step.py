@@ -46,7 +46,7 @@ from .drafter import Drafter, DraftRequest
 from .judge import RULES, fates_of
 from .request_drafts import propose
 from .rounds import HostPace, RoundResult, Rounds, is_asked
-from .sampling import KeyedRandom, Target, logprob
+from .sampling import KeyedRandom, Target, log_probabilities, token_logprobs
 from .scheduler import Scheduler
 from .watchdog import Watchdog
 
@@ -85,6 +85,7 @@ class Flight:
     batch: Batch | None = None  # None: a round
     first: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of a round: tokens of each sequence that the host had read
+    offered: tuple[Tree, ...] = ()  # not of a round: the draft before it was pruned
 
 
 class Engine:
@@ -169,6 +170,7 @@ class Engine:
             return False
         with clock.time("draft"):
             draft, failure = self._draft(turns)
+            offered = draft.trees
             if not self._in_rounds:
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
             elif plans and self.controller.prices is not None:
@@ -178,7 +180,7 @@ class Engine:
         silent = self._latest_failure and not any(tree.tokens for tree in draft.trees)
         why = f"the drafter failed ({self._latest_failure}): plain decoding" if silent else self.controller.why
         why = why if plans else f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
-        flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure)
+        flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure, offered=offered)
         if self._in_rounds:
             assert self.target.rounds is not None
             flight.lengths = [len(turn.seq.tokens) for turn in turns]
@@ -212,9 +214,10 @@ class Engine:
             coins = [KeyedRandom(turn.seq) for turn in turns]
             targets = self._targets(turns, draft, output, first)
             verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
+        untaken = [_refused(*each) for each in zip(flight.offered, draft.trees, verdicts, strict=True)]
         return self._publish(Step(
             self.index, turns, draft, batch, output, verdicts, clock.seconds, clock.starts, first, coins,
-            flight.why, flight.failure,
+            flight.why, flight.failure, untaken=untaken,
         ))  # fmt: skip
 
     def _read_round(self, flight: Flight) -> Step:
@@ -223,12 +226,15 @@ class Engine:
         results = flight.pending.wait()
         device = flight.pending.seconds
         self.pace.waited(self.clock.now() - begin, device)
-        each = zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True)
-        kept = [(turn, result, late, at) for turn, result, late, at in each if self._is_current(turn, result)]
+        turns, trees, verdicts, untaken = list[Turn](), list[Tree](), list[Verdict | None](), list[Any]()
         with self.clock.time("judge"):
-            turns, trees = [turn for turn, *_ in kept], [_tree_of(result, late) for _, result, late, _ in kept]
-            verdicts = [self._take(turn, tree, result) for (turn, result, *_), tree in zip(kept, trees, strict=True)]
-            untaken = [_untaken(turn, result, late, at) for turn, result, late, at in kept]
+            for turn, result, late, at in zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True):
+                if self._is_current(turn, result):
+                    tree = _tree_of(result, late) if result.drafted else NO_DRAFT
+                    turns.append(turn)
+                    trees.append(tree)
+                    verdicts.append(self._take(turn, tree, result))
+                    untaken.append(_untaken(turn, result, late, at) if late.tokens else None)
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
@@ -254,10 +260,13 @@ class Engine:
                 f"The device continued a sequence of {result.length} tokens where the host has {length}: a bug. "
                 "Please report it with the command that led here."
             )
-        self.cache.reserve(seq, length, 0)  # the last tokens' slots were reserved with the round
+        if len(result.row.slots) < length:  # the last tokens' slots were reserved with the round
+            self.cache.reserve(seq, length, 0)
         fates = fates_of(tree, result.path) if tree.tokens else ""
         verdict = seq.extend(Verdict(result.path, result.tokens, fates), tree)
         self._commit(seq, length, tree, verdict, on_device=True)
+        if result.logprobs is not None:
+            seq.logprobs += [result.logprobs[row] for row in verdict.rows]
         return verdict
 
     # ------------------------------------------------------------ the parts of a step
@@ -267,6 +276,8 @@ class Engine:
 
         In rounds a draft follows what the host has read, so it is longer by what the steps in flight may emit.
         """
+        if not any(turn.budget for turn in turns):
+            return Draft.pack([NO_DRAFT] * len(turns)), ""
         ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
         budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
         open_ = [i for i, budget in enumerate(budgets) if budget]
@@ -329,17 +340,17 @@ class Engine:
         verdict = seq.extend(RULES[seq.rule](tree, target, coins), tree)
         self._commit(seq, fed, tree, verdict)
         if seq.params.logprobs is not None:
-            emitted = zip(verdict.rows, verdict.tokens, strict=True)
-            seq.logprobs += [logprob(target.logits[row], token, seq.params.logprobs) for row, token in emitted]
+            logits, top = target.logits[verdict.rows], seq.params.logprobs
+            ids, values = log_probabilities(logits, torch.tensor(verdict.tokens, device=logits.device), top)
+            seq.logprobs += token_logprobs(ids.tolist(), values.tolist(), top)
         return verdict
 
     def _commit(self, seq: Sequence, fed: int, tree: Tree, verdict: Verdict, on_device: bool = False) -> None:
         """The target holds the `fed` tokens before the verdict, and every drafted node."""
-        plane = self.target.plane
-        plane.advance(seq.id, fed)
-        if tree.tokens:
-            plane.wrote(seq.id, range(len(tree.tokens)))
-        self.cache.commit(seq, fed, verdict.path, on_device)
+        self.target.plane.advance(seq.id, fed)
+        if verdict.path or not on_device:  # in rounds nobody else has written nodes
+            self.target.plane.wrote(seq.id, range(len(tree.tokens)))
+            self.cache.commit(seq, fed, verdict.path, on_device)
         seq.stats.count(tree, verdict)
 
     def _publish(self, step: Step) -> Step:
@@ -440,8 +451,6 @@ def _after(tree: Tree, n: int) -> Tree:
 def _tree_of(result: RoundResult, late: Tree) -> Tree:
     """What a round verified; of a host draft that it took up late, with the survival that the drafter claimed."""
     tokens = result.drafted
-    if not tokens:
-        return NO_DRAFT
     if result.late_from is not None:
         claims = late.survival and late.survival[result.late_from : result.late_from + len(tokens)]
         return chain(tokens, claims, source=late.source)
@@ -452,9 +461,16 @@ def _tree_of(result: RoundResult, late: Tree) -> Tree:
 
 def _untaken(turn: Turn, result: RoundResult, late: Tree, at: int) -> tuple[Tree, int] | None:
     """A host draft that follows the first `at` tokens and was not verified, and the token that came there."""
-    if not late.tokens or result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
+    if result.drafted or is_asked(late) or len(turn.seq.tokens) <= at:
         return None
     return late, turn.seq.tokens[at]
+
+
+def _refused(offered: Tree, kept: Tree, verdict: Verdict | None) -> tuple[Tree, int] | None:
+    """A draft of which nothing was verified, and the token that came there; what is unread stays unknown."""
+    if verdict is None or not verdict.tokens or kept.tokens or not offered.tokens or min(offered.tokens) < 0:
+        return None
+    return offered, verdict.tokens[0]
 
 
 def _sound(tree: Tree, budget: int, unread: int, vocabulary: int) -> Tree:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
-from ..backends.loaded_weights import weight_bytes
-from ..config import DTYPES
+import torch
+
+from ..backends.loaded_weights import pass_bytes, weight_bytes
 from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
@@ -23,6 +25,7 @@ from ..engine.cache import Cache
 from ..errors import OutriderError
 from ..llm import LLM
 from ..models.paths import cache_folder
+from ..models.precision import INT8, NAMES, OWN
 from .bench import BenchPlan, EncodedPrompt, Progress, make_setup, measure, pass_costs
 from .environment import environment, installed
 
@@ -92,6 +95,13 @@ class Facts:
     failure: str = ""  # how, if its last call did
     ahead: dict[str, Any] | None = None  # the report of the `ahead` drafter, where that is the one examined
     head: dict[str, Any] | None = None  # what the head's folder is, where the drafter `head` is examined
+    pass_bytes: int = 0  # of weights that a pass over one row reads
+    memory_speed: float = 0.0  # bytes a second of a copy, read and written
+
+    @property
+    def floor(self) -> float | None:
+        """Seconds of reading a pass's weights once."""
+        return self.pass_bytes / self.memory_speed if self.memory_speed else None
 
     @property
     def on_gpu(self) -> bool:
@@ -120,14 +130,28 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
     folder_trouble, disk_gb = folder_state(cache_folder())
     runner = type(llm.engine.target).__name__
     return Facts(
-        llm.name, llm.dtype, tuple(DTYPES), llm.exact, llm.config.drafter_name,
+        llm.name, llm.dtype, NAMES, llm.exact, llm.config.drafter_name,
         pass_costs(llm), kinds, overall, before, cache_folder(), folder_trouble, disk_gb, versions_trouble(),
         kept=bench.pass_costs, kept_in=llm.costs.path,
         device=llm.device, runner=_RUNNERS.get(runner, runner), memory=memory_use(llm),
         backend=llm.backend, drift=tuple(llm.drift.sentences()), failures=rows[-1].failures, failure=rows[-1].why,
         ahead=_ahead_facts(llm, prompts, plan) if llm.config.drafter_name == "ahead" else None,
-        head=llm.drafting.get("head"),
+        head=llm.drafting.get("head"), pass_bytes=pass_bytes(llm.target), memory_speed=memory_speed(llm.target.device),
     )  # fmt: skip
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes a second of a large copy on this device, reads and writes together: the best of a few."""
+    gpu = device.type == "cuda"
+    source = torch.ones((1 << 30) if gpu else (1 << 27), dtype=torch.uint8, device=device)
+    target, taken = torch.empty_like(source), []
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(source)
+        if gpu:
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2 * source.numel() / min(taken)
 
 
 def _ahead_facts(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan) -> dict[str, Any]:
@@ -197,6 +221,17 @@ def advise(facts: Facts) -> list[Finding]:
     """The verdict first, then why, then what to change, then what is broken."""
     hints = [Finding(HINT, text) for text in (*_hardware_hints(facts), *_model_hints(facts), *facts.drift)]
     return [verdict(facts), why(facts), *_head(facts), *_ahead(facts), *hints, *_installation(facts)]
+
+
+def reading(facts: Facts) -> str:
+    """What a pass reads, and the time that this takes at least; empty where it is not known."""
+    if facts.floor is None:
+        return ""
+    size, speed = f"{facts.pass_bytes / 1e9:.2f} GB", f"{facts.memory_speed / 1e9:,.0f} GB/s"
+    return (
+        f"A pass reads {size} of weights in {facts.dtype}: at least {1e3 * facts.floor:.2f} ms at the {speed} of a "
+        f"copy here; one row takes {1e3 * facts.costs[1]:.2f} ms."
+    )
 
 
 def verdict(facts: Facts) -> Finding:
@@ -294,7 +329,7 @@ def _model_hints(facts: Facts) -> Iterator[str]:
     """Its dtype, stored pass costs that differ from those measured now, and its drafter."""
     if facts.dtype.startswith(("float32", "float64")):
         yield f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
-    elif "int8" in facts.dtypes and facts.dtype not in ("int8", "gguf"):
+    elif "int8" in facts.dtypes and facts.dtype not in (INT8, *OWN):
         rounded = ", with rounded weights" if facts.on_gpu else ""
         yield f"The model runs in {facts.dtype}: try --dtype int8, which reads half as many bytes per pass{rounded}."
     if facts.kept and facts.kept_in is not None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
-from .config import FAMILIES, ModelConfig, UnsupportedModel, from_hf, token_ids
+from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, from_hf, token_ids
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, adapt_tokenizer, foreign_config, open_foreign
 from .gguf_file import GGUF, GGUFWeights, gguf_config
+from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
 from .weights import Safetensors, Weights, adapted, check, find_safetensors
 
@@ -80,11 +81,16 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise ModelError(f"{folder} holds an adapter, not a whole model; merge it into its base model and save that.")
     if not has_config:
         raise ModelError(f"{folder} has no config.json, so it is not in Hugging Face layout; give {_CHOICES}.")
+    data = read_json(folder / "config.json")
     try:
-        config = from_hf(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+        config = from_hf(data, read_json(folder / "generation_config.json"))
     except UnsupportedModel as refusal:
         return Checkpoint(folder.resolve().name, folder, *open_foreign(folder, str(refusal)))
-    weights = adapted(Safetensors(find_safetensors(folder)), config)
+    stored: Any = Safetensors(find_safetensors(folder))
+    settings = data.get("quantization_config") or {}
+    if settings.get("quant_method") in QUANTISED:
+        stored = QuantisedWeights(stored, settings, folder)
+    weights = adapted(stored, config)
     return _checked(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
 
 
@@ -95,6 +101,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tokenizer = Tokenizer.from_gguf(file)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
+    file.forget_vocabulary()
     weights = adapted(GGUFWeights(file, config), config, in_gguf=True)
     return _checked(path.stem, path, config, weights, tokenizer)
 
@@ -125,7 +132,10 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
     reason = f"transformers runs {name}, as requested."
     if backend != "transformers":
         try:
-            config = _with_eos_ids(from_hf(module.config.to_dict()), module, tokenizer)
+            settings = module.config.to_dict()
+            if settings.get("quantization_config"):
+                raise UnsupportedModel("Its weights are quantised in memory, by transformers' own classes.")
+            config = _with_eos_ids(from_hf(settings), module, tokenizer)
             size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
             use = f"The built-in decoder runs {name} with packed weights of its own, a copy of {size:.0f} MB."
             weights = adapted(ModuleWeights(module), config)

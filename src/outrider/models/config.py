@@ -30,6 +30,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 SILU, GELU = "silu", "gelu_tanh"
 CLAMPED = "clamped_silu"  # gpt-oss: gate and up are limited to 7, then (up + 1) * gate * sigmoid(1.702 gate)
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU, "gelu_new": GELU}
+QUANTISED = ("awq", "gptq", "compressed-tensors", "fp8")  # methods that `quantised` reads
 MAX_LAYERS = 10_000  # a damaged count must not exhaust the memory
 _NOPE_INTERVAL = 4  # SmolLM3: every fourth layer has no rope; GGUF has no key for it, llama.cpp hard-codes it too
 
@@ -398,12 +399,11 @@ def _refuse_variants(data: Mapping[str, Any], family: str) -> None:
         raise UnsupportedModel("The model is a mixture of experts, which is not supported; use a dense model.")
     if quantised := data.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        if (family, method) == ("gpt_oss", "mxfp4"):
-            return
-        raise ModelError(
-            f"The model's weights are quantised ({method}), which is not supported in safetensors; "
-            "use the original model, or a GGUF file of it."
-        )
+        if (family, method) != ("gpt_oss", "mxfp4") and method not in QUANTISED:
+            raise ModelError(
+                f"The model's weights are quantised ({method}), which is not supported in safetensors; use the "
+                f"original model, a GGUF file of it, or one of: {', '.join(QUANTISED)}."
+            )
 
 
 def integer(data: Mapping[str, Any], key: str, default: int | None = None, most: int = 1 << 31) -> int:

@@ -54,7 +54,8 @@ class Detokenizer:
     @property
     def texts(self) -> list[str]:
         """The text that each token released."""
-        self._decode()
+        if self.pending:
+            self._decode()
         return self.decoded
 
     def finish(self) -> None:
@@ -65,11 +66,12 @@ class Detokenizer:
 
     def _decode(self) -> None:
         if not self.params.stop:  # nothing is held back
-            self.decoded += ["" if token in self.ends else self.stream.push((token,)) for token in self.pending]
+            push, ends = self.stream.push, self.ends
+            self.decoded += ["" if token in ends else push((token,)) for token in self.pending]
             self.pending = []
             return
         for token in self.pending:
-            self.held += "" if token in self.ends else self.stream.push([token])
+            self.held += "" if token in self.ends else self.stream.push((token,))
             if len(self.decoded) + 1 > self.params.min_tokens:
                 self.stopped = self._cut_at_stop()
             end = len(self.held) if self.stopped else len(self.held) - self._may_begin_stop()

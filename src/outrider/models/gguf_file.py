@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +26,7 @@ from torch import Tensor
 from ..errors import ModelError
 from . import config as configs
 from .config import ModelConfig, RopeScaling, integer, token_ids
+from .precision import GGUF as GGUF_BLOCKS
 from .weights import Weights
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}  # GGUF's number -> numpy's name
@@ -139,11 +141,11 @@ class GGUF:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
 
-    def array(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor dequantised to float32, in its stored order; the result owns its memory."""
-        entry = self._find(name)
+    def array(self, name: str, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
+        """A tensor, or some of its rows, dequantised to float32, in stored order; the result owns its memory."""
+        entry, raw = self._find(name), self.raw(name)
         try:
-            values = quants.dequantize(self.raw(name), entry.kind)
+            values = quants.dequantize(raw if rows is None else raw[rows], entry.kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path} has tensors of type {entry.kind.name}, which cannot be read; "
@@ -156,6 +158,16 @@ class GGUF:
         entry = self._find(name)
         flat = np.frombuffer(self._data, np.uint8, entry.size, self._base + entry.start)
         return flat.reshape(*entry.shape[:-1], -1)
+
+    def forget_vocabulary(self) -> None:
+        """Drop the header's long arrays: a tokenizer that was made from them has its own copy."""
+        for name in ("tokens", "merges", "scores", "token_type"):
+            self.metadata.pop(f"tokenizer.ggml.{name}", None)
+
+    def release(self) -> None:
+        """Pages that were read stay in the system's cache, but no longer count as this process's memory."""
+        if sys.platform != "win32":
+            self._data.madvise(mmap.MADV_DONTNEED)
 
     def _find(self, name: str) -> _Entry:
         if name not in self.tensors:
@@ -333,6 +345,10 @@ class GGUFWeights(Weights):
         whole = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
         return any(entry.kind not in whole for entry in self._file.tensors.values())
 
+    @property
+    def stored_in(self) -> str:
+        return GGUF_BLOCKS if self.quantised else ""
+
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 
@@ -351,9 +367,17 @@ class GGUFWeights(Weights):
         raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
         return reorder_rows(name, raw, self._config, to_gguf=False)
 
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Some rows of an embedding or output matrix, [n, columns] float32, without reading the others."""
+        return torch.from_numpy(self._file.array(self._names[name], ids.cpu().numpy()))
+
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(self._file.array(self._names[name]))
         return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)
+
+    def release(self) -> None:
+        """As `GGUF.release`."""
+        self._file.release()
 
 
 def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:

@@ -13,11 +13,13 @@ def cache_folder() -> Path:
         return Path(home).expanduser()
     if sys.platform == "win32":
         local = os.environ.get("LOCALAPPDATA")
-        return Path(local) / "outrider" if local else Path.home() / "AppData" / "Local" / "outrider"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "outrider"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return Path(shared) / "outrider" if shared else Path.home() / ".cache" / "outrider"
+        folder = Path(local) if local else Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches"
+    else:
+        shared = os.environ.get("XDG_CACHE_HOME")
+        folder = Path(shared) if shared else Path.home() / ".cache"
+    return folder / "outrider"
 
 
 def write_quietly(path: Path, text: str) -> None:

@@ -43,6 +43,7 @@ class Tokenizer:
         self._named = {"bos_token": bos_id, "eos_token": eos_id}  # under the names that chat templates use
         self._special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._style, self.strip = _decoder(core)  # strip: leading spaces of a whole text that the tokenizer has added
         self._template: ChatTemplate | None = None  # compiled on first use
         self.bos_id, self.eos_id, self.add_bos = bos_id, eos_id, add_bos and bos_id is not None
@@ -141,6 +142,16 @@ class Tokenizer:
             self._bytes[token] = b"" if piece is None else _bytes_of(piece, self._style)
         return self._bytes[token]
 
+    def whole_text(self, token: int) -> str | None:
+        """The text of a token of whole characters, wherever it stands; None for others and for special ones."""
+        if token not in self._texts:
+            data = None if token in self._special else self.id_to_bytes(token)
+            try:
+                self._texts[token] = None if data is None else data.decode()
+            except UnicodeDecodeError:
+                self._texts[token] = None
+        return self._texts[token]
+
     def token_to_id(self, piece: str) -> int | None:
         token: int | None = self._core.token_to_id(piece)
         return token
@@ -163,15 +174,27 @@ class Stream:
         self._tokenizer, self._skip, self._shown = tokenizer, skip_special, shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of an unfinished character
         self._strip = 0 if continuing else tokenizer.strip
+        self._unfinished = False  # whether the decoder has bytes of an unfinished character
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; may be empty."""
-        t = self._tokenizer
-        parts = [t.id_to_bytes(i) for i in ids if not (self._skip and t.is_special(i) and i not in self._shown)]
-        return self._stripped(self._utf8.decode(b"".join(parts)))
+        return "".join(map(self._push, ids))
+
+    def _push(self, token: int) -> str:
+        """The text that this id completes: most ids are whole characters, and always the same ones."""
+        whole = None if self._unfinished or self._strip else self._tokenizer.whole_text(token)
+        return self._decode(token) if whole is None else whole
+
+    def _decode(self, token: int) -> str:
+        if self._skip and self._tokenizer.is_special(token) and token not in self._shown:
+            return ""
+        text = self._utf8.decode(self._tokenizer.id_to_bytes(token))
+        self._unfinished = bool(self._utf8.getstate()[0])
+        return self._stripped(text)
 
     def flush(self) -> str:
         """What was held back: an unfinished character, as U+FFFD."""
+        self._unfinished = False
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

@@ -96,8 +96,11 @@ def check(weights: Weights, config: ModelConfig, path: Path) -> None:
     missing = sorted(shapes.keys() - weights.names())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        packed = any(name.endswith((".qweight", ".weight_packed")) for name in weights.names())
+        why = "; its weights are quantised, but config.json has no quantization_config" if packed else ""
         raise ModelError(
-            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for; download the model again."
+            f"{path} has no tensor '{missing[0]}'{more}, which its configuration asks for{why}; download the model "
+            "again."
         )
     for name, shape in shapes.items():
         if weights.shape(name) != shape:
@@ -127,9 +130,13 @@ class Safetensors(Weights):
         return tuple(handle.get_slice(stored).get_shape())
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.raw(name).to(dtype)
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
         handle, stored = self._entries[name]
         tensor: Tensor = handle.get_tensor(stored)
-        return tensor.to(dtype)
+        return tensor
 
 
 # ------------------------------------------------------------ families that name or store their weights otherwise
@@ -177,6 +184,10 @@ class FamilyWeights(Weights):
     @property
     def quantised(self) -> bool:
         return bool(getattr(self.source, "quantised", False))
+
+    @property
+    def stored_in(self) -> str:
+        return str(getattr(self.source, "stored_in", ""))
 
     def _find_experts(self, name: str, stored: dict[str, str]) -> bool:
         """Where a stack of experts [E, ...] is: a tensor for each expert, or gates and ups side by side."""
@@ -226,6 +237,18 @@ class FamilyWeights(Weights):
     def blocks(self, name: str) -> Tensor:
         """As `GGUFWeights.blocks`, of a GGUF file."""
         return self._rows(name, self.source.blocks(self._stored[name][0]))
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """As `GGUFWeights.rows`, of a GGUF file."""
+        rows: Tensor = self.source.rows(self._stored[name][0], ids)
+        return rows
+
+    def grouped(self, name: str) -> Any:
+        """As `QuantisedWeights.grouped`, of a quantised checkpoint."""
+        if name not in self._stored or not hasattr(self.source, "grouped"):
+            return None
+        weight = self.source.grouped(self._stored[name][0])
+        return None if weight is None else weight.rows(lambda tensor: self._rows(name, tensor))
 
     def _rows(self, name: str, stored: Tensor) -> Tensor:
         """A tensor's rows, in Llama's order, from the tensor that holds them."""

@@ -204,9 +204,10 @@ class EngineHost:
         with self._changed:
             while not (self._running or self._waiting or self._stopping or self._cancelled_now()):
                 self._changed.wait()
-            cancelled = set(self._cancelled_now())
-            leaving = self._waiting.remove(lambda entry: _names(cancelled, entry))
-            leaving += [entry for entry in self._running.values() if self._stopping or _names(cancelled, entry)]
+            cancelled, leaving = set(self._cancelled_now()), list[Entry]()
+            if cancelled or self._stopping:
+                leaving = self._waiting.remove(lambda entry: _names(cancelled, entry))
+                leaving += [entry for entry in self._running.values() if self._stopping or _names(cancelled, entry)]
         self._leave(leaving)
         with self._changed:
             self._cancelled -= cancelled  # only now: a thread that replaces this one ends the rest

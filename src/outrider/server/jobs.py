@@ -22,7 +22,7 @@ from .requests import ParsedRequest
 BROKEN_OFF = ("cancelled", "error")  # how a choice finishes that did not end by itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What was added to one choice since the last delta. The last one has `finish`."""
 
@@ -55,7 +55,7 @@ class EventQueue:
 
     async def get(self, seconds: float) -> Delta | ApiError | None:
         """What is new in one choice, all of it; None if there is nothing within `seconds`."""
-        due = self._loop.time() + seconds
+        due = 0.0 if self._choices else self._loop.time() + seconds
         while not self._choices and self._error is None:
             if self._loop.time() >= due:
                 return None
@@ -122,12 +122,14 @@ class Choice:
         if not whole:
             tokens = tokens[:kept]
         self.tokens += tokens
-        if seq in progress.logprobs:
+        if progress.logprobs and seq in progress.logprobs:
             self.logprobs += progress.logprobs[seq][:kept]
-        accepted, rejected = min(progress.accepted[i], kept), progress.rejected_at[i]
+        accepted = walked = 0
+        if drafted := progress.drafted[i]:
+            accepted, rejected = min(progress.accepted[i], kept), progress.rejected_at[i]
+            walked = accepted + (rejected >= 0 and (whole or rejected < kept))
         self.origins += ACCEPTED * accepted + BONUS * (kept - accepted)
-        walked = accepted + (rejected >= 0 and (whole or rejected < kept))
-        self.stats.add(progress.drafted[i], accepted, kept, walked)
+        self.stats.add(drafted, accepted, kept, walked)
         if self.prediction is not None:
             matched = self.prediction.advance(tokens).matched
             self.stats.accepted_prediction_tokens = matched

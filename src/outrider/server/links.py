@@ -200,7 +200,7 @@ class Outbox:
     def send(self, message: Message) -> None:
         data = frame(message)
         with self._changed, suppress(OSError):  # the other end is gone: the reader ends this process
-            if not self._unsent:
+            if sys.platform != "win32" and not self._unsent:  # Windows cannot send without waiting: the thread does
                 with suppress(BlockingIOError):
                     data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
             if data:

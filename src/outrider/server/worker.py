@@ -154,31 +154,32 @@ class Worker:
 
     def _on_progress(self, progress: Progress) -> None:
         """One step: text first, then the listeners, then the clients."""
-        report, at = StepReport(progress), 0
-        moved: list[Choice] = []
+        report, running, heard, at = StepReport(progress), self._running, self._heard, 0
+        moved, emitted = report.choices, report.emitted
         for i, (seq, count) in enumerate(zip(progress.seqs, progress.counts, strict=True)):
             begin, at = at, at + max(count, 0)
-            choice = self._running.get(seq)
+            choice = running.get(seq)
             if choice is None or choice.ended:  # what it added beyond its end is dropped
                 continue
             self._count_pass(choice, progress)
             if count >= 0:
                 kept = choice.advance(progress.tokens[begin:at], progress, i)
                 if kept:
-                    choice.latest = self._heard
-                    choice.first = choice.first or self._heard
+                    choice.latest, choice.first = heard, choice.first or heard
                 if progress.lines and (line := choice.trace(progress, kept)) is not None:
                     report.lines.append((choice, line))
-                report.choices.append(choice)
+                moved.append(choice)
+                emitted.append(kept)
                 report.drafted.append(progress.drafted[i])
                 report.accepted.append(min(progress.accepted[i], kept))
-                report.emitted.append(kept)
-                moved.append(choice)
         self._notify((listener.on_step for listener in self.listeners), report)
         for seq in progress.ended:
             self._forget(seq)
         for choice in moved:
-            self._publish(choice, progress)
+            if choice.finish:
+                self._close(choice, progress)
+            if choice.job.streams or choice.finish:
+                choice.job.events.put(choice)
 
     def _count_pass(self, choice: Choice, progress: Progress) -> None:
         stats = choice.stats
@@ -186,21 +187,18 @@ class Worker:
         stats.why = progress.why
         if progress.failed:
             stats.failures += 1
-        if choice.seq in progress.slots:
+        if progress.slots and choice.seq in progress.slots:
             stats.reused, stats.preempted = progress.slots[choice.seq]
         if choice.traced:
             for phase, seconds in progress.clock.items():
                 stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
 
-    def _publish(self, choice: Choice, progress: Progress) -> None:
-        """Tell the job's coroutine that a choice has news, where the job streams or the choice has ended."""
-        if choice.finish:
-            choice.reader.finish()  # releases text that was held back
-            self._end(choice, choice.finish)
-            if choice.seq not in progress.ended:  # a stop string: the engine does not know of it
-                self._post(Cancel(choice.job.number, (choice.seq,)))
-        if choice.job.streams or choice.finish:
-            choice.job.events.put(choice)
+    def _close(self, choice: Choice, progress: Progress) -> None:
+        """The text of a choice has ended."""
+        choice.reader.finish()  # releases text that was held back
+        self._end(choice, choice.finish)
+        if choice.seq not in progress.ended:  # a stop string: the engine does not know of it
+            self._post(Cancel(choice.job.number, (choice.seq,)))
 
     def _on_accepted(self, message: Accepted) -> None:
         job = self._unopened.pop(message.job, None)

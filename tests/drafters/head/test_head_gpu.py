@@ -5,45 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.backends import ops
-from outrider.backends.rows import rows_of
 from outrider.backends.toy import toy
-from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.network import Head
-from outrider.engine.cache import Cache
 from outrider.models.speculators import random_head
-from outrider.types import Sequence
 
+from support.head_scores import PROMPT, run
 from support.kernels import DEVICE, GPU  # before anything that imports triton
 
 TARGET = toy(dtype=torch.float32)
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
-
-
-def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
-    """Scores of the last true row and of the masks behind it, with the true rows fed in pieces. [1 + masks, D]"""
-    cache, seq = Cache(64, 2, 64, head.device), Sequence(1, PROMPT)
-    plane = cache.add_plane(*head.plane_shape)
-    cache.open(seq)
-    cache.reserve(seq, len(PROMPT), 8)
-    start, last = 0, len(PROMPT) - 1
-    for stop in (*pieces, last):
-        packed = HeadBatch(cache)
-        packed.committed(seq, start, stop, want=stop == last)
-        fed = features[start:stop]
-        if stop == last:
-            if head.config.kind == "block":
-                packed.masks(seq, masks)
-            else:
-                for j in range(masks):
-                    packed.drafted(seq, 3, list(range(j + 1)))
-            fed = torch.cat([fed, features[:masks]])
-        masked = torch.tensor(packed.masked) if any(packed.masked) else None
-        scores, _ = head.scores(rows_of(packed), plane, fed, masked)
-        start = stop
-    return scores.cpu()
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("eagle3", 1), ("block", 2)])

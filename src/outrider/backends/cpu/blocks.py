@@ -250,7 +250,7 @@ class BlockLinear(NativeProduct):
 
 
 class BlockTransformer(Model):
-    """A causal decoder; all state between passes is in the plane. K, V and the residual stream are float32."""
+    """A causal decoder; all state between passes is in the plane. The residual stream is float32."""
 
     dtype = compute = torch.int8  # of rows; weights have the file's types
     exact = True
@@ -276,11 +276,13 @@ class BlockTransformer(Model):
         assert isinstance(weights, FileWeights)
         name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
         tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
+        (weights.source if isinstance(weights, FamilyWeights) else weights).release()
         return cls(config, weights, tensors, length)
 
     @property
     def plane_shape(self) -> PlaneShape:
-        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
+        kv = self.kv_dtype or torch.float32
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, kv)
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -294,7 +296,7 @@ class BlockTransformer(Model):
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
-        return self.weights.get(_head(self.config), torch.float32)[ids]
+        return self.weights.rows(_head(self.config), ids)
 
     def output_blocks(self, ids: Tensor) -> BlockTensor:
         """The same as they are in the file."""

@@ -2,7 +2,7 @@
 
 The promise: a row's logits are the same bits whichever rows share its pass, for every number of rows and threads.
 Integer sums do not depend on order; rows are quantised one by one; for the rest see `ops`. Native and torch may differ
-in the last bits, so one process uses one of them. Residual stream, K and V are float32, as in `Transformer`.
+in the last bits, so one process uses one of them. The residual stream is float32, K and V are what the plane holds.
 It knows rows and planes, not sequences, drafts or text.
 """
 
@@ -54,7 +54,8 @@ class Int8Transformer(Model):
 
     @property
     def plane_shape(self) -> PlaneShape:
-        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, torch.float32)
+        kv = self.kv_dtype or torch.float32
+        return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, kv)
 
     @torch.inference_mode()
     def forward(
@@ -88,9 +89,9 @@ class Addresses:
     def _addresses(self, plane: Plane) -> int:
         """The address of the addresses of each layer's k and v."""
         held = self._planes.get(plane)
-        if held is None or held[0] != plane.k[0].data_ptr():
+        if held is None or held[0] != ops.plane_address(plane.k[0]):
             pairs = zip(plane.k, plane.v, strict=True)
-            held = self._planes[plane] = array("q", [t.data_ptr() for pair in pairs for t in pair])
+            held = self._planes[plane] = array("q", [ops.plane_address(t) for pair in pairs for t in pair])
         return held.buffer_info()[0]
 
     def _keep(self, data: bytes) -> int:

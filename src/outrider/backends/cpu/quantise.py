@@ -16,18 +16,20 @@ import hashlib
 import json
 import mmap
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,6 +48,9 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 PARTS = ("weight", "high", "scale", "outliers")  # of a product, besides its bias
 Tensors = dict[str, Tensor]
+_STORED_TYPES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_STORED_TYPES |= {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DAMAGED = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)  # of a file
 
 
 @dataclass(frozen=True)
@@ -82,18 +87,36 @@ class Quantised:
     outputs: int  # of a gated pair: gates and ups, padded to whole blocks
     inputs: int
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weights of these outputs as floats [n, inputs]; not for a gated pair."""
+        lanes = self.weight.shape[2]
+        whole = self.weight[ids // lanes, :, ids % lanes].flatten(1)[:, : self.inputs]  # [n, inputs] uint8
+        return (whole.float() - 128) * self.scale[ids, None]
+
     def named(self, name: str) -> Tensors:
         """Its tensors under the product's name, as they are stored."""
         parts = {part: getattr(self, part) for part in (*PARTS, "bias")}
         return {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
 
 
-def quantise(weight: Tensor, bias: Tensor | None, largest: Tensor, outliers: int, gated: bool = False) -> Quantised:
-    """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates."""
+def quantise(
+    weight: Tensor,
+    bias: Tensor | None,
+    largest: Tensor,
+    outliers: int,
+    gated: bool = False,
+    scale: Tensor | None = None,
+) -> Quantised:
+    """weight [N, K] and bias [N] floats; largest [K]: each input's magnitude. gated: the first half are gates.
+
+    scale [N]: of weights that are whole multiples of it, up to 127, and so not rounded; None: from the largest weight.
+    """
     if gated:
         weight, bias = interleave(weight), None if bias is None else interleave(bias)
+        scale = None if scale is None else interleave(scale)
     outputs, inputs = weight.shape
-    scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
+    if scale is None:
+        scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
     scale[scale == 0] = 1
     whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
     count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
@@ -185,7 +208,7 @@ class _Calibration:
                     f"layers.{i}.mlp.router.{name}", torch.float32
                 )
         for name, product in products.items():
-            self._quantise(name, product.weight, product.bias, product.largest)
+            self._quantise(name, product.weight, product.bias, product.largest, product.scale)
 
     def head(self) -> None:
         self.tensors["norm"] = self.source.get("norm.weight", torch.float32).contiguous()
@@ -193,10 +216,12 @@ class _Calibration:
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
         self._quantise("head", weight, None, h.abs().amax(0))
 
-    def _quantise(self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor) -> None:
+    def _quantise(
+        self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor, scale: Tensor | None = None
+    ) -> None:
         outliers = self.settings.outliers(key, weight.shape[1])
         gated = kind_of(key) == "gate_up" and self.config.llama_like
-        self.tensors |= quantise(weight, bias, largest, outliers, gated).named(key)
+        self.tensors |= quantise(weight, bias, largest, outliers, gated, scale).named(key)
 
 
 class _OneLayer:
@@ -220,6 +245,7 @@ class _Recorded:
     weight: Tensor  # [N, K]
     bias: Tensor | None
     largest: Tensor  # [K]
+    scale: Tensor | None = None  # [N] of a checkpoint's own int8
 
     def __call__(self, x: Tensor) -> Tensor:
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
@@ -235,9 +261,26 @@ class _Recording(Loader):
 
     products: dict[str, _Recorded]
 
+    def fused_product(self, name: str, sources: list[str], bias: Tensor | None) -> Any:
+        product = super().fused_product(name, sources, bias)
+        product.scale = own_scales(self.source, sources)
+        return product
+
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> _Recorded:
         self.products[name] = _Recorded(weight, bias, torch.zeros(weight.shape[1]))
         return self.products[name]
+
+
+def own_scales(source: Any, names: list[str]) -> Tensor | None:
+    """[N] scales of weights that a checkpoint stores in int8, one for each output; None: others, or one has -128."""
+    if not hasattr(source, "grouped"):
+        return None
+    weights = [source.grouped(name) for name in names]
+    for w in weights:
+        whole = w is not None and w.values.dtype == torch.int8 and w.scale.shape[1] == 1
+        if not whole or w.order is not None or int(w.values.min()) < -127:
+            return None
+    return torch.cat([w.scale[:, 0].float() for w in weights])
 
 
 def kind_of(name: str) -> str:
@@ -285,7 +328,7 @@ def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) 
     """The tensors stored under this name; built and stored first if the file is missing or damaged."""
     folder = folder or cache_folder() / "int8"
     path = folder / f"{name}.safetensors"
-    with suppress(OSError, SafetensorError, ValueError, KeyError):
+    with suppress(*_DAMAGED):
         return _read(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,20 +338,35 @@ def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) 
     with suppress(NotImplementedError, OSError):  # a file system without locks: each process builds
         lock.acquire()
     try:
-        with suppress(OSError, SafetensorError, ValueError, KeyError):
+        with suppress(*_DAMAGED):
             return _read(path)  # another process has built it meanwhile
         tensors = build()
-        with suppress(OSError, SafetensorError):  # a full disk costs the next start, not this one
+        with suppress(*_DAMAGED):  # a full disk costs the next start, not this one
             _write(path, tensors)
+            tensors = {}  # two copies are never in memory together
+            return _read(path)
     finally:
         lock.release()
-    return in_one_arena(tensors)
+    return in_one_arena(tensors or build())
 
 
 def _read(path: Path) -> Tensors:
-    with safe_open(str(path), framework="pt", device="cpu") as file:
-        checksums = json.loads((file.metadata() or {})["sums"])
-        tensors = in_one_arena({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    """Read straight into the arena: while a mapping is copied, both are resident."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is damaged")
+        entries: dict[str, Any] = json.loads(file.read(length))
+        checksums = json.loads(entries.pop("__metadata__")["sums"])
+        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+        sizes = [end - start for start, end in (entry["data_offsets"] for entry in entries.values())]
+        if 8 + length + sum(sizes) != path.stat().st_size or min(sizes, default=0) < 0:
+            raise ValueError(f"{path} is damaged")
+        places = _places(sizes)
+        tensors = {}
+        for (name, entry), place in zip(entries.items(), places, strict=True):
+            file.readinto(place.numpy().data)
+            tensors[name] = place.view(_STORED_TYPES[entry["dtype"]]).view(entry["shape"])
     if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
         raise ValueError(f"{path} is damaged")
     return tensors
@@ -333,24 +391,27 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def in_one_arena(tensors: Tensors) -> Tensors:
-    """Copies in one allocation, each aligned to a cache line, in huge pages where the system provides them."""
-    sizes = [-(-t.numel() * t.element_size() // 64) * 64 for t in tensors.values()]
-    arena = _arena(sum(sizes))
-    copies, offset = {}, 0
-    for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-        view = arena[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        copies[name] = view.copy_(tensor)
-        offset += size
-    return copies
+    """Copies in one allocation."""
+    places = _places([tensor.numel() * tensor.element_size() for tensor in tensors.values()])
+    pairs = zip(tensors.items(), places, strict=True)
+    return {name: place.view(tensor.dtype).view(tensor.shape).copy_(tensor) for (name, tensor), place in pairs}
+
+
+def _places(sizes: list[int]) -> list[Tensor]:
+    """So many bytes each, in one allocation, each aligned to a cache line, in huge pages where the system has them."""
+    starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
+    arena = _arena(starts[-1])
+    return [arena[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _arena(size: int) -> Tensor:
     """[size] bytes that start on a huge page. Private memory: shared memory gets small pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size + 64, dtype=torch.uint8)[:size]
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    if sys.platform == "linux":
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        flat = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
     start = -flat.data_ptr() % _HUGE_PAGE
     return flat[start : start + size]

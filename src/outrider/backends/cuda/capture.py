@@ -3,12 +3,17 @@
 On a device without graphs (a CPU under triton's interpreter) the same work runs directly, which is how it is tested; a
 test may also supply a `Driver` with its own clock. It knows bytes, streams and graphs; it knows neither models nor
 sequences.
+
+For debugging a driver *poisons*: what nobody has written (K/V slots, lines of state, inputs, rows, reports) holds NaN
+or ids that do not exist, at the start and again whenever it changes hands. What reads it fails or says NaN, instead of
+finding what an earlier round left there. OUTRIDER_POISON=1 does that in any program; it takes time and changes no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
+import os
+from collections.abc import Callable, Iterable
+from math import nan, prod
 from threading import Lock
 from typing import Any
 
@@ -21,6 +26,7 @@ from ..machine import gc_paused
 Field = tuple[torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
 _CAPTURING = Lock()  # one capture at a time in the process
+IMPOSSIBLE = 1 << 30  # a token id, slot or position that does not exist
 _COPIES = 4  # host buffers, used in rotation: one may still be in flight while the next is filled
 
 
@@ -43,8 +49,9 @@ class _Immediate:
 class Driver:
     """Records and times work on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, poisons: bool | None = None) -> None:
         self.device, self.captures = device, device.type == "cuda"
+        self.poisons = os.environ.get("OUTRIDER_POISON") == "1" if poisons is None else poisons
         self.stream = torch.cuda.current_stream(device) if self.captures else None
         if self.captures:  # all recordings share one memory pool: they never run at the same time
             self._pool = torch.cuda.graph_pool_handle()
@@ -53,6 +60,11 @@ class Driver:
 
     def allocated(self) -> None:
         """Called after an allocation of pinned memory, which takes the host milliseconds."""
+
+    def poison(self, tensors: Iterable[Tensor]) -> None:
+        """What these hold is not written: in debugging it must not be read either."""
+        for tensor in tensors if self.poisons else ():
+            tensor.fill_(nan if tensor.is_floating_point() else IMPOSSIBLE)
 
     def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self.captures else _Immediate()
@@ -72,15 +84,17 @@ class PinnedBuffer:
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(_COPIES)]
         driver.allocated()
         self._mirror = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._arrays = [{k: view.numpy() for k, view in _views(host, fields).items()} for host in self._hosts]
         self.device = _views(self._mirror, fields)
-        self._current = 0
+        self._current, self._driver = 0, driver
+        self._views = [_views(host, fields) for host in self._hosts]
+        self._arrays = [{name: view.numpy() for name, view in views.items()} for views in self._views]
         self._sent = [driver.event() for _ in range(_COPIES)]
 
     def next(self) -> dict[str, npt.NDArray[Any]]:
         """The next host copy, to be filled and sent, or to be received into."""
         self._current = (self._current + 1) % _COPIES
         self._sent[self._current].synchronize()  # waits only if many passes were started without waiting for one
+        self._driver.poison(self._views[self._current].values())
         return self._arrays[self._current]
 
     def send(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from operator import mul
+from operator import itemgetter, le, mul
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,17 +28,18 @@ from torch import Tensor
 
 from ...engine.cache import Plane, Row
 from ...engine.rounds import RoundResult, is_asked
-from ...engine.sampling import adjusts, filters
-from ...types import Sequence, Tree, Turn
+from ...engine.sampling import adjusts, filters, log_probabilities, token_logprobs
+from ...types import Sequence, TokenLogprob, Tree, Turn
 from .. import Model, Part
 from ..rows import Rows
 from .capture import Field, PinnedBuffer, fill_padded
 from .graphs import CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
-from .kernels import rounds as kernels, sampling
+from .kernels import adjusting, rounds as kernels, sampling
 from .kernels.attention import Blocks, rows_per_block
-from .kernels.rounds import COLUMNS, DEPTH, DRAFT, MOST_ENDS, REPORT
+from .kernels.rounds import DEPTH, DRAFT, REPORT
 from .kernels.sampling import Laws
-from .state import F32, F64, I32, I64, LANES, DeviceState, lanes_for, seconds
+from .lines import Lines, is_adjusted_here
+from .state import F32, I32, I64, LANES, lanes_for, seconds
 
 LATE_TOKENS = 64  # of a draft in the late slot
 ALONE = 32  # rows up to which one sequence has recordings of its own
@@ -46,6 +47,7 @@ FILLED = 256  # rows of a round without prompts that are recorded beforehand
 CHAIN = 31  # tokens of chains that are recorded beforehand: the most that pay
 EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
+TOP = 20  # alternatives that a round reports beside a token: the most that OpenAI's API allows
 READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches up
 
 
@@ -56,44 +58,21 @@ class RoundShape:
     lanes: int  # sequences that there is room for: one, or as many as may run
     rows: int
     wanted: int  # equal to `rows`: all of them
-    filtered: bool  # whether some row samples with top-k, top-p or min-p
+    filtered: bool = False  # whether some row samples with top-k, top-p or min-p
     tree: bool = False  # drafts may have branches
+    adjusted: bool = False  # whether some sequence has bias, penalties or bans
+    logprobs: bool = False  # whether some sequence wants them
+
+    @property
+    def extras(self) -> tuple[bool, ...]:
+        """What the round does beyond choosing by noise and temperature from chains."""
+        return self.filtered, self.tree, self.adjusted, self.logprobs
 
     def holds(self, other: RoundShape) -> bool:
         """Whether a round of the other shape can be padded to this one at little cost."""
         fits = other.rows <= self.rows <= (2 * other.rows + 16 if self.rows <= CHEAP_ROWS else 3 * other.rows // 2)
         enough = other.lanes <= self.lanes and (self.wanted == self.rows or other.wanted <= self.wanted)
-        return fits and enough and other.filtered <= self.filtered and other.tree <= self.tree
-
-
-class Lines:
-    """The device's state of every sequence, one line each; the last line is padding."""
-
-    def __init__(self, state: DeviceState) -> None:
-        count, length = state.table.shape
-        device, pinned = state.device, state.device.type == "cuda"
-        self.numbers = torch.zeros(count, COLUMNS, dtype=I64, device=device)
-        self.tokens = torch.zeros(count, length, dtype=I32, device=device)
-        self.draft = torch.zeros(count, DRAFT, dtype=I32, device=device)
-        self.parents = torch.zeros(count, DRAFT, dtype=I32, device=device)  # of a tree's nodes
-        self.survival = torch.zeros(count, DRAFT, dtype=F32, device=device)  # that a recorded tree claims
-        self.padding = count - 1
-        # Where a joining sequence is written for the copy; a line's part is reused only by the line's next owner.
-        self._numbers = torch.zeros(count, COLUMNS, dtype=I64, pin_memory=pinned)
-        self._tokens = torch.zeros(count, length, dtype=I32, pin_memory=pinned)
-
-    def join(self, seq: Sequence, line: int, held: int, read: int) -> None:
-        """Copy a sequence to its line. held, read: leading tokens in the target's and the draft model's plane."""
-        params, count = seq.params, len(seq.tokens)
-        ends = sorted(seq.ends)[:MOST_ENDS]  # the host knows the others
-        numbers, floats = self._numbers[line], self._numbers.view(F64)[line]
-        whole = [count, held, seq.prompt_len + params.limit, 1, seq.seed, 0, params.top_k, 0, 0, 0, 0, 0, read]
-        numbers.copy_(torch.tensor(whole + ends + [-1] * (MOST_ENDS - len(ends)), dtype=I64))
-        floats[kernels.TEMPERATURE], floats[kernels.TOP_P] = params.temperature, params.top_p
-        floats[kernels.MIN_P] = params.min_p
-        self._tokens[line, :count] = torch.tensor(seq.tokens, dtype=I32)
-        self.numbers[line].copy_(numbers, non_blocking=True)
-        self.tokens[line, :count].copy_(self._tokens[line, :count], non_blocking=True)
+        return fits and enough and all(map(le, other.extras, self.extras))
 
 
 class Lookup(NamedTuple):
@@ -133,37 +112,59 @@ class RecordedRound:
 
     def __init__(self, rounds: Rounds, shape: RoundShape) -> None:
         self.rounds, self.shape, state = rounds, shape, rounds.state
+        if shape.adjusted:
+            rounds.lines.add_adjustments()
         t, r, lanes, device = shape.rows, shape.wanted, shape.lanes, state.device
         blocks = t if shape.tree else min(t, lanes + t // rounds.graphs.rows_per_block)
         self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
         self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
-        self.rows["tail"] = self.tail
-        self.rows["plan"] = torch.zeros(lanes, 8, dtype=I32, device=device)
-        self.results = PinnedBuffer(state.driver, {"report": (I32, (lanes, REPORT))})
+        self.rows |= {name: torch.zeros(r, dtype=I32, device=device) for name in ("owner", "node")}
+        self.rows |= {"tail": self.tail, "plan": torch.zeros(lanes, 8, dtype=I32, device=device)}
+        fields: dict[str, Field] = {"report": (I32, (lanes, REPORT))}
+        if shape.logprobs:
+            top = 1 + min(TOP, rounds.vocabulary)
+            fields |= {"ranked": (I32, (r, top)), "logprobs": (F32, (r, top))}
+        self.results = PinnedBuffer(state.driver, fields)
         self.inputs = rounds.inputs_for(lanes)
         self.recording = rounds.record(self._work)
 
     def _work(self) -> None:
         d, rounds, lines, rows = self.inputs, self.rounds, self.rounds.lines, self.rows
-        state, report = rounds.state, self.results.device["report"]
+        state, results, shape = rounds.state, self.results.device, self.shape
+        state.driver.poison([*rows.values(), *results.values()])
         kernels.patch(d["place"], d["slot"], state.table)
         late = {"at": d["late_at"], "count": d["late_count"], "tokens": d["late"]}
         kernels.take_late(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], late)
         kernels.lay_out(
             lines.numbers, lines.tokens, state.table, lines.draft, lines.parents, d, rows,
-            state.padding, rounds.graphs.rows_per_block, self.shape.tree,
+            state.padding, rounds.graphs.rows_per_block, shape.tree,
         )  # fmt: skip
         output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
-        laws = Laws(*(rows[name] for name in SAMPLING))
-        choices, highest, _ = sampling.choose(output.logits, laws, self.shape.filtered)
+        choices, highest = self._choose(output.logits)
         kernels.settle(
             lines.numbers, lines.tokens, lines.draft, lines.parents, lines.survival, state.table, d["lines"],
-            rows["plan"], choices, highest, report, self.shape.tree,
+            rows["plan"], choices, highest, results["report"], shape.tree,
         )  # fmt: skip
+        if shape.adjusted:
+            adjusting.count(lines.numbers, lines.tokens, d["lines"], rows["plan"], lines.counts)
+        if shape.logprobs:
+            ids, values = log_probabilities(output.logits, choices, results["ranked"].shape[1] - 1)
+            results["ranked"].copy_(ids)
+            results["logprobs"].copy_(values)
         if rounds.lookup is not None:
             sizes = rounds.lookup[:2]
             kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's choice at each wanted row [R], and its highest logit [R]. logits [R, V]."""
+        lines, rows, shape = self.rounds.lines, self.rows, self.shape
+        laws = Laws(*(rows[name] for name in SAMPLING))
+        if not shape.adjusted:
+            return sampling.choose(logits, laws, shape.filtered)[:2]
+        changed, state = torch.empty_like(logits), (lines.numbers, lines.draft, lines.parents)
+        adjusting.adjust(logits, changed, rows, *state, lines.counts, lines.bias, shape.tree)
+        return sampling.choose(changed, laws, shape.filtered)[0], logits.amax(-1)  # a ban is not an unsound logit
 
 
 class Rounds:
@@ -171,7 +172,8 @@ class Rounds:
 
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.state = graphs, graphs.state
-        self.lines = Lines(self.state)
+        self.vocabulary = graphs.model.config.vocab_size
+        self.lines = Lines(self.state, self.vocabulary)
         self.lookup: Lookup | None = None  # drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
         self.trees = False  # whether recorded drafts may have branches
@@ -184,10 +186,15 @@ class Rounds:
         self._missed: Counter[RoundShape] = Counter()  # rounds of a shape that was not recorded
         self._kept: list[Callable[[], None]] = []
         self._owners: dict[int, Row] = {}  # line -> the row that joined it
+        self._extras: dict[
+            int, tuple[bool, bool, bool]
+        ] = {}  # line -> filters, adjusts, wants logprobs; where any does
 
     def drives(self, seq: Sequence) -> bool:
         """Whether the device alone can continue this sequence: the host need not see logits between two passes."""
-        return seq.rule == "match" and not adjusts(seq) and seq.params.logprobs is None and not seq.shows_logits
+        ranked = (seq.params.logprobs or 0) <= min(TOP, self.vocabulary)
+        adjusted = not adjusts(seq) or is_adjusted_here(seq, self.vocabulary)
+        return seq.rule == "match" and ranked and adjusted and not seq.shows_logits
 
     def draft_with(self, model: Model, plane: Plane, part: Part, again: int, source: str) -> Tensor:
         """Let a model draft a chain for every sequence that asks for one, at the beginning of a round. Returns where
@@ -210,7 +217,7 @@ class Rounds:
         sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in ROW_SIZES if ALONE < rows <= 2 * FILLED]
         for lanes, rows, wanted in sizes:
             for tree in {False, self.trees and wanted == rows > 1}:
-                shape = RoundShape(lanes, rows, wanted, False, tree)
+                shape = RoundShape(lanes, rows, wanted, tree=tree)
                 if shape not in self._recorded:
                     self._recorded[shape] = RecordedRound(self, shape)
         if self.drafts is not None:
@@ -220,14 +227,16 @@ class Rounds:
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
         sequence i."""
-        asks = [turn.budget if is_asked(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
-        order = sorted(range(len(turns)), key=lambda i: not asks[i])  # recorded drafts are for the first lanes
-        turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
+        order, asks = list(range(len(turns))), [0] * len(turns)
+        if self.drafts is not None:
+            asks = [turn.budget if is_asked(tree) else 0 for turn, tree in zip(turns, late, strict=True)]
+            order.sort(key=lambda i: not asks[i])  # recorded drafts are for the first lanes
+            turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
-        recorded = self._round(self._shape(turns, any(asks)))
+        recorded = self._round(self._shape(turns, rows, any(asks)))
         passes = [] if self.drafts is None else self.drafts.passes(turns, rows, asks)
         self._fill(turns, rows, late, asks)
         self.inputs.send()
@@ -241,15 +250,20 @@ class Rounds:
 
     def _join(self, seq: Sequence, row: Row) -> None:
         self._owners[row.line] = row
+        extras = filters(seq), adjusts(seq), seq.params.logprobs is not None
+        self._extras.pop(row.line, None)
+        if any(extras):
+            self._extras[row.line] = extras
         held, read = min(self.graphs.plane.holds(seq.id), len(seq.tokens) - 1), 0
         if self.drafts is not None:
             read = self.drafts.join(seq, row)
         self.lines.join(seq, row.line, held, read)
+        self.state.driver.poison([self.state.table[row.line, len(row.slots) + len(row.spare) :]])
 
     def _is_late(self, tree: Tree) -> bool:
         """Whether a host draft is sent; what a lookup finds in the latest text is better than the same a round ago."""
         known = self.lookup is not None and tree.source == self.lookup.source
-        return bool(tree.tokens) and not is_asked(tree) and tree.is_chain and not known
+        return not is_asked(tree) and tree.is_chain and not known
 
     def has_read(self, seq: Sequence, row: Row, tokens: int) -> None:
         """The recorded drafter's plane holds so many tokens of a sequence, if that still has this row."""
@@ -267,13 +281,15 @@ class Rounds:
         doubt = self.lookup.doubt
         return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
-    def _shape(self, turns: Listing[Turn], asked: bool) -> RoundShape:
+    def _shape(self, turns: Listing[Turn], owners: list[Row], asked: bool) -> RoundShape:
         needed = sum(turn.feed + turn.budget for turn in turns)
         wanted = sum(1 + turn.budget for turn in turns if turn.whole)
         rows = padded_size(needed)
         lanes = 1 if len(turns) == 1 and rows <= ALONE else self.capacity
         fits = rows if wanted == needed else self._wanted(rows, wanted)
-        return RoundShape(lanes, rows, fits, any(filters(turn.seq) for turn in turns), self.trees and asked)
+        extras = [self._extras[row.line] for row in owners if row.line in self._extras] if self._extras else []
+        filtered, adjusted, logprobs = map(any, zip(*extras, strict=True)) if extras else (False, False, False)
+        return RoundShape(lanes, rows, fits, filtered, self.trees and asked, adjusted, logprobs)
 
     @staticmethod
     def _wanted(rows: int, wanted: int) -> int:
@@ -288,7 +304,7 @@ class Rounds:
             larger = [other for other in self._recorded if other.holds(shape)]
             if larger and self._missed[shape] <= MISSES:
                 return self._recorded[
-                    min(larger, key=lambda other: (other.rows, other.wanted, other.tree, other.lanes))
+                    min(larger, key=lambda other: (other.rows, other.wanted, sum(other.extras), other.lanes))
                 ]
             self._recorded[shape] = RecordedRound(self, shape)
         return self._recorded[shape]
@@ -315,7 +331,7 @@ class Rounds:
         fill_padded(a["asks"], asks, 0)
         a["late_at"].fill(-1)
         for i, tree in enumerate(late):
-            if self._is_late(tree):
+            if tree.tokens and self._is_late(tree):
                 tokens = tree.tokens[:LATE_TOKENS]
                 a["late_at"][i], a["late_count"][i] = len(turns[i].seq.tokens), len(tokens)
                 a["late"][i, : len(tokens)] = tokens
@@ -334,6 +350,10 @@ def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tens
     return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
 
 
+VerifiedDraft = tuple[list[int], str, int | None, list[float] | None, list[int] | None, list[int]]
+PLAIN: VerifiedDraft = ([], "", None, None, None, [])  # as in `RoundResult`: drafted … path
+
+
 class PendingRound:
     """A round that was started, and the copy of its report to the host."""
 
@@ -342,9 +362,10 @@ class PendingRound:
     ) -> None:
         """order[i] is where the engine has turns[i]."""
         self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
-        self.tree = recorded.shape.tree
+        self.tree, self.ranked = recorded.shape.tree, recorded.shape.logprobs
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
-        self.report = recorded.results.next()["report"]
+        self.results = recorded.results.next()
+        self.report = self.results["report"]
         recorded.results.receive()
         self.end = state.driver.event()
         self.end.record(state.driver.stream)
@@ -353,29 +374,40 @@ class PendingRound:
     def wait(self) -> list[RoundResult]:
         """One result for each turn, in the engine's order."""
         self.end.synchronize()
-        report = self.report[: len(self.turns)]
+        report, results = self.report[: len(self.turns)], list[RoundResult]()
         heads: list[list[int]] = report[:, :8].tolist()
-        results: list[RoundResult] = []
         longest = max((head[2] for head in heads), default=0)
         choices = report[:, 8 : 9 + longest].tolist()
-        drafts = report[:, 9 + DRAFT : 9 + DRAFT + longest].tolist()
-        for turn, row, head, chosen, draft in zip(self.turns, self.rows, heads, choices, drafts, strict=True):
-            length, read, drafted, accepted, flags, source, match, _ = head
-            tokens, sound = chosen[: accepted + 1] if flags & 1 else [], not flags & 2
-            parents, path = None, list(range(accepted))
-            survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
-            if self.tree and drafted:
-                nodes = report[len(results), 9 + 2 * DRAFT :]
-                parents, path = nodes[:drafted].tolist(), nodes[DRAFT : DRAFT + accepted].tolist()
-                if source == kernels.HEAD:
-                    survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
-            skipped = length - self.lengths[len(results)] if source == kernels.LATE else None
-            name = self.rounds.source(source)
-            results.append(
-                RoundResult(row, length, draft[:drafted], name, skipped, survival, parents, path, tokens, sound)
-            )
-            self.rounds.has_read(turn.seq, row, read)
-        return [result for _, result in sorted(zip(self.order, results, strict=True), key=lambda pair: pair[0])]
+        for i, (turn, row, head, chosen) in enumerate(zip(self.turns, self.rows, heads, choices, strict=True)):
+            length, read, drafted, accepted, flags, _, _, root = head
+            tokens, draft = chosen[: accepted + 1] if flags & 1 else [], self._draft(i, head) if drafted else PLAIN
+            logprobs = self._logprobs(turn.seq, root, drafted) if tokens and self.ranked else None
+            results.append(RoundResult(row, length, *draft, tokens, not flags & 2, logprobs))
+            if self.rounds.drafts is not None:
+                self.rounds.has_read(turn.seq, row, read)
+        if self.rounds.drafts is None:
+            return results
+        return [result for _, result in sorted(zip(self.order, results, strict=True), key=itemgetter(0))]
+
+    def _draft(self, i: int, head: list[int]) -> VerifiedDraft:
+        length, _, drafted, accepted, _, source, match, _ = head
+        report, parents, path = self.report[i], None, list(range(accepted))
+        survival = self.rounds.claims(match, drafted) if source == kernels.LOOKUP else None
+        if self.tree:
+            nodes = report[9 + 2 * DRAFT :]
+            parents, path = nodes[:drafted].tolist(), nodes[DRAFT : DRAFT + accepted].tolist()
+            if source == kernels.HEAD:
+                survival = nodes[DRAFT + DEPTH : DRAFT + DEPTH + drafted].view("float32").tolist()
+        skipped = length - self.lengths[i] if source == kernels.LATE else None
+        tokens = report[9 + DRAFT : 9 + DRAFT + drafted].tolist()
+        return tokens, self.rounds.source(source), skipped, survival, parents, path
+
+    def _logprobs(self, seq: Sequence, root: int, drafted: int) -> list[TokenLogprob] | None:
+        """Those of the choices at a sequence's root and nodes."""
+        if seq.params.logprobs is None:
+            return None
+        ids, values = (self.results[name][root : root + drafted + 1].tolist() for name in ("ranked", "logprobs"))
+        return token_logprobs(ids, values, seq.params.logprobs)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -446,6 +478,7 @@ class DraftChains:
 
             def work() -> None:
                 d, lines, state = rounds.inputs.device, rounds.lines, rounds.state
+                state.driver.poison(made.values())
                 kernels.patch(d["place"], d["slot"], state.table)
                 kernels.lay_out_reading(
                     lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
@@ -486,6 +519,7 @@ class ChainPasses:
         made = {"tokens": out["drafted"][j - 1], "info": out["info"][j]}
         made |= {"positions": out["positions"][j], "slots": out["slots"][j]}
         if j == 0:
+            state.driver.poison(out.values())
             kernels.patch(d["place"], d["slot"], state.table)
             kernels.lay_out_chain(lines.numbers, lines.tokens, state.table, d, out, state.padding)
             made |= {name: out[f"first_{name}"] for name in ("tokens", "positions", "slots")}  # [again * B]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import nan
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class DeviceState:
         lines, length = cache.table.shape
         self.table = torch.zeros(lines + 1, length, dtype=I32, device=device)  # the last line is padding
         self.table[:lines] = cache.table.to(device)
+        if driver.poisons and not cache.rows:
+            driver.poison([self.table[:lines]])
+            cache.on_take = self._poison_slots
         self.changes: dict[int, int] = {}  # index in the flat table -> slot, since the last pass
         cache.changes.append(self.changes)
         self.padding = cache.slots  # the slot that padding rows write to
@@ -53,6 +57,12 @@ class DeviceState:
         self.no_tail = torch.zeros(1, 1, dtype=I32, device=device)  # of attention blocks whose keys are in the table
         self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
+
+    def _poison_slots(self, slots: list[int]) -> None:
+        """Slots change hands: their K/V is that of another sequence, or of none."""
+        stored = (each for plane in self.cache.planes for each in (*plane.k, *plane.v, *plane.streams.values()))
+        for each in stored:
+            each[slots] = nan
 
     def claim(self) -> int:
         """Where a client's buffer in `unread` starts. Clients in excess share buffers, at the price of wrong drafts."""

@@ -41,6 +41,10 @@ class DraftSource:
 
 def draft_source(space: Workspace) -> DraftSource:
     """The draft model from the options, else the head that was given or belongs to the target."""
+    if os.name == "nt":
+        raise ConfigError(
+            "Drafting ahead needs pipes that can be waited for, which Windows lacks: choose --drafter auto."
+        )
     model = space.option("draft_model", "assistant_model", default=None)
     if model is None:
         return _head(space)

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import select
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,7 +139,8 @@ class PipeEnd:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        os.set_blocking(fd, False)
+        if sys.platform != "win32":  # where `setup` refuses to draft ahead: its pipes cannot be waited for
+            os.set_blocking(fd, False)
 
     def notify(self) -> None:
         """Never blocks: a full pipe is a notification already, and the other side may have closed it."""
@@ -147,10 +149,11 @@ class PipeEnd:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for a notification (None: without a limit). False: the other side has closed the pipe."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        if not poll.poll(None if seconds is None else max(seconds, 0.0) * 1e3):
-            return True
+        if sys.platform != "win32":
+            poll = select.poll()
+            poll.register(self.fd, select.POLLIN)
+            if not poll.poll(None if seconds is None else max(seconds, 0.0) * 1e3):
+                return True
         try:
             return bool(os.read(self.fd, 65536))
         except OSError as error:

@@ -89,7 +89,7 @@ class HeadGraphs:
         self.tails, self.columns = self.lanes.int(), self.lanes.T.contiguous()  # [lanes, LANE], [LANE, lanes]
         self.slots: list[list[int]] = self.lanes.tolist()  # the same on the host
         self.every = torch.arange(self.state.lanes * LANE, device=device)  # row numbers
-        self.ids: Tensor = self.head.ids.to(device)  # [D]
+        self.ids: Tensor = self.head.device_ids  # [D]
         self.captured: dict[HeadShape, HeadPass] = {}
         self.misses: dict[HeadShape, int] = {}
 

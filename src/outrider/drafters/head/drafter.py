@@ -20,7 +20,7 @@ import torch
 from ...backends import Model
 from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, weight_bytes
+from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
 from ...backends.rows import rows_of
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
@@ -34,6 +34,7 @@ from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
 from .rollout import HeadRollout
+from .vocabulary import LearntVocabulary
 
 SHIPPED = Path(__file__).parent / "shipped"
 HEADS = ("eagle3", "block")  # kinds; the adapter of an early exit is not a head
@@ -87,10 +88,10 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
-    tree_width, tree_depth."""
+    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; on by default)."""
 
     traits = Traits(
-        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth"),
+        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
         auto=lambda workspace: configured_head(workspace) is not None,
         trial=lambda target: _trial(target),
     )
@@ -143,6 +144,7 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
+        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=True) else None
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
@@ -172,7 +174,8 @@ class TrainedHead(Drafter):
         return request.answer(ready, roll)
 
     def notes(self) -> dict[str, Any]:
-        facts = {"format": self.about.format, "trained_for": self.about.head.config.target_name}
+        facts: dict[str, Any] = {"format": self.about.format, "trained_for": self.about.head.config.target_name}
+        facts |= {"learnt_tokens": len(self.vocabulary.learnt)} if self.vocabulary is not None else {}
         return {self.name: facts | {"reading": self.about.reading}}
 
     def _forecast(self) -> Forecast | None:
@@ -201,6 +204,16 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
+        if self.vocabulary is not None:
+            self.vocabulary.observe(step)
+
+    def begin(self, seq: Sequence) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.begin(seq)
+
+    def inherit(self, old: Drafter) -> None:
+        if isinstance(old, TrainedHead) and old.vocabulary is not None and self.vocabulary is not None:
+            self.vocabulary.see(old.vocabulary.learnt)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
@@ -326,8 +339,8 @@ def _with_target(
     target = space.target
     if config.kind == EAGLE1:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
-    config, tensors = with_output_rows(config, tensors, target)
-    output = None if config.own_output else output_product(target, dtype)
+    tensors = with_output_rows(config, tensors, target)
+    output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
     in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
     if in_pieces and config.kind != EAGLE1:  # native code reads single rows of them
@@ -341,13 +354,28 @@ def _with_target(
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
 
 
-def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
-    """The head with the target's output rows of its draft vocabulary, where its file has none."""
+def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> HeadTensors:
+    """The head's tensors with the target's output rows of its draft vocabulary, where its file has none."""
     if config.own_output or config.draft_vocab_size == config.vocab_size:
-        return config, tensors
+        return tensors
     ids = target_ids(tensors["d2t"])
     rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
-    return replace(config, own_output=True), tensors | {"lm_head.weight": rows}
+    return tensors | {"lm_head.weight": rows}
+
+
+def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntVocabulary | None:
+    """What lets the vocabulary of a head with the target's output rows follow the text; None for other heads.
+
+    Rows that were trained with a head have left the target's space: beside them the target's own score too high.
+    """
+    rows = row_reader(space.target)
+    if not isinstance(head, Head) or head.config.own_output or rows is None:
+        return None
+    if head.config.draft_vocab_size == head.config.vocab_size:
+        return None
+    known: LearntVocabulary | None = head.vocabulary  # a head may serve several engines
+    head.vocabulary = known or LearntVocabulary(head, rows, space.target.config.eos_ids)
+    return head.vocabulary  # type: ignore[no-any-return]
 
 
 def _fingerprint(folder: Path) -> str:

@@ -98,8 +98,11 @@ class Head(DraftVocabulary):
         self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors
         self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
         self.layers = [self._layer(i) for i in range(config.layers)]
-        self.head = self._product("head", "lm_head.weight") if config.own_output else output
+        self.head = self._product("head", "lm_head.weight") if output is None else output
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
+        self.device_ids = self.ids.to(self.device)  # [D] the same
+        self._other_rows: OtherRows | None = None
+        self.vocabulary: Any = None  # who replaces ids
         self.masks = [self._vector(n) for n in ("mask_embedding", "mask_hidden")] if config.kind == "block" else []
         self._tensors, self._packed = {}, {}
         self._scratch: Any = None
@@ -116,6 +119,17 @@ class Head(DraftVocabulary):
         twin.config = config
         twin._prepare(self.cos.shape[0])
         return twin
+
+    def replace_ids(self, places: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Let draft ids [n] stand for other ids of the target [n], with these output rows [n, H]."""
+        self.ids[places] = ids
+        if self.device.type != "cpu":
+            self.device_ids[places.to(self.device)] = ids.to(self.device)
+        if ops.on_gpu(self.cos):
+            self.head.weight[places.to(self.device)] = rows.to(self.device, self.compute)
+            return
+        self._other_rows = self._other_rows or OtherRows(self.config.hidden_size)
+        self._other_rows.put(places.tolist(), rows)
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -154,7 +168,7 @@ class Head(DraftVocabulary):
     def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`scores` of rows with the target's hidden states after all taps [T, taps * H], not fused yet."""
         if self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None:
-            return self._outcome(*self.native(rows, plane, self._normed(hidden), masked, fused=False))
+            return self._outcome(rows.want, *self.native(rows, plane, self._normed(hidden), masked, fused=False))
         return self.scores(rows, plane, self.fuse([hidden]), masked)
 
     def forward(
@@ -173,7 +187,7 @@ class Head(DraftVocabulary):
         if self.native is not None:
             if self.config.kind == EAGLE1:
                 features = self._beside_token(self.embedding[rows.tokens].to(self.stream), features)
-            return self._outcome(*self.native(rows, plane, features, masked))
+            return self._outcome(rows.want, *self.native(rows, plane, features, masked))
         rows = self._on_device(rows)
         x = features.to(self.stream, copy=True)  # [T, H] the residual stream; the next norm adds `delta`
         e = self.embedding[rows.tokens].to(self.stream)  # [T, H]
@@ -202,16 +216,19 @@ class Head(DraftVocabulary):
         else:
             h = ops.add_norm(x, delta, self.norm, eps, self.compute)
         if not rows.want.shape[0]:
-            return self._outcome(x.new_zeros(0, self.config.draft_vocab_size), x)
-        return self._outcome(summed(self.head(h[rows.want])).to(self.stream), x)
+            return self._outcome(rows.want, x.new_zeros(0, self.config.draft_vocab_size), x)
+        return self._outcome(rows.want, summed(self.head(h[rows.want])).to(self.stream), x)
 
     def _beside_token(self, e: Tensor, features: Tensor) -> Tensor:
         """eagle1: the residual stream [T, H] from the tokens' embeddings and the features."""
         return self._fc(torch.cat([e, features.to(self.stream)], 1))
 
-    def _outcome(self, scores: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled scores [R, D], and what drafted tokens continue from [T, H]."""
+    def _outcome(self, want: Tensor, scores: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled scores [R, D] of the wanted rows [R], and what drafted tokens continue from [T, H]."""
         c = self.config
+        if self._other_rows is not None and want.shape[0]:
+            normed = ops.add_norm(outputs[want], None, self.norm, c.norm_eps, self.stream)  # [R, H]
+            self._other_rows.score(normed, scores)
         if c.norm_output:
             outputs = ops.add_norm(outputs, None, self.norm, c.norm_eps, self.stream)
         return scores if c.logit_scale == 1.0 else scores * c.logit_scale, outputs
@@ -228,7 +245,7 @@ class Head(DraftVocabulary):
     def _quantised(self) -> dict[str, Tensor]:
         """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
         products: dict[str, tuple[str, ...]] = {"fc": ("fc.weight",)}
-        products |= {"head": ("lm_head.weight",)} if self.config.own_output else {}
+        products |= {"head": ("lm_head.weight",)} if "lm_head.weight" in self._tensors else {}
         for at in map(layer_name, range(self.config.layers)):
             products |= {f"{at}.{field}": names for field, names in _products_of(at).items()}
         packed: dict[str, Tensor] = {}
@@ -309,6 +326,27 @@ class Head(DraftVocabulary):
         blocks = Blocks(info.to(device), tail.to(device), table, self._scratch)
         tokens, positions, slots, want = (t.to(device) for t in (rows.tokens, rows.positions, rows.slots, rows.want))
         return Rows(tokens, positions, slots, slots, slots, table, None, want, blocks=blocks)
+
+
+class OtherRows:
+    """Output rows that a CPU's packed weights do not have: they are multiplied apart, and replace their scores."""
+
+    def __init__(self, hidden: int) -> None:
+        self.index: dict[int, int] = {}  # draft id -> row
+        self.places = torch.zeros(64, dtype=torch.long)  # [n or more]
+        self.rows = torch.zeros(64, hidden)  # [n or more, H]
+
+    def put(self, places: list[int], rows: Tensor) -> None:
+        """rows [n, H] of these draft ids, new or known."""
+        at = torch.tensor([self.index.setdefault(place, len(self.index)) for place in places])
+        while len(self.index) > len(self.places):
+            self.places, self.rows = torch.cat([self.places, self.places]), torch.cat([self.rows, self.rows])
+        self.places[at], self.rows[at] = torch.tensor(places), rows.to(self.rows.dtype)
+
+    def score(self, normed: Tensor, scores: Tensor) -> None:
+        """normed [R, H]; scores [R, D] are corrected in place."""
+        count = len(self.index)
+        scores[:, self.places[:count]] = (normed.float() @ self.rows[:count].T).to(scores.dtype)
 
 
 class Int8Head(Addresses):

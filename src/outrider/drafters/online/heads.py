@@ -71,6 +71,7 @@ def adapted_head(space: Workspace) -> TrainedHead:
     if not isinstance(plain, HeadRollout) or plain.head.norm is None or plain.head.config.norm_output:
         raise ConfigError(f"{inner.about.format} cannot learn online: use --drafter head with it.")
     inner.tree = False  # only chains are learnt from
+    inner.vocabulary = None  # the adapter has a table of its own
     inner.rollout = AdaptedHeadRollout(AdaptedHead(plain.head), space.cache, plain.plane, inner.features)
     return inner
 

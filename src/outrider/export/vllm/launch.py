@@ -23,6 +23,7 @@ from ...backends.machine import prepare
 from ...errors import ConfigError, OutriderError
 from ...models.checkpoint import Checkpoint
 from ...models.paths import cache_folder
+from ...models.precision import INT8, OWN
 from ...models.speculators import target_hash
 from ...models.weights import kept_layers, write_folder
 from ..engines import PROPOSER_CLASSES, vllm_speculative_config
@@ -77,7 +78,7 @@ def require_vllm(notify: Notify) -> None:
 
 def launch_command(checkpoint: Checkpoint, plan: ExportPlan, options: LaunchOptions, notify: Notify) -> LaunchCommand:
     """The command and environment of vLLM; writes the folders that vLLM reads where they are missing."""
-    if options.dtype in ("int8", "gguf"):
+    if options.dtype in (INT8, *OWN):
         other = "leave --dtype out, or choose bfloat16 or float32"
         raise ConfigError(f"vLLM does not run Outrider's {options.dtype}; {other}.")
     default = "bfloat16" if torch.cuda.is_available() else "float32"  # bfloat16 is slow or faulty on many CPUs

@@ -34,7 +34,11 @@ SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))  # kernels.c inclu
 # No -ffast-math, no implicit fusing: the source decides where each rounding happens, and all tiles must agree.
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 # OpenMP only where torch's own runtime (libgomp.so.1) is shared: two runtimes in one process compete for the cores.
-THREADS = ("-fopenmp",) if sys.platform == "linux" else ()
+# Elsewhere a pass starts threads of its own (native/team.h); single operations then run in one.
+THREADS: tuple[str, ...] = ("-fopenmp",) if sys.platform == "linux" else ("-DOWN_THREADS",)
+# gcc for Windows aligns no vectors on the stack, so no instruction may need it; its library need not be installed.
+WINDOWS = ("-Wa,-muse-unaligned-vector-move", "-static-libgcc")
+THREADS += WINDOWS if sys.platform == "win32" else ()
 TUNED = ("-march=native",)
 # By machine, the worst first: for the libraries of a wheel, and what OUTRIDER_NATIVE forces (0: no native kernels).
 INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -246,7 +250,7 @@ def _built(folder: Path, extra: tuple[str, ...]) -> tuple[Path, bool]:
     result = _result(path, report)
     if result != "ok":
         raise _Unusable(f"the built library failed its check: {result}")
-    return path, "-fopenmp" in extra
+    return path, set(THREADS) <= set(extra)
 
 
 def _digest(path: Path) -> str:

@@ -73,18 +73,10 @@ INLINE vh halves(const uint8_t *p) {
 
 INLINE void put_halves(uint8_t *p, vh v) { memcpy(p, &v, sizeof v); }
 
-INLINE float from_half(const uint8_t *p) { /* IEEE's 16 bits; no infinities in weights */
+INLINE float from_half(const uint8_t *p) {
     uint16_t h;
     memcpy(&h, p, sizeof h);
-    const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, rest = h & 0x7fffu;
-    uint32_t bits = rest << 13;
-    float x, scale = 0x1p112f; /* the exponents differ by 112; denormals become normal numbers */
-    memcpy(&x, &bits, sizeof x);
-    x *= scale;
-    memcpy(&bits, &x, sizeof bits);
-    bits |= sign;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return half_to_float(h);
 }
 
 INLINE void read_halves(float *out, const uint8_t *p) {

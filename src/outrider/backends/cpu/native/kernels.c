@@ -202,7 +202,8 @@ int outrider_choose(const Choice *a) { return spread(choose_in_row, a, a->rows, 
 typedef struct {
     const void *qkv; /* [T, (heads + 2 kv_heads) d] */
     const float *cos, *sin; /* [T, half] */
-    float *q, *k, *v; /* [T, heads, d], [S, kv_heads, d], [S, kv_heads, d] */
+    float *q; /* [T, heads, d] */
+    void *k, *v; /* [S, kv_heads, d] planes */
     const int64_t *slots; /* [T] */
     const float *q_norm, *k_norm; /* [d] or NULL */
     int64_t rows, heads, kv_heads, d, half;
@@ -231,8 +232,8 @@ static void rope_row(const Rope *a, int64_t t, float *row) { /* row: width float
     for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
         turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
     memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
-    memcpy(a->k + a->slots[t] * kv_width, row + q_width, (size_t)kv_width * sizeof *row);
-    memcpy(a->v + a->slots[t] * kv_width, row + q_width + kv_width, (size_t)kv_width * sizeof *row);
+    write_plane(a->k, a->slots[t] * kv_width, row + q_width, kv_width);
+    write_plane(a->v, a->slots[t] * kv_width, row + q_width + kv_width, kv_width);
 }
 
 static int rope_rows(const void *job, int64_t part) {

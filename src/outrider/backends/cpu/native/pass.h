@@ -2,7 +2,7 @@
  *
  * Promise: a row's logits are the same bits whichever rows share the pass and however many threads there are.
  * Products are exact (int8.h), attention and norms have a fixed order (tile.h, kernels.c), and everything else is
- * computed row by row. The residual stream, K and V are float32.
+ * computed row by row. The residual stream is float32; K and V are what their planes hold.
  */
 #ifndef OUTRIDER_PASS_H
 #define OUTRIDER_PASS_H
@@ -41,7 +41,7 @@ typedef struct {
     const int32_t *table, *ancestors; /* [lines, table_stride], [T, depth] or NULL */
     const float *x; /* [T, H], or NULL: the tokens' embeddings */
     const float *shown; /* [T, inputs of `fuse`], or NULL: x is fused already */
-    float *const *planes; /* [layers][2] where k and v [S, kv_heads, d] begin */
+    void *const *planes; /* [layers][2] k and v [S, kv_heads, d], as in vectors.h */
     float *logits; /* [R, V], or NULL: no head */
     float *const *taps; /* [stop] where the stream after a layer goes [T, H], or NULL; all of it may be NULL */
     const uint8_t *skips; /* [stop] 1: no attention, 2: no mlp; or NULL */
@@ -190,7 +190,7 @@ static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t ro
     return each(m, linear->pieces ? multiply_pieces : multiply_block, &product, blocks_of(linear));
 }
 
-static int mix(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+static int mix(Member *m, const State8 *s, const Layer *layer, void *const *planes) {
     const Pass *p = s->p;
     const Model *model = p->model;
     const Rope rope = {.qkv = s->qkv, .cos = s->cos, .sin = s->sin, .q = s->q, .k = planes[0], .v = planes[1],
@@ -210,7 +210,7 @@ static int mix(Member *m, const State8 *s, const Layer *layer, float *const *pla
     return failed | each(m, merge_row, &job, a.rows);
 }
 
-static int attention(Member *m, const State8 *s, const Layer *layer, float *const *planes) {
+static int attention(Member *m, const State8 *s, const Layer *layer, void *const *planes) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, width = layer->out.inputs;
     const Work pack = s->p->model->beside_norm && layer == s->p->model->layers ? pack_pair : pack_row;
     int failed = each(m, pack, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);

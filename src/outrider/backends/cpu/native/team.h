@@ -10,12 +10,20 @@
 
 #include "vectors.h"
 
-#include <sched.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#ifdef _OPENMP
+#if defined(_WIN32) /* declared here: the system's header defines macros by the hundred */
+#include <process.h>
+__declspec(dllimport) int __stdcall SwitchToThread(void);
+__declspec(dllimport) unsigned long __stdcall WaitForSingleObject(void *handle, unsigned long milliseconds);
+__declspec(dllimport) int __stdcall CloseHandle(void *handle);
+#else
+#include <pthread.h>
+#include <sched.h>
+#endif
+#if defined(_OPENMP) && !defined(OWN_THREADS)
 #include <omp.h>
 #endif
 
@@ -59,7 +67,11 @@ static void sleep_in(Team *team, uint32_t phase) {
 #else
     (void)team;
     (void)phase;
+#if defined(_WIN32)
+    SwitchToThread();
+#else
     sched_yield();
+#endif
 #endif
 }
 
@@ -108,6 +120,70 @@ static int each(Member *m, Work work, const void *job, int64_t parts) {
 
 typedef int (*Task)(Member *member, const void *job); /* non-zero: no memory */
 
+/* With OWN_THREADS, each call starts its threads: where no OpenMP runtime is shared with torch (macOS, Windows). */
+#ifdef OWN_THREADS
+typedef struct {
+    Task task;
+    const void *job;
+    Member member;
+    int failed;
+} Start;
+
+static void run_member(Start *start) {
+    PLAIN_MODE;
+    start->failed = start->task(&start->member, start->job);
+    OLD_MODE;
+}
+
+#if defined(_WIN32)
+typedef uintptr_t Thread;
+
+static unsigned __stdcall thread_main(void *start) {
+    run_member(start);
+    free_scratch();
+    return 0;
+}
+
+INLINE int begin_thread(Thread *thread, Start *start) {
+    return !(*thread = _beginthreadex(NULL, 0, thread_main, start, 0, NULL));
+}
+
+INLINE void end_thread(Thread thread) {
+    WaitForSingleObject((void *)thread, 0xffffffffu);
+    CloseHandle((void *)thread);
+}
+#else
+typedef pthread_t Thread;
+
+static void *thread_main(void *start) {
+    run_member(start);
+    free_scratch();
+    return NULL;
+}
+
+INLINE int begin_thread(Thread *thread, Start *start) { return pthread_create(thread, NULL, thread_main, start); }
+
+INLINE void end_thread(Thread thread) { pthread_join(thread, NULL); }
+#endif
+
+static int together(Task task, const void *job, int64_t threads) {
+    const int64_t size = most(1, least(threads, MEMBERS));
+    Team team;
+    Start starts[MEMBERS];
+    Thread ids[MEMBERS];
+    int64_t started = 1;
+    memset(&team, 0, sizeof team);
+    for (int64_t i = 0; i < size; i++) starts[i] = (Start){task, job, {&team, i, size, 0}, 0};
+    while (started < size && !begin_thread(ids + started, starts + started)) started++;
+    run_member(starts); /* takes the parts of members that could not start, too */
+    int failed = starts[0].failed;
+    for (int64_t i = 1; i < started; i++) {
+        end_thread(ids[i]);
+        failed |= starts[i].failed;
+    }
+    return failed;
+}
+#else
 static int together(Task task, const void *job, int64_t threads) {
     int failed = 0;
     Team team;
@@ -127,5 +203,6 @@ static int together(Task task, const void *job, int64_t threads) {
 #endif
     return failed;
 }
+#endif
 
 #endif

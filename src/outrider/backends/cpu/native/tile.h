@@ -25,7 +25,8 @@ enum {
 };
 
 typedef struct {
-    const float *q, *k, *v; /* [T, heads, d], [S, kv_heads, d], [S, kv_heads, d] */
+    const float *q; /* [T, heads, d] */
+    const void *k, *v; /* [S, kv_heads, d] planes */
     const int32_t *table; /* [lines, table_stride] */
     const int64_t *lines, *context; /* [T], [T] */
     const int32_t *ancestors; /* [T, depth] or NULL */
@@ -140,17 +141,18 @@ INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, n
 /* ---------------------------------------------------------------- ranges of keys */
 
 /* Where keys j .. j+n-1 of row t begin in a plane; the last one again until `fill` pointers are set. */
-static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
+static void find(const Tile *tile, const void *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
                  const float **found) {
     const Attend *a = tile->a;
     const int32_t *line = a->table + a->lines[t] * a->table_stride;
     for (int64_t i = 0; i < n; i++) {
         const int64_t own = j + i - a->context[t];
         const int64_t slot = own < 0 ? line[j + i] : a->ancestors[t * a->depth + own];
-        found[i] = plane + (slot * a->kv_heads + tile->kv) * a->d;
-        if (tile->wide == a->d) continue;
+        const char *values = in_plane(plane, (slot * a->kv_heads + tile->kv) * a->d);
+        found[i] = (const float *)values;
+        if (tile->wide == a->d && !is_half(plane)) continue;
         float *copy = tile->copy + i * tile->wide; /* the last vector is padded with zeros */
-        memcpy(copy, found[i], (size_t)a->d * sizeof *copy);
+        read_plane(copy, values, a->d, is_half(plane));
         memset(copy + a->d, 0, (size_t)(tile->wide - a->d) * sizeof *copy);
         found[i] = copy;
     }
@@ -158,11 +160,14 @@ static void find(const Tile *tile, const float *plane, int64_t t, int64_t j, int
 }
 
 /* Prefetches keys, which are scattered, and which the pass over the weights has evicted from the caches. */
-INLINE void ask(const Tile *tile, const float *plane, int64_t t, int64_t j, int64_t end) {
+INLINE void ask(const Tile *tile, const void *plane, int64_t t, int64_t j, int64_t end) {
     const Attend *a = tile->a;
     const int32_t *line = a->table + a->lines[t] * a->table_stride;
-    for (end = least(end, a->context[t]); j < end; j++)
-        for (int64_t c = 0; c < a->d; c += 16) __builtin_prefetch(plane + (line[j] * a->kv_heads + tile->kv) * a->d + c, 0, 2);
+    const int64_t bytes = a->d * (is_half(plane) ? 2 : 4);
+    for (end = least(end, a->context[t]); j < end; j++) {
+        const char *values = in_plane(plane, (line[j] * a->kv_heads + tile->kv) * a->d);
+        for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(values + c, 0, 2);
+    }
 }
 
 /* Scores of keys j .. end-1 of row t for queries first .. last-1; up to W-1 scores after them are overwritten. */

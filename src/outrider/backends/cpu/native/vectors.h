@@ -159,6 +159,73 @@ static void write_row(void *out, int64_t bf16, const float *restrict row, int64_
 
 INLINE void *at(const void *base, int64_t bf16, int64_t i) { return (char *)base + i * (bf16 ? 2 : 4); }
 
+/* ---------------------------------------------------------------- planes: K and V in 32 or 16 bits */
+
+/* Values of a plane are float32 or, where its address is odd, IEEE's 16 bits at the address before: allocations are
+ * aligned, so the lowest bit is free. Each is rounded once, when it is stored. Finite values stay finite. */
+INLINE int is_half(const void *plane) { return (int)((uintptr_t)plane & 1); }
+
+INLINE const char *in_plane(const void *plane, int64_t i) { /* where value i is */
+    return (const char *)plane + (is_half(plane) ? 2 * i - 1 : 4 * i);
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fffu) << 13;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    x *= 0x1p112f; /* the exponents differ by 112; denormals become normal numbers */
+    memcpy(&bits, &x, sizeof bits);
+    bits |= (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+    bits |= (uint32_t)(h & 0x8000u) << 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint16_t float_to_half(float x) { /* to nearest, ties to even; |x| <= 65504 or NaN */
+    uint32_t bits, sign;
+    memcpy(&bits, &x, sizeof bits);
+    sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (bits < 0x38800000u) { /* denormal in 16 bits: the sum with 0.5 has its last bit where they have theirs */
+        float sum;
+        memcpy(&sum, &bits, sizeof sum);
+        sum += 0.5f;
+        memcpy(&bits, &sum, sizeof bits);
+        return (uint16_t)(sign | (bits - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13));
+}
+
+/* n values from `at` on, which `in_plane` found. */
+static void read_plane(float *restrict out, const char *at, int64_t n, int half) {
+    if (!half) {
+        memcpy(out, at, (size_t)n * sizeof *out);
+        return;
+    }
+    const uint16_t *h = (const uint16_t *)at;
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(h + i))));
+#elif defined(__aarch64__)
+    for (; i + 4 <= n; i += 4) vst1q_f32(out + i, vcvt_f32_f16(vld1_f16((const float16_t *)(h + i))));
+#endif
+    for (; i < n; i++) out[i] = half_to_float(h[i]);
+}
+
+static void write_plane(void *plane, int64_t at, const float *restrict row, int64_t n) {
+    char *to = (char *)in_plane(plane, at);
+    if (!is_half(plane)) {
+        memcpy(to, row, (size_t)n * sizeof *row);
+        return;
+    }
+    uint16_t *h = (uint16_t *)to;
+    for (int64_t i = 0; i < n; i++) {
+        const float x = row[i] > 65504.0f ? 65504.0f : row[i] < -65504.0f ? -65504.0f : row[i];
+        h[i] = float_to_half(x);
+    }
+}
+
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -166,9 +233,11 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Growing buffers that each thread keeps for the next call: new ones would cost page faults in every layer. */
+static _Thread_local char *scratch_base[3];
+
 static float *scratch(int which, int64_t floats) {
-    static _Thread_local char *base[3];
     static _Thread_local size_t held[3];
+    char **base = scratch_base;
     const size_t need = (size_t)floats * sizeof(float) + 64;
     if (need > held[which]) {
         free(base[which]);
@@ -176,6 +245,10 @@ static float *scratch(int which, int64_t floats) {
         held[which] = base[which] ? need + need / 2 : 0;
     }
     return base[which] ? (float *)(((uintptr_t)base[which] + 63) & ~(uintptr_t)63) : NULL;
+}
+
+static void free_scratch(void) { /* at the end of a thread of our own */
+    for (int i = 0; i < 3; i++) free(scratch_base[i]);
 }
 
 /* Threads may differ in how they treat denormals (torch.set_flush_denormal); all work runs in one mode. */

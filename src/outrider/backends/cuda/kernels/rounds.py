@@ -17,12 +17,15 @@ from torch import Tensor
 
 from .sampling import _key
 
-# Columns of a line's numbers (int64; temperature, top_p and min_p are float64 in the same eight bytes).
+# Columns of a line's numbers (int64; temperature, top_p, min_p and penalties are float64 in the same eight bytes).
 LENGTH, HELD, LIMIT, LIVE = 0, 1, 2, 3  # tokens; of them in the target's plane; the most there may be; whether it runs
 SEED, TEMPERATURE, TOP_K, TOP_P, MIN_P = 4, 5, 6, 7, 8
 DRAFTED, SOURCE, MATCH = 9, 10, 11  # tokens of its draft, where that is from, tokens of the match that it rests on
 READ = 12  # leading tokens that the draft model's plane holds
-ENDS = 13  # the first of its end ids; unused ones are -1
+REPETITION, PRESENCE, FREQUENCY = 13, 14, 15  # penalties
+MIN_LENGTH = 16  # tokens before which no end id is chosen
+ADJUSTS = 17  # whether it has bias, penalties or bans
+ENDS = 18  # the first of its end ids; unused ones are -1
 MOST_ENDS = 8
 COLUMNS = ENDS + MOST_ENDS
 NONE, LATE, LOOKUP, MODEL, HEAD = 0, 1, 2, 3, 4  # sources of drafts
@@ -121,7 +124,7 @@ def _counts(numbers, lines, feeds, budgets, i, ok, TREE: tl.constexpr):
 @triton.jit
 def _lay_out(
     numbers, floats, tokens, table, draft, parents, lines, feeds, budgets,
-    out_tokens, positions, slots, info, tail, want, plan,
+    out_tokens, positions, slots, info, tail, want, plan, owner, node,
     seed, position, temperature, top_k, top_p, min_p,
     batch, rows, wanted, blocks, length, padding, per_block,
     BATCH: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, TREE: tl.constexpr,
@@ -149,6 +152,7 @@ def _lay_out(
             at, ok = start + j, start + j < wanted
             tl.store(want + at, tl.zeros((WIDTH,), tl.int64), mask=ok)
             tl.store(temperature + at, tl.zeros((WIDTH,), tl.float64), mask=ok)
+            tl.store(owner + at, tl.full((WIDTH,), -1, tl.int32), mask=ok)
     else:
         n_, held_ = tl.sum(tl.where(own, n, 0), 0), tl.sum(tl.where(own, held, 0), 0)
         feed_, drafted_ = tl.sum(tl.where(own, feed, 0), 0), tl.sum(tl.where(own, drafted, 0), 0)
@@ -180,6 +184,8 @@ def _lay_out(
             r = start + j
             at, ok = base + r, r < several
             tl.store(want + at, (first + skipped + r).to(tl.int64), mask=ok)
+            tl.store(owner + at, tl.zeros((WIDTH,), tl.int32) + line.to(tl.int32), mask=ok)
+            tl.store(node + at, skipped + r - feed_, mask=ok)
             tl.store(position + at, (held_ + skipped + r + 1).to(tl.int64), mask=ok)
             tl.store(seed + at, tl.zeros((WIDTH,), tl.int64) + tl.load(numbers + at_line + _SEED), mask=ok)
             tl.store(top_k + at, tl.zeros((WIDTH,), tl.int64) + tl.load(numbers + at_line + _TOP_K), mask=ok)
@@ -224,8 +230,9 @@ def lay_out(
     """The rows of a round, from each sequence's pending tokens and its draft: a chain, or with `tree` a tree.
 
     inputs: lines, feeds, budgets [B] int32. out: tokens, positions, slots [T] int64; info [N, 8] int32
-    (`attention.Blocks`); want [R] int64; the six fields of `sampling.Laws` [R]; plan [B, 8] int32: tokens before the
-    round, fed rows, drafted rows, wanted rows, index of the root among the wanted rows.
+    (`attention.Blocks`); want [R] int64; the six fields of `sampling.Laws` [R]; owner [R] int32, the line of a wanted
+    row (-1: padding), and node [R] int32, what is drafted there (negative: nothing); plan [B, 8] int32: tokens before
+    the round, fed rows, drafted rows, wanted rows, index of the root among the wanted rows.
     """
     batch, rows, wanted = inputs["lines"].shape[0], out["tokens"].shape[0], out["want"].shape[0]
     launch: Any = _lay_out[(batch + 1,)]
@@ -233,7 +240,8 @@ def lay_out(
     launch(
         numbers, numbers.view(out["temperature"].dtype), tokens, table, draft, parents,
         inputs["lines"], inputs["feeds"], inputs["budgets"],
-        out["tokens"], out["positions"], out["slots"], out["info"], out["tail"], out["want"], out["plan"], *laws,
+        out["tokens"], out["positions"], out["slots"], out["info"], out["tail"], out["want"], out["plan"],
+        out["owner"], out["node"], *laws,
         batch, rows, wanted, out["info"].shape[0], tokens.shape[1], padding, per_block,
         BATCH=triton.next_power_of_2(batch), WIDTH=64, ALL=rows == wanted, TREE=tree, num_warps=2,
     )  # fmt: skip
@@ -248,8 +256,9 @@ def _settle(
     WIDTH: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Report: tokens before, tokens that the draft model has read, drafted, accepted, flags (1 verdict, 2 NaN), source,
-    the length of the match that a lookup rests on; then the target's choices along its walk [DRAFT + 1], the draft
-    [DRAFT], the nodes' parents [DRAFT], the accepted path [DEPTH], and the nodes' survival [DRAFT] as float32."""
+    the length of the match that a lookup rests on, the root's index among the wanted rows; then the target's choices
+    along its walk [DRAFT + 1], the draft [DRAFT], the nodes' parents [DRAFT], the accepted path [DEPTH], and the nodes'
+    survival [DRAFT] as float32."""
     i = tl.program_id(0)
     line = tl.load(lines + i).to(tl.int64)
     n, feed = tl.load(plan + i * 8), tl.load(plan + i * 8 + 1)
@@ -290,6 +299,7 @@ def _settle(
     tl.store(here + 4, (chosen > 0).to(tl.int32) + 2 * unsound)
     tl.store(here + 5, tl.where(drafted > 0, _get(numbers, line, _SOURCE), 0).to(tl.int32))
     tl.store(here + 6, _get(numbers, line, _MATCH).to(tl.int32))
+    tl.store(here + 7, root)
     tl.store(here + 8 + j, choice, mask=j <= _DRAFT)
     tl.store(here + 9 + _DRAFT + j, ahead, mask=j < _DRAFT)
     if TREE:  # the accepted nodes' slots come first, then the others in their order, as in `Cache.commit`
