@@ -140,6 +140,7 @@ class Nature:
     self_limiting: bool = False
     read: float = 0.0  # seconds to read each token that it has not seen
     easy: float | None = None  # share of positions at which it is right .92 of the time, else .25; its claims say so
+    late: bool = False  # drafts nothing at the first request for a sequence: the target has not read the prompt yet
     stated: tuple[float, ...] = ()  # survival by depth that is known before its first call, with its costs
 
     def survival(self, depth: int) -> float:
@@ -157,6 +158,7 @@ class Invented(Drafter):
         forecast = Forecast(nature.stated, nature.call + 1.6 * nature.depth, nature.read) if nature.stated else None
         self.traits = Traits(self_limiting=nature.self_limiting, backlog=self.backlog, forecast=forecast)
         self.seen: dict[int, int] = {}
+        self.met: set[int] = set()  # sequences of earlier requests
         self.calls = 0
 
     def backlog(self, seq: Sequence) -> int:
@@ -164,6 +166,9 @@ class Invented(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         self.calls += 1
+        if self.nature.late and any(seq.id not in self.met for seq in request.seqs):
+            self.met.update(seq.id for seq in request.seqs)
+            return Draft.empty(len(request.seqs))
         nature, trees = self.nature, [self._tree(*each) for each in zip(request.seqs, request.budgets, strict=True)]
         trees = [self._stopped(tree, request.stop_below) for tree in trees]
         late = sum(max(self.backlog(seq) - 4, 0) for seq in request.seqs)

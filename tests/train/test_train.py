@@ -22,13 +22,16 @@ from outrider.backends.transformer import Transformer
 from outrider.cli import train as cli_train
 from outrider.cli.app import app
 from outrider.engine.cache import Cache
+from outrider.errors import ModelError
+from outrider.models.blocks import BlockTensor
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.config import RopeScaling, from_hf
-from outrider.models.speculators import random_head, read_head, target_ids, write_head
+from outrider.models.speculators import decoded, random_head, read_head, target_ids, write_head
 from outrider.models.weights import cut_config, hf_config
 from outrider.train.answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests
 from outrider.train.batches import Batches, choose_vocabulary, collate
 from outrider.train.decoder import TargetNet, cut_target, default_taps
+from outrider.train.encoding import EncodingOptions, encode_folder
 from outrider.train.generation import AnswerGenerator, GenerationJob, Stopped, generate_in_pool, generate_missing
 from outrider.train.loop import Acceptance, Schedule
 from outrider.train.networks import HeadNet, load_start
@@ -605,3 +608,23 @@ def test_a_head_starts_from_one_with_another_vocabulary(home: Path, tmp_path: Pa
 def train_once(home: Path, out: Path) -> Path:
     train(recipe(home, out, steps=2, draft_vocab=20))
     return out
+
+
+def test_a_head_is_stored_in_blocks_and_encoded_again(home: Path, tmp_path: Path) -> None:
+    """The card and the configuration have the acceptance of what is stored."""
+    out, again = tmp_path / "blocks", tmp_path / "again"
+    made = recipe(home, out, steps=2, draft_vocab=20, store="q4_1")
+    result = train(made)
+    config, tensors = read_head(out)
+    assert all(isinstance(tensors[name], BlockTensor) for name in ("fc.weight", "lm_head.weight"))
+    last = result["evaluations"][-1]["kinds"]["all"]["alpha_by_position"]
+    assert config.acceptance == tuple(round(a, 3) for a in last)
+    assert "stored in q4_1" in (out / "README.md").read_text()
+    answers = made.answers_file or out / "training" / "answers.jsonl"
+    facts = encode_folder(EncodingOptions(out, again, "q8_0", answers, made.target))
+    assert facts["before"].keys() == facts["after"].keys()
+    assert "## Stored in q8_0" in (again / "README.md").read_text()
+    first, second = (decoded(read_head(folder)[1], torch.float32)["fc.weight"] for folder in (out, again))
+    assert (first - second).norm() < 0.02 * first.norm()
+    with pytest.raises(ModelError, match=r"give its answers\.jsonl"):
+        encode_folder(EncodingOptions(out, again, "q8_0", out / "README.md", made.target))

@@ -114,8 +114,10 @@ def deploy_ray(
 def _ray_facts(checkpoint: Any, handover: Any) -> dict[str, Any]:
     """The application without an exported folder: only files that Ray's nodes can find themselves."""
     from ..export.engines import vllm_speculative_config
+    from ..models.speculators import in_blocks
 
-    if not checkpoint.path.is_dir() or handover.kind == "layerskip":
+    encoded = handover.kind == "head" and handover.folder is not None and in_blocks(handover.folder)
+    if not checkpoint.path.is_dir() or handover.kind == "layerskip" or encoded:
         raise OutriderError(
             "Ray's nodes need the target and the drafter in vLLM's formats: run `outrider export --to vllm --out DIR` "
             "into a folder that all nodes see, and give it with --export DIR."

@@ -7,6 +7,7 @@ discarded for its own value.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence as Listing
 from itertools import accumulate, takewhile
@@ -67,6 +68,7 @@ class Adaptive(Controller):
     PROBED = 4  # sequences of a batch that are tried together
     FULL = 64  # prompt rows from which on a pass has no row to spare
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
+    READS = 3  # times the known seconds of a call: one that takes longer has read a prompt
     FREE_NODES = 512  # nodes requested of a cheap drafter for a whole batch
 
     def __init__(self, costs: PassCosts, k_max: int = 16, name: str = "the drafter", block: int = 1) -> None:
@@ -164,8 +166,11 @@ class Adaptive(Controller):
 
     @property
     def _risk(self) -> float:
-        """What may be lost, at this step's prices: a token of plain decoding is worth `lead` of its tokens."""
-        return max(self.credit.tokens, 0.0) * self.lead
+        """What may be lost, at this step's prices: a token of plain decoding is worth `lead` of its tokens. Where a
+        prompt is read, a drafter whose acceptance is known cannot draft yet: others must not use up its credit."""
+        reads = any(turn.feed > 1 for turn in self.turns)
+        most = self.credit.FIRST / 2 * len(self.turns) if reads and self.traits.forecast else math.inf
+        return min(max(self.credit.tokens, 0.0), most) * self.lead
 
     def _trial(self, eligible: list[int], k: int) -> dict[int, int]:
         """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
@@ -262,6 +267,8 @@ class Adaptive(Controller):
         """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
         mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
+        if foreseen := self.traits.forecast:  # its first draft may come later than the first request
+            reads = reads or seconds > self.READS * foreseen.call * len(asked)
         self.asked.update(turn.seq.id for turn in asked)
         if reads and seconds > self.CHEAP * self.costs(batch, batch):
             self.reading_nodes = max(turn.budget for turn in asked)

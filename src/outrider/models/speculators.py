@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -212,7 +212,8 @@ def target_ids(d2t: Tensor) -> Tensor:
 def stored_as(tensors: HeadTensors, store: str, moments: Mapping[str, Tensor] | None = None) -> HeadTensors:
     """The same tensors with their matrices in one of STORES; vectors stay as they are.
 
-    moments: of the matrices' inputs, for `encode`. A matrix that is not in whole blocks of 256 gets those of 32.
+    moments: of the matrices' inputs, for `encode`. A matrix that is not in whole blocks of 256 gets those of 32,
+    one that is not in whole blocks of 32 bfloat16.
     """
     if store not in STORES:
         raise ModelError(f"There is no --store '{store}'. Choose one of: {', '.join(STORES)}.")
@@ -220,11 +221,11 @@ def stored_as(tensors: HeadTensors, store: str, moments: Mapping[str, Tensor] | 
     for name, tensor in named.items():
         if not tensor.is_floating_point() or tensor.dim() < 2:
             continue
-        if store in DTYPES:
-            named[name] = tensor.to(DTYPES[store])
+        wanted = () if store in DTYPES else (store.upper(), "Q4_1")
+        kind = next((kind for kind in wanted if tensor.shape[1] % block_size(kind)[0] == 0), None)
+        if kind is None:
+            named[name] = tensor.to(DTYPES.get(store, torch.bfloat16))
         else:
-            kind = store.upper()
-            kind = "Q4_1" if tensor.shape[1] % block_size(kind)[0] and kind == "Q4_K" else kind
             named[name] = encode(tensor, kind, (moments or {}).get(name))
     return named
 
@@ -270,6 +271,15 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, HeadTensors]:
         tensors[FIRST + name.removeprefix(SPECULATORS_FIRST)] = tensors.pop(name)
     check_head(config, tensors, str(folder))
     return config, {name: tensors[name] for name in shapes(config)}
+
+
+def in_blocks(folder: Path) -> bool:
+    """Whether matrices of a head are stored in blocks, which other engines do not read."""
+    try:
+        with safe_open(str(folder / WEIGHTS), framework="pt") as file:
+            return any(name.rpartition(".")[2] in FORMATS for name in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return False
 
 
 def read_config(folder: Path) -> HeadConfig:

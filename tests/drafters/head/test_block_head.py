@@ -12,15 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.backends.cpu import native
-from outrider.backends.cpu.blocks import BlockLinear
+from outrider.backends.cpu.blocks import BlockLinear, BlockTransformer, repacked
 from outrider.backends.toy import toy_config
+from outrider.config import Config
 from outrider.drafters.head.network import Head, read_head, write_head
 from outrider.errors import ModelError
+from outrider.llm import build_engine
 from outrider.models.blocks import BlockTensor
-from outrider.models.speculators import HeadConfig, decoded, random_head, stored_as
+from outrider.models.speculators import HeadConfig, decoded, in_blocks, random_head, stored_as, target_ids
 from outrider.testing import check_drafter
 
 from support.head_rig import Rig, shown_to
+from support.random_blocks import RandomBlocks, block_config
 from support.toys import toy
 
 STORES = ["q8_0", "q4_1", "q4_0", "q4_k"]
@@ -46,6 +49,18 @@ def test_what_is_written_in_blocks_is_read(store: str, tmp_path: Path) -> None:
         assert blocks == (tensor.to(torch.float32).dim() == 2)
         assert same[name].kind == tensor.kind if blocks else True
         assert torch.equal(same[name].raw, tensor.raw) if blocks else torch.equal(same[name], tensor)
+
+
+def test_a_head_in_blocks_states_its_acceptance_and_is_recognised(tmp_path: Path) -> None:
+    config, tensors = small("q4_0")
+    write_head(tmp_path / "blocks", replace(config, acceptance=(0.68149, 0.7)), tensors)
+    write_head(tmp_path / "floats", config, decoded(tensors))
+    assert in_blocks(tmp_path / "blocks")
+    assert not in_blocks(tmp_path / "floats")
+    assert not in_blocks(tmp_path / "nowhere")
+    again, _ = read_head(tmp_path / "blocks")
+    assert again == config  # it is no part of the shape
+    assert again.acceptance == (0.681, 0.7)
 
 
 def test_a_spoilt_block_is_refused(tmp_path: Path) -> None:
@@ -118,3 +133,25 @@ def test_no_head_in_blocks_changes_the_text(tmp_path: Path) -> None:
     config, tensors = random_head(target.config)
     write_head(tmp_path, config, stored_as(tensors, "q4_1"))
     assert check_drafter("head", {"head": str(tmp_path), "draft_dtype": "int8"}, target, tokens=16)
+
+
+@needs_native
+def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(tmp_path: Path) -> None:
+    """As they are: no copy in floats; a head without output rows multiplies by the file's own."""
+    shape, weights = block_config(96, tied=True), RandomBlocks(block_config(96, tied=True), "Q4_1", "Q8_0")
+    target: Any = BlockTransformer(shape, weights, repacked(shape, weights))
+    config, tensors = random_head(target.config, vocabulary=60)
+    bare = replace(config, own_output=False)
+    write_head(tmp_path, bare, stored_as({n: t for n, t in tensors.items() if n != "lm_head.weight"}, "q8_0"))
+    engine = build_engine(target, Config(drafter="head", k=3, options={"head": str(tmp_path)}))
+    head: Any = engine.drafter.rollout.head  # type: ignore[attr-defined]
+    assert head.embedding is target
+    assert isinstance(head.head, BlockLinear)
+    rows = weights.get("embed_tokens.weight", torch.float32)[target_ids(tensors["d2t"])]
+    x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    assert (head.head(x) - x @ rows.T).norm() < 0.02 * (x @ rows.T).norm()
+    same = decoded(read_head(tmp_path)[1]) | {"lm_head.weight": rows}
+    floats = Head(config, same, target.embedding, torch.float32)
+    tokens = [(97 * i) % shape.vocab_size for i in range(21)]
+    (scores, _), (expected, _) = (Rig(each, tokens).read(0, 20, shown_to(each, 20)) for each in (head, floats))
+    assert (scores - expected).norm() < 0.04 * expected.norm()
