@@ -49,11 +49,13 @@ def load_model(
     device: torch.device | str = "cpu",
 ) -> Model:
     """The model in memory, for positions up to `length`. Its `identity()` reads the weights' hash when called."""
-    if isinstance(checkpoint.weights, ForeignWeights):
+    config, weights = checkpoint.config, checkpoint.weights
+    if config.encoder is not None and torch.device(device).type == "cuda":
+        weights = _for_transformers(checkpoint)
+    if isinstance(weights, ForeignWeights):
         from .transformers.model import load_foreign
 
-        return load_foreign(checkpoint.weights, checkpoint.config, dtype, torch.device(device))
-    config, weights = checkpoint.config, checkpoint.weights
+        return load_foreign(weights, config, dtype, torch.device(device))
     if torch.device(device).type == "cuda":
         if dtype == "float64":
             raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
@@ -76,6 +78,12 @@ def load_model(
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
+
+
+def _for_transformers(checkpoint: Checkpoint) -> ForeignWeights:
+    """An encoder–decoder as transformers loads it: on a GPU there are no kernels of ours for it."""
+    reason = f"transformers runs {checkpoint.name}: the built-in decoder runs encoder–decoders on a CPU only."
+    return ForeignWeights(checkpoint.path, reason, getattr(checkpoint.weights.source, "module", None))
 
 
 def _chosen(dtype: str, timed: dict[str, float]) -> str:
