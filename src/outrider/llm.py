@@ -461,7 +461,8 @@ def build_engine(
 ) -> Engine:
     """Cache, runner, drafter, controller and scheduler around a target. Costs in `costs` are not measured again."""
     length = config.length_for(model.config.context_length)
-    cache = Cache(config.slots_for(length), config.max_batch + _KEPT_PREFIXES, length, model.device)
+    lines, slots = config.max_batch + _KEPT_PREFIXES, config.slots_for(length + model.source_length)
+    cache = Cache(slots, lines, length, model.device, model.source_length)
     plane = cache.add_plane(*model.plane_shape)
     passes = CapturedPasses(cache, config.max_batch, home=model.device)
     captured = passes(model, plane)

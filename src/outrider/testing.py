@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .backends import Model
 from .backends.toy import VOCABULARY, toy
-from .backends.transformer import Transformer
 from .config import Config
 from .drafters import Drafter, DraftRequest, Workspace, lookup
 from .engine.step import Engine
@@ -52,10 +52,23 @@ def prompts(batch: int) -> list[list[int]]:
     return [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 9 + i, 3, 4, 5, 6, 9 + i] for i in range(batch)]
 
 
-def decode(engine: Engine, scenario: Scenario, params: SamplingParams, rule: str = "match") -> list[list[int]]:
-    """Run a scenario, with the cache checked after every step; returns the generated ids of each request."""
+def _sequence(
+    target: Model | None, i: int, prompt: list[int], params: SamplingParams, seed: int, rule: str = "match"
+) -> Sequence:
+    """A request. Where the target has an encoder, the prompt is its source."""
+    tokens, source = (prompt, []) if target is None else target.opening(prompt)
+    return Sequence(i, tokens, params, seed=seed, ends=frozenset({0}), rule=rule, source=source)
+
+
+def decode(
+    engine: Engine, scenario: Scenario, params: SamplingParams, rule: str = "match", target: Model | None = None
+) -> list[list[int]]:
+    """Run a scenario, with the cache checked after every step; returns the generated ids of each request.
+
+    target: needed where it has an encoder.
+    """
     seqs = [
-        Sequence(i, prompt, params, seed=1000 + i % scenario.batch, ends=frozenset({0}), rule=rule)
+        _sequence(target, i, prompt, params, 1000 + i % scenario.batch, rule)
         for i, prompt in enumerate(prompts(scenario.batch) * (2 if scenario.repeat else 1))
     ]
     later, wait, arriving = list(seqs), 0, 1 if scenario.stagger else scenario.batch
@@ -70,12 +83,12 @@ def decode(engine: Engine, scenario: Scenario, params: SamplingParams, rule: str
     return [seq.generated for seq in seqs]
 
 
-def reference(target: Transformer, scenario: Scenario, params: SamplingParams) -> list[list[int]]:
+def reference(target: Model, scenario: Scenario, params: SamplingParams) -> list[list[int]]:
     """The target's own texts: no drafter, no batch, no shared prefixes."""
     engine = build_engine(target, Config(drafter="off"))
     texts = []
     for i, prompt in enumerate(prompts(scenario.batch)):
-        seq = Sequence(i, prompt, params, seed=1000 + i, ends=frozenset({0}))
+        seq = _sequence(target, i, prompt, params, 1000 + i)
         engine.add(seq)
         while engine.busy:
             engine.step()
@@ -139,7 +152,7 @@ class DraftRequests(Listener):
 def check_drafter(
     drafter: str | type[Drafter],
     options: dict[str, Any] | None = None,
-    target: Transformer | None = None,
+    target: Model | None = None,
     tokens: int = 40,
     tokenizer: Any = None,
 ) -> int:
@@ -158,7 +171,8 @@ def check_drafter(
             for candidate, listeners in ((base, (requests,)), (meddled(base, seed=compared), ())):
                 config = Config(drafter=candidate, k=5, options=options, **scenario.config)
                 with _quiet():
-                    generated = decode(build_engine(target, config, tokenizer, listeners), scenario, params)
+                    engine = build_engine(target, config, tokenizer, listeners)
+                    generated = decode(engine, scenario, params, target=target)
                 _compare(expected, generated, f"'{candidate.name}' at temperature {temperature:g}, {scenario.name}")
                 compared += sum(map(len, generated))
     if requests.total and requests.failed == requests.total:

@@ -106,6 +106,7 @@ class Batch:
     tails: list[list[int]] = field(default_factory=list)  # [T] slots of drafted ancestors, self last; empty if pending
     owners: list[Sequence] = field(default_factory=list)  # [T]
     want: list[int] = field(default_factory=list)  # [R] rows whose logits are needed
+    sources: Tensor | None = None  # [lines, length] int32, slots of each line's source; None: there are no sources
 
     @property
     def count(self) -> int:

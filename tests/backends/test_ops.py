@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from outrider.backends import ops
+from outrider.backends import linear as linear_module, ops
 from outrider.backends.rows import Rows
-from outrider.models.config import CLAMPED, SILU
+from outrider.models.config import CLAMPED, ERF_GELU, RELU, SILU
 
 from support.native_builds import Use
 
@@ -70,21 +70,26 @@ class Case:
 
     def run(
         self, pick: list[int] | None = None, dtype: torch.dtype = F32, window: int = 0, cap: float = 0.0,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         pick = list(range(len(self.lists))) if pick is None else pick
         none = torch.zeros(0, dtype=torch.long)
         ancestors = None if self.ancestors is None else self.ancestors[pick]
         rows = Rows(none, none, none, self.lines[pick], self.context[pick], self.table, ancestors, none)
-        return ops.attend(self.q[pick], self.k, self.v, rows, self.q.shape[-1] ** -0.5, dtype, window, cap, sinks)
+        added = None if bias is None else (bias, torch.tensor([len(self.lists[t]) - 1 for t in pick]))
+        scale = self.q.shape[-1] ** -0.5
+        return ops.attend(self.q[pick], self.k, self.v, rows, scale, dtype, window, cap, sinks, added)
 
-    def reference(self, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+    def reference(
+        self, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         out = []
         for q, keys in zip(self.q.double(), self.lists, strict=True):
             keys = keys[-window:] if window else keys
             k, v = (x[keys].double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (self.k, self.v))
             scores = torch.einsum("hd,nhd->hn", q, k).mul(q.shape[-1] ** -0.5)
             scores = cap * (scores / cap).tanh() if cap else scores
+            scores = scores if bias is None else scores + bias.double()[:, : len(keys)].flip(1)
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double()[:, None]], 1)
             p = scores.softmax(-1)[:, : len(keys)]
@@ -170,6 +175,18 @@ def test_limited_scores_and_sinks(backend: str, cap: float, sunk: bool) -> None:
         torch.set_num_threads(threads)
         alone = torch.cat([case.run([t], window=100, cap=cap, sinks=sinks) for t in range(count)])
         assert _same(alone, out)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_distances_change_scores(backend: str, window: int) -> None:
+    """Right for pending rows and drafted nodes, in several blocks of keys, and the same alone and among many."""
+    count = 12
+    case, bias = _mixed((6, 2, 36), count), _random(6, 300, seed=9)
+    out = case.run(window=window, bias=bias)
+    assert (out.double() - case.reference(window, bias=bias)).abs().max() < 3e-6
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert _same(torch.cat([case.run([t], window=window, bias=bias) for t in range(count)]), out)
 
 
 @pytest.mark.parametrize(("shape", "window"), [((9, 3, 64), 0), ((6, 2, 36), 100)], ids=str)
@@ -301,6 +318,29 @@ def test_add_norm_in_float64(backend: str) -> None:
     assert (ops.add_norm(x, None, weight, 1e-6, F64) - _norm_reference(x, weight, 1e-6)).abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("width", [576, 100, 3, 20_000])
+def test_layer_norm(backend: str, width: int, dtype: torch.dtype) -> None:
+    x, delta, weight = _random(9, width) + 3, _random(9, width, seed=1), _random(2, width, seed=2)
+    wanted = torch.nn.functional.layer_norm((x + delta).double(), (width,), *weight.double(), 1e-5)
+    out = ops.add_norm(stream := x.clone(), delta, weight, 1e-5, dtype)
+    assert torch.equal(stream, x + delta)
+    assert (out.double() - wanted).abs().max() < (1e-5 if dtype is F32 else 4e-2)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in (1, 4):
+            assert _same(ops.add_norm(x[:count].clone(), delta[:count], weight, 1e-5, dtype), out[:count])
+
+
+@pytest.mark.parametrize("activation", [activation for activation in ops.ACTIVATIONS if activation != CLAMPED])
+def test_activations_without_a_gate(backend: str, activation: str) -> None:
+    x = _random(5, 200) * 4
+    out = ops.gate_mul(x, activation, paired=False)
+    assert _same(out, ops.gate_mul(torch.cat([x, torch.ones_like(x)], 1), activation))
+    for t in range(5):
+        assert _same(ops.gate_mul(x[t : t + 1], activation, paired=False), out[t : t + 1])
+
+
 @pytest.mark.parametrize("width", [1536, 100, 3])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
@@ -310,6 +350,8 @@ def test_gate_mul(backend: str, width: int, dtype: torch.dtype, activation: str)
     out = ops.gate_mul(gate_up, activation)
     assert out.dtype is dtype
     wanted = gate * gate.sigmoid() if activation == SILU else torch.nn.functional.gelu(gate, approximate="tanh")
+    if activation in (RELU, ERF_GELU):
+        wanted = gate.relu() if activation == RELU else torch.nn.functional.gelu(gate)
     if activation == CLAMPED:
         gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
         wanted = gate * (1.702 * gate).sigmoid()
@@ -401,3 +443,50 @@ def test_top_of_a_row_with_nan_is_nan() -> None:
     highest, place = ops.top(logits)
     assert highest.isnan().tolist() == [False, True, True, False]
     assert int(place[3]) == 0
+
+
+# ------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 36), (7, 3), (300, 2050), (16, 1)])
+def test_products_of_any_number_of_rows(
+    backend: str, dtype: torch.dtype, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right, with and without a bias; the same bits for every number of rows, threads and outputs."""
+    if backend == "torch":
+        pytest.skip("oneDNN's products are in test_transformer.py")
+    monkeypatch.setattr(linear_module, "packs", lambda weight: False)  # else oneDNN has bfloat16 on some processors
+    shapes = ((outputs, inputs), (outputs,), (33, inputs))
+    weight, bias, x = (_random(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
+    for added in (None, bias):
+        product = linear_module.linear(weight, added)
+        assert isinstance(product, linear_module.NativeLinear)
+        assert product.exact
+        whole = product(x)
+        assert whole.dtype is dtype
+        wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
+        near = 1e-5 if dtype is F32 else 1e-2
+        assert torch.allclose(whole.double(), wanted, rtol=near, atol=near * inputs**0.5)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for count in (1, 2, 3, 5, 6, 7, 13, 25, 32):
+                assert _same(product(x[:count]), whole[:count])
+                assert _same(product(x[-count:]), whole[-count:])
+            assert _same(product.first(x, outputs // 2 + 1), whole[:, : outputs // 2 + 1])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 50), st.integers(1, 40), st.integers(1, 30), st.integers(0, 3))
+def test_products_of_any_shape(outputs: int, inputs: int, rows: int, seed: int) -> None:
+    weight, x = _random(outputs, inputs, seed=seed), _random(rows, inputs, seed=seed + 9)
+    product = linear_module.linear(weight)
+    assert torch.allclose(product(x).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    assert _same(product(x[rows // 2 :]), product(x)[rows // 2 :]) or not product.exact
+
+
+def test_a_product_with_minus_infinity_in_its_bias(backend: str) -> None:
+    """So banned tokens are never chosen."""
+    bias = torch.tensor([0.0, -torch.inf, 1.0])
+    out = linear_module.linear(_random(3, 8), bias)(_random(2, 8, seed=1))
+    assert out.isneginf().tolist() == [[False, True, False]] * 2

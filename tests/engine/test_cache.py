@@ -14,11 +14,12 @@ from outrider.types import Sequence
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences come, grow, draft, commit and go; a second plane lags behind like a draft model's."""
+    """Sequences come, grow, draft, commit and go; a second plane lags behind like a draft model's. Some runs have an
+    encoder, so that sequences have sources."""
 
-    @initialize(slots=st.integers(20, 60), lines=st.integers(2, 6))
-    def begin(self, slots: int, lines: int) -> None:
-        self.cache = Cache(slots, lines, length=40)
+    @initialize(slots=st.integers(20, 60), lines=st.integers(2, 6), source_length=st.sampled_from([0, 4]))
+    def begin(self, slots: int, lines: int, source_length: int) -> None:
+        self.cache = Cache(slots, lines, length=40, source_length=source_length)
         self.target = self.cache.add_plane(1, 1, 2, torch.float32)
         self.lagging = self.cache.add_plane(1, 1, 2, torch.float32)
         self.live: list[Sequence] = []
@@ -31,12 +32,23 @@ class CacheMachine(RuleBasedStateMachine):
         return Sequence(self.next, tokens)
 
     @precondition(lambda self: len(self.live) < self.cache.table.shape[0])
-    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=12))
-    def open(self, tokens: list[int]) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        source=st.lists(st.integers(0, 1), max_size=4),
+        reads=st.booleans(),
+    )
+    def open(self, tokens: list[int], source: list[int], reads: bool) -> None:
         seq = self._new(tokens)
+        seq.source = source
+        if self.cache.available < len(source):
+            return
         reused = self.cache.open(seq)
+        row = self.cache.rows[seq.id]
         assert reused < len(tokens)
-        assert self.cache.rows[seq.id].tokens == tokens[:reused]
+        assert row.tokens == tokens[:reused]
+        assert row.source_ids == ([] if self.cache.sources is None else source)
+        if row.source and reads:
+            self.target.keep_source(row.source[0])
         self.live.append(seq)
 
     @precondition(lambda self: self.live)
@@ -92,6 +104,10 @@ class CacheMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "cache"):
             self.cache.check()
+            source_of: dict[int, list[int]] = {}  # K/V depends on the source: no slot of a text serves two
+            for row in (*self.cache.rows.values(), *self.cache.retired.values()):
+                for slot in row.slots:
+                    assert source_of.setdefault(slot, row.source_ids) == row.source_ids
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):

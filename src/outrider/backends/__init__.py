@@ -68,6 +68,7 @@ class Model(ABC):
     description = ""  # one sentence about the implementation, where there was a choice
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
+    source_length = 0  # the longest source, where cross-attention's K/V is in the plane
 
     @property
     @abstractmethod

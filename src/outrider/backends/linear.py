@@ -1,9 +1,11 @@
 """Matrix products whose rows do not depend on their neighbours.
 
-On a CPU with oneDNN the weight is packed once, and a row's result is the same bits for every row count from two
-upwards (a one-row product takes another kernel). Fewer than four rows are padded to four, which is also faster: the
-kernels for two rows read a weight more slowly. On a GPU the kernels are our own (`kernels.matmul`). `F.linear` gives
-no such promise; it runs float64, other devices, and machines without oneDNN. `exact` tells whether the promise holds.
+On a CPU a float32 product is our own (`cpu/native/product.h`), and so is one in bfloat16 on processors for which oneDNN
+has none: the same bits for any number of rows. Otherwise oneDNN multiplies: the weight is packed once, and a row's
+result is the same bits for every row count from two upwards (a one-row product takes another kernel). Fewer than four
+rows are padded to four, which is also faster: the kernels for two rows read a weight more slowly. On a GPU the kernels
+are our own too (`kernels.matmul`). `F.linear` gives no such promise; it runs float64, other devices, and machines
+without oneDNN and without native kernels. `exact` tells whether the promise holds.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from ..models.config import SILU
 from . import ops
+from .cpu.memory import arena
+from .cpu.native import COLUMNS, Kernels
 
 MIN_ROWS = 4  # of a packed product; fewer are padded
 
@@ -42,11 +46,45 @@ class Linear:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         return ops.gate_mul(self(x), activation)
 
+    def first(self, x: Tensor, outputs: int) -> Tensor:
+        """The first outputs only [T, outputs]."""
+        return self(x)[:, :outputs]
+
+
+class NativeLinear(Linear):
+    """The same by native kernels, summed in float32, with weights in blocks of outputs."""
+
+    exact = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.kernels = None if bias is None else bias.float().contiguous(), kernels
+        whole, blocks = self.out_features // COLUMNS, -(-self.out_features // COLUMNS)
+        memory = arena(weight.element_size() * blocks * self.in_features * COLUMNS)
+        self.weight = memory.view(weight.dtype).view(blocks, self.in_features, COLUMNS)
+        self.weight[:whole] = weight[: whole * COLUMNS].reshape(whole, COLUMNS, self.in_features).transpose(1, 2)
+        if blocks > whole:
+            rest = F.pad(weight[whole * COLUMNS :], (0, 0, 0, -self.out_features % COLUMNS))
+            self.weight[whole] = rest.T
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.first(x, self.out_features)
+
+    def first(self, x: Tensor, outputs: int) -> Tensor:
+        """As in `Linear`; the other weights are not read."""
+        x, rows, bf16 = x.float().contiguous(), x.shape[0], self.weight.dtype is torch.bfloat16
+        out = torch.empty(rows, outputs)
+        addresses = ops.addresses_of(x, self.weight, self.bias, out)
+        self.kernels.product(*addresses, rows, outputs, self.in_features, bf16, torch.get_num_threads())
+        return out.to(self.weight.dtype)
+
 
 def linear(weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> Any:
     """The product with this weight for its device. int8: round the weight, on a GPU only."""
     if not ops.on_gpu(weight):
-        return Linear(weight, bias)
+        own = weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and not packs(weight))
+        kernels = ops._kernels() if own and weight.is_cpu else None
+        return Linear(weight, bias) if kernels is None else NativeLinear(weight, bias, kernels)
     from .cuda.kernels.matmul import Product
 
     return Product(weight, bias, int8)

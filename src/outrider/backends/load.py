@@ -55,23 +55,31 @@ def load_model(
 
     kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
     """
-    if kv_dtype != AUTO and (isinstance(checkpoint.weights, ForeignWeights) or torch.device(device).type == "cuda"):
+    config, weights, on_gpu = checkpoint.config, checkpoint.weights, torch.device(device).type == "cuda"
+    if config.encoder is not None and on_gpu:
+        weights = _for_transformers(checkpoint)
+    if kv_dtype != AUTO and (isinstance(weights, ForeignWeights) or on_gpu):
         raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
-    if isinstance(checkpoint.weights, ForeignWeights):
+    if isinstance(weights, ForeignWeights):
         from .transformers.model import load_foreign
 
-        return load_foreign(checkpoint.weights, checkpoint.config, dtype, torch.device(device))
-    config, weights = checkpoint.config, checkpoint.weights
+        return load_foreign(weights, config, dtype, torch.device(device))
     own = stored_in(weights)
     if dtype in OWN and dtype != own:
         raise ConfigError(f"{checkpoint.path} is not stored in {dtype}; leave --dtype out, or choose bfloat16 or int8.")
-    if torch.device(device).type == "cuda":
+    if on_gpu:
         model: Any = _on_gpu(checkpoint, dtype, length, device)
     else:
         model = _on_cpu(checkpoint, dtype, kv_dtype, length)
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
+
+
+def _for_transformers(checkpoint: Checkpoint) -> ForeignWeights:
+    """An encoder–decoder as transformers loads it: on a GPU there are no kernels of ours for it."""
+    reason = f"transformers runs {checkpoint.name}: the built-in decoder runs encoder–decoders on a CPU only."
+    return ForeignWeights(checkpoint.path, reason, getattr(checkpoint.weights.source, "module", None))
 
 
 def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device | str) -> Any:

@@ -124,7 +124,10 @@ def output_norm(target: Any) -> Tensor:
     norm: Tensor | None = getattr(target, "norm", None)
     norm = getattr(target, "tensors", {}).get("norm") if norm is None else norm
     if norm is None:
-        raise ConfigError("This drafter needs the target's last norm, which is unknown where transformers runs it.")
+        raise ConfigError(
+            "This drafter needs the norm before the target's output: a model with norms after its blocks has none, and "
+            "where transformers runs it, it is unknown. Choose another drafter."
+        )
     return norm
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.config import CLAMPED, GELU, SILU
+from ..models.config import CLAMPED, ERF_GELU, GELU, RELU, SILU
 from ..models.stages import stage
 from .cpu import native
 from .rows import Rows
@@ -25,8 +25,9 @@ from .rows import Rows
 _FLOATS = (torch.float32, torch.bfloat16)
 _PLANES = (torch.float32, torch.float16)
 _CHUNK = 16384  # torch splits longer calls between threads, and the bits would depend on their number
-ACTIVATIONS = (SILU, GELU, CLAMPED)  # their numbers in kernels
+ACTIVATIONS = (SILU, GELU, CLAMPED, RELU, ERF_GELU)  # their numbers in kernels
 Norms = tuple[Tensor, Tensor, float]  # q_weight [d], k_weight [d], eps
+Bias = tuple[Tensor, Tensor]  # [heads, D] float32, and shift [T]: a row adds column shift - j to the score of its key j
 
 
 def backend() -> str:
@@ -39,10 +40,10 @@ def backend() -> str:
 
 
 def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x += delta in place; returns rms_norm(x) * weight.
+    """x += delta in place; returns rms_norm(x) * weight, or the layer norm of x.
 
-    x [T, H] float32 or float64; delta [T, H] or None (on a GPU unsummed `Parts`); weight [H]; the result [T, H] is
-    of `dtype`.
+    x [T, H] float32 or float64; delta [T, H] or None (on a GPU unsummed `Parts`); weight [H], or gain and bias of a
+    layer norm [2, H]; the result [T, H] is of `dtype`.
     """
     if on_gpu(x):
         return _gpu("elementwise").add_norm(x, delta, weight, eps, dtype)  # type: ignore[no-any-return]
@@ -52,7 +53,9 @@ def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dty
     stream, weight = x.contiguous(), weight.contiguous()
     delta = None if delta is None else delta.contiguous()
     out = torch.empty_like(stream, dtype=dtype)  # [T, H]
-    addresses, halved = addresses_of(stream, delta, weight, out), delta is not None and delta.dtype is torch.bfloat16
+    gain, bias = (weight, None) if weight.dim() == 1 else weight
+    addresses = addresses_of(stream, delta, gain, bias, out)
+    halved = delta is not None and delta.dtype is torch.bfloat16
     kernels.add_norm(*addresses, *x.shape, eps, halved, dtype is torch.bfloat16, torch.get_num_threads())
     if stream is not x:
         x.copy_(stream)
@@ -95,18 +98,20 @@ def keep_stream(x: Tensor, delta: Any, kept: Tensor, slots: Tensor) -> None:
 
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int = 0,
-    cap: float = 0.0, sinks: Tensor | None = None,
+    cap: float = 0.0, sinks: Tensor | None = None, bias: Bias | None = None,
 ) -> Tensor:  # fmt: skip
     """Each row attends to its line's first `context` slots, then to its drafted ancestors: [T, heads * d] of `dtype`.
 
     q [T, heads, d]; planes [S, kv_heads, d]. window > 0: only the last `window` keys of that list. cap > 0: scores s
     become cap * tanh(s / cap). sinks [heads]: a score of each head that takes its share of weights and adds nothing.
+    bias: what the distance to a key adds to its score.
     """
     if on_gpu(q):
         return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window, cap, sinks)  # type: ignore[no-any-return]
-    kernels = _kernels(q, sinks) if dtype in _FLOATS and _native_planes(k_plane, v_plane) else None
+    added, shift = bias or (None, None)
+    kernels = _kernels(q, sinks, added) if dtype in _FLOATS and _native_planes(k_plane, v_plane) else None
     if kernels is None:
-        return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window, cap, sinks)
+        return _attend_torch(q, k_plane, v_plane, rows, scale, dtype, window, cap, sinks, bias)
     q, table, ancestors = q.contiguous(), contiguous(rows.table, torch.int32), rows.ancestors
     lines, context = contiguous(rows.lines, torch.int64), contiguous(rows.context, torch.int64)
     ancestors = None if ancestors is None else contiguous(ancestors, torch.int32)
@@ -114,21 +119,27 @@ def attend(
     count, heads, d = q.shape
     out = q.new_empty(count, heads * d, dtype=dtype)  # [T, heads * d]
     planes = (plane_address(k_plane), plane_address(v_plane))
-    addresses = (q.data_ptr(), *planes, *addresses_of(table, lines, context, ancestors, sinks, out))
+    shift = None if shift is None else contiguous(shift, torch.int64)
+    rest = addresses_of(table, lines, context, ancestors, sinks, added, shift, out)
+    addresses = (q.data_ptr(), *planes, *rest)
     sizes = (table.shape[1], depth, count, heads, k_plane.shape[1], d, window)
-    kernels.attend(*addresses, *sizes, scale, cap, dtype is torch.bfloat16, torch.get_num_threads())
+    stride = 0 if added is None else added.shape[1]
+    kernels.attend(*addresses, *sizes, scale, cap, stride, dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
-def gate_mul(gate_up: Tensor, activation: str = SILU) -> Tensor:
-    """activation(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (in float64 for float64)."""
+def gate_mul(gate_up: Tensor, activation: str = SILU, paired: bool = True) -> Tensor:
+    """activation(gate) * up [T, I] from [T, 2I], gate first, computed in float32 (in float64 for float64).
+
+    Not paired: activation(x) of [T, I].
+    """
     kernels = _kernels() if _plain(gate_up) else None
     if kernels is None:
-        return _gate_mul_torch(gate_up, activation)
+        return _gate_mul_torch(gate_up, activation, paired)
     gate_up, bf16 = gate_up.contiguous(), gate_up.dtype is torch.bfloat16
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, width = gate_up.shape[0], gate_up.shape[1] // (1 + paired)
     out = gate_up.new_empty(rows, width)  # [T, I]
-    sizes = (rows, width, bf16, ACTIVATIONS.index(activation), torch.get_num_threads())
+    sizes = (rows, width, bf16, ACTIVATIONS.index(activation), paired, torch.get_num_threads())
     kernels.gate_mul(gate_up.data_ptr(), out.data_ptr(), *sizes)
     return out
 
@@ -260,12 +271,22 @@ def _rms_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
     return row * torch.rsqrt(total / row.shape[0] + eps) * weight
 
 
+def _layer_norm(row: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """row [n], gain and bias [2, n]; summed as in `_rms_norm`."""
+    first, *others = row.split(_CHUNK)
+    total = first.sum()
+    for chunk in others:
+        total = total + chunk.sum()
+    return _rms_norm(row - total / row.shape[0], weight[0], eps) + weight[1]
+
+
 def _add_norm_torch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     if delta is not None:
         x += delta
     out = torch.empty(x.shape, dtype=dtype, device=x.device)  # [T, H]
+    norm = _rms_norm if weight.dim() == 1 else _layer_norm
     for t, row in enumerate(x):
-        out[t] = _rms_norm(row, weight, eps)
+        out[t] = norm(row, weight, eps)
     return out
 
 
@@ -292,7 +313,7 @@ def _rope_store_torch(
 
 def _attend_torch(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, rows: Rows, scale: float, dtype: torch.dtype, window: int, cap: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None, bias: Bias | None,
 ) -> Tensor:  # fmt: skip
     count, heads, d = q.shape
     out = torch.empty((count, heads * d), dtype=dtype, device=q.device)  # [T, heads * d]
@@ -301,19 +322,29 @@ def _attend_torch(
         if rows.ancestors is not None:
             own = rows.ancestors[t].long()
             keys = torch.cat([keys, own[(own < 0).cumsum(0) == 0]])
+        distances = None
+        if bias is not None:
+            distances = bias[0][:, int(bias[1][t]) - torch.arange(len(keys))]  # [heads, n]
+            distances = distances[:, -window:] if window > 0 else distances
         keys = keys[-window:] if window > 0 else keys
-        out[t] = _attend_row(q[t], k_plane[keys], v_plane[keys], scale, cap, sinks).reshape(-1)
+        out[t] = _attend_row(q[t], k_plane[keys], v_plane[keys], scale, cap, sinks, distances).reshape(-1)
     return out
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
-    """q [heads, d]; k, v [n, kv_heads, d]; returns [heads, d]. No matrix products: BLAS depends on threads."""
+def _attend_row(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """q [heads, d]; k, v [n, kv_heads, d]; bias [heads, n]; returns [heads, d]. No matrix products: BLAS depends on
+    threads."""
     wide, (heads, d), (n, kv_heads, _) = _wide(q.dtype), q.shape, k.shape
     if not n:
         return torch.zeros((heads, d), dtype=wide, device=q.device)
     grouped = (q.to(wide) * scale).reshape(1, kv_heads, heads // kv_heads, d)
     scores = (grouped * k.to(wide)[:, :, None]).sum(-1)  # [n, kv_heads, group]
     scores = cap * torch.tanh(scores / cap) if cap else scores
+    if bias is not None:
+        scores = scores + bias.to(wide).view(kv_heads, -1, n).permute(2, 0, 1)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(wide).view(1, kv_heads, -1)])
     weights = torch.softmax(scores.permute(1, 2, 0).contiguous(), -1)[..., :n]  # [kv_heads, group, n]
@@ -321,22 +352,26 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float = 0.0,
     return (weights[:, :, None] * values[:, None]).sum(-1).reshape(heads, d)
 
 
-def _gate_mul_torch(gate_up: Tensor, activation: str) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+def _gate_mul_torch(gate_up: Tensor, activation: str, paired: bool) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // (1 + paired)
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)  # [T, I]
     for t, row in enumerate(gate_up.to(_wide(gate_up.dtype))):
         for start in range(0, width, _CHUNK):
             stop = min(start + _CHUNK, width)
-            gate, up = row[start:stop], row[width + start : width + stop]  # [n] each
+            gate, up = row[start:stop], row[width + start : width + stop] if paired else 1.0  # [n] each
             out[t, start:stop] = gated(gate, up, activation)
     return out
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up in torch: g * sigmoid(s) * up, where s is g or, for gelu, twice its inner polynomial."""
+def gated(gate: Tensor, up: Tensor | float, activation: str) -> Tensor:
+    """activation(gate) * up in torch: mostly g * sigmoid(s) * up, where s is g or twice gelu's inner polynomial."""
+    if activation == RELU:
+        return torch.nn.functional.relu(gate) * up
+    if activation == ERF_GELU:
+        return 0.5 * gate * torch.erfc(gate * -(0.5**0.5)) * up
     if activation == GELU:
         return gate * torch.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate**3)) * up
     if activation == CLAMPED:
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        gate, up = gate.clamp(max=7.0), torch.as_tensor(up).clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return torch.nn.functional.silu(gate) * up

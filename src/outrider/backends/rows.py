@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..types import Batch
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources that the rows of a pass read, where a model has an encoder."""
+
+    table: Tensor  # [lines, length] int32: slots of a line's source
+    lengths: Tensor  # [T] tokens of each row's source
+    ids: dict[int, list[int]]  # line -> the source
+
+    def at(self, rows: Tensor) -> Sources:
+        """Those of some rows [n]."""
+        return replace(self, lengths=self.lengths[rows])
 
 
 @dataclass(frozen=True)
@@ -25,18 +38,27 @@ class Rows:
     want: Tensor  # [R] rows whose logits are needed
     blocks: Any = None  # the rows grouped for GPU kernels: `kernels.attention.Blocks`
     batch: Batch | None = None  # the same as lists, where the rows were made from a batch
+    sources: Sources | None = None
 
     @property
     def count(self) -> int:
         """T"""
         return self.tokens.shape[0]
 
+    @property
+    def on_sources(self) -> Rows:
+        """Rows that attend to their sources instead of their texts; to nothing, where there are none."""
+        s, lines = self.sources, self.lines.long()
+        context, table = (torch.zeros_like(lines), self.table) if s is None else (s.lengths, s.table)
+        return Rows(self.tokens, self.positions, self.slots, lines, context, table, None, self.want, self.blocks)
+
 
 class _LazyRows(Rows):
     """Rows whose tensors are made on first use: kernels that read the batch's lists never use them."""
 
     def __init__(self, batch: Batch) -> None:
-        self.__dict__.update(batch=batch, blocks=None)  # the other fields come from __getattr__
+        # The other fields come from __getattr__.
+        self.__dict__.update(batch=batch, blocks=None, sources=None if batch.sources is None else _sources(batch))
 
     @property
     def count(self) -> int:
@@ -58,6 +80,13 @@ class _LazyRows(Rows):
             table=b.table, ancestors=ancestors, want=want,
         )  # fmt: skip
         return self.__dict__[name]
+
+
+def _sources(batch: Batch) -> Sources:
+    assert batch.sources is not None
+    lengths = torch.tensor([len(seq.source) for seq in batch.owners])
+    ids = {line: seq.source for line, seq in zip(batch.lines, batch.owners, strict=True)}
+    return Sources(batch.sources, lengths, ids)
 
 
 def rows_of(batch: Batch) -> Rows:

@@ -1,4 +1,5 @@
-"""One decoder, described by a configuration: Llama and its relatives (`models.config.SUPPORTED`).
+"""One decoder, described by a configuration: Llama and its relatives, with or without an encoder
+(`models.config.SUPPORTED`).
 
 The promise: a row's logits are the same bits whichever rows share its pass (float32 and bfloat16 on a CPU with
 oneDNN and on a GPU; see `linear` and `ops`). The residual stream is float32 even when weights are bfloat16, and so are
@@ -8,6 +9,7 @@ It knows rows and planes, not sequences, drafts or text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..engine.cache import Plane
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from ..models.config import ModelConfig
 from ..types import Output
-from . import WHOLE, Model, Part, PlaneShape, ops, with_index
+from . import WHOLE, Model, Opening, Part, PlaneShape, ops, with_index
+from .encoder import Encoder, distance_bias
 from .experts import DeviceExperts, Experts, Routing
 from .linear import linear, summed
 from .rows import Rows
@@ -36,8 +39,19 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Cross:
+    """A layer's attention to the encoder's output."""
+
+    norm: Tensor  # [H] or [2, H]
+    q: Any
+    kv: Any  # of the encoder's output: k first
+    out: Any
+
+
+@dataclass(frozen=True)
 class Layer:
-    attention_norm: Tensor | None  # [H]; None: attention reads the stream as it is
+    # A norm is [H], or gain and bias of a layer norm [2, H]; None: the block reads the stream as it is.
+    attention_norm: Tensor | None
     qkv: Any  # a product, as made by `linear`
     head_norms: tuple[Tensor, Tensor, float] | None  # RMS norms of q and k [d], or of all heads [heads * d]; eps
     sinks: Tensor | None  # [heads]
@@ -51,6 +65,7 @@ class Layer:
     rope: bool
     local: bool  # rotates as layers with a window do
     window: int  # 0 reads the whole context
+    cross: Cross | None = None
 
 
 class Transformer(Model):
@@ -64,15 +79,21 @@ class Transformer(Model):
         device: torch.device | str = "cpu",
         length: int | None = None,  # positions of the longest sequence
         int8: bool = False,  # on a GPU: the layers' weights as int8 with a scale for each output
+        bidirectional: bool = False,  # an encoder: it has no output product
     ) -> None:
         self._begin(config, dtype, device, length)
         self.dtype = torch.int8 if int8 else dtype  # of most weights
         load = self.loader(weights, int8)
         self.embedding = load.tensor("embed_tokens.weight")  # [V, H]
+        self.add_vectors({name: load.norm(name) for name in vectors(config)}, length, bidirectional)
         self.layers: Any = [load.layer(i) for i in range(config.layers)]
-        self.norm = load.norm("norm.weight")
+        if bidirectional:
+            return
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
+        if config.encoder is not None:
+            source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
+            self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
 
     def _begin(
         self, config: ModelConfig, compute: torch.dtype, device: torch.device | str = "cpu", length: int | None = None
@@ -82,6 +103,38 @@ class Transformer(Model):
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
         self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
+        self.reader: Encoder | None = None
+        self.add_vectors({}, length, False)
+
+    def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:
+        """What is beside matrices and layers. named: as `vectors` lists it."""
+        self.norm, self.embedding_norm = named.get("norm"), named.get("embed_norm")
+        self.positions = named.get("embed_positions")  # [L, H]
+        self.distance_bias: Tensor | None = None  # [heads, distances]
+        self._nearest = 0  # the column of distance 0
+        if (bias := named.get("distance_bias")) is not None:
+            length = length or self.config.context_length
+            self.distance_bias = distance_bias(bias, self.config, length, bidirectional)
+            self._nearest = length - 1 if bidirectional else 0
+
+    def add_encoder(self, network: Transformer) -> None:
+        self.reader, self.encoder, self.starts = Encoder(network, self.layers), True, self.config.starts
+
+    def opening(self, ids: list[int]) -> Opening:
+        """As in `Model`; with an encoder, the prompt is its source."""
+        if self.reader is None:
+            return super().opening(ids)
+        most = self.source_length
+        if len(ids) > most:
+            raise ConfigError(
+                f"The text has {len(ids)} tokens, but this model's encoder reads at most {most}; "
+                "shorten it, or give it in parts."
+            )
+        return Opening(list(self.starts), ids)
+
+    @property
+    def source_length(self) -> int:  # type: ignore[override]
+        return 0 if self.config.encoder is None else self.config.encoder.context_length
 
     def loader(self, weights: WeightSource, int8: bool) -> Loader:
         return Loader(self.config, weights, self.compute, self.stream, self.device, int8)
@@ -111,14 +164,19 @@ class Transformer(Model):
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
         plane.count_pass()
+        if self.reader is not None and rows.sources is not None:
+            self.reader.read(rows.sources, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
-        x = self.embed(rows.tokens) if x is None else x.clone()
+        x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
         ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in self.ropes]  # [T, rotary/2] each
         delta: Delta = None
+        across = None if self.config.encoder is None else rows.on_sources
         hidden: dict[int, Tensor] = {}
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 delta = self._attention(i, x, delta, rows, plane, ropes)
+                if across is not None:
+                    delta = self._cross(i, x, delta, across, plane)
             if i not in part.skip_mlp:
                 delta = self._mlp(self.layers[i], x, delta)
             if i in plane.streams:
@@ -127,12 +185,18 @@ class Transformer(Model):
             if i in taps:
                 x, delta = x if delta is None else x + summed(delta), None
                 hidden[i] = x.clone()
-        return Output(self._logits(x, delta, rows.want)[:, : part.vocab] if part.head else x.new_zeros(0), hidden)
+        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream before the first layer [T, H]."""
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
         x = self.embedding[tokens].to(self.stream)
-        return x if self._scale_embedding == 1.0 else x * self._scale_embedding
+        x = x if self._scale_embedding == 1.0 else x * self._scale_embedding
+        if self.positions is not None:
+            assert positions is not None
+            x = x + self.positions[positions]
+        if self.embedding_norm is None:
+            return x
+        return ops.add_norm(x, None, self.embedding_norm, self.config.norm_eps, self.stream)
 
     def _attention(
         self, i: int, x: Tensor, delta: Delta, rows: Rows, plane: Plane, ropes: list[tuple[Tensor, Tensor]]
@@ -142,28 +206,44 @@ class Transformer(Model):
         if not layer.rope:
             cos, sin = cos[:, :0], sin[:, :0]
         qkv, norms = layer.qkv(self._entering(x, delta, layer.attention_norm)), layer.head_norms
+        bias = None if self.distance_bias is None else (self.distance_bias, rows.positions + self._nearest)
         if c.whole_qk_norm:
             qkv, norms = self._norm_whole(qkv, layer), None
         q = ops.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads, norms)
-        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute, layer.window, c.score_cap, layer.sinks)
-        return self._leaving(layer.out(mixed), layer.attention_post_norm)
+        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute, layer.window, c.score_cap, layer.sinks, bias)
+        return self._leaving(x, layer.out(mixed), layer.attention_norm, layer.attention_post_norm)
+
+    def _cross(self, i: int, x: Tensor, delta: Delta, rows: Rows, plane: Plane) -> Delta:
+        """Attention to the source, whose K/V the encoder has written."""
+        c, layer, k = self.config, self.layers[i].cross, plane.k[i]
+        q = summed(layer.q(self._entering(x, delta, layer.norm))).to(k.dtype).view(-1, c.heads, c.head_dim)
+        mixed = ops.attend(q, k, plane.v[i], rows, c.attention_scale, self.compute)
+        return self._leaving(x, layer.out(mixed), layer.norm, None)
 
     def _mlp(self, layer: Layer, x: Tensor, delta: Delta) -> Delta:
         h = self._entering(x, delta, layer.mlp_norm)
         if layer.experts is not None:
-            return self._leaving(layer.experts(h), layer.mlp_post_norm)
-        return self._leaving(layer.down(layer.gate_up.gated(h, self.config.activation)), layer.mlp_post_norm)
+            added = layer.experts(h)
+        elif self.config.gated:
+            added = layer.down(layer.gate_up.gated(h, self.config.activation))
+        else:
+            added = layer.down(ops.gate_mul(summed(layer.gate_up(h)), self.config.activation, paired=False))
+        return self._leaving(x, added, layer.mlp_norm, layer.mlp_post_norm)
 
     def _entering(self, x: Tensor, delta: Delta, norm: Tensor | None) -> Tensor:
         """x += delta in place; what a block reads of it [T, H]."""
-        if norm is not None:
+        if norm is not None and not self.config.stream_norm:
             return ops.add_norm(x, delta, norm, self.config.norm_eps, self.compute)
         if delta is not None:
             x += summed(delta)
         return x.to(self.compute)
 
-    def _leaving(self, delta: Delta, norm: Tensor | None) -> Delta:
-        """What a block adds to the stream, after its norm and factor."""
+    def _leaving(self, x: Tensor, delta: Delta, own: Tensor | None, norm: Tensor | None) -> Delta:
+        """What a block adds to the stream x, after its norm and factor; None if it was added, and the stream normed."""
+        if self.config.stream_norm:
+            assert own is not None
+            x.copy_(ops.add_norm(x, delta, own, self.config.norm_eps, self.stream))
+            return None
         scale = self.config.residual_scale
         if norm is None and scale == 1.0:
             return delta
@@ -184,13 +264,42 @@ class Transformer(Model):
         ]
         return ops.as_delta(torch.cat([*normed, parts[2]], 1))
 
-    def _logits(self, x: Tensor, delta: Delta, want: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, delta: Delta, want: Tensor, vocab: int | None) -> Tensor:
         if want.shape[0] < x.shape[0]:
             x, delta = x[want], None if delta is None else delta[want]
-        h = ops.add_norm(x, delta, self.norm, self.config.norm_eps, self.compute)
-        logits, c = summed(self.head(h)).to(self.stream), self.config  # [R, V]
+        h, c = self.closing(x, delta), self.config
+        logits = summed(self.head(h) if vocab is None else self.head.first(h, vocab)).to(self.stream)  # [R, V]
         logits = logits if c.logit_scale == 1.0 else logits * c.logit_scale
         return ops.soft_cap(logits, c.logit_cap) if c.logit_cap else logits
+
+    def closing(self, x: Tensor, delta: Delta) -> Tensor:
+        """The stream after the last layer and its norm, as products read it [T, H]."""
+        return self._entering(x, delta, self.norm)
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """The weights whose names have a prefix, without it."""
+
+    source: WeightSource
+    prefix: str
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.source.get(self.prefix + name, dtype)
+
+    def has(self, name: str) -> bool:
+        return self.source.has(self.prefix + name)
+
+
+def vectors(c: ModelConfig) -> list[str]:
+    """The names of what a model has beside its matrices and layers."""
+    present = {
+        "norm": not c.stream_norm,
+        "embed_positions": bool(c.positions),
+        "embed_norm": c.embedding_norm,
+        "distance_bias": c.distance_buckets > 0,
+    }
+    return [name for name, has in present.items() if has]
 
 
 @dataclass(frozen=True)
@@ -208,14 +317,26 @@ class Loader:
         return self.source.get(name, self.dtype).to(self.device)
 
     def norm(self, name: str) -> Tensor:
-        return self.source.get(name, self.stream).to(self.device)
+        """A norm's gain [H], or gain and bias [2, H]; any vector that is not rounded."""
+        gain = self.source.get(f"{name}.weight", self.stream)
+        if self.config.layer_norm and self.source.has(f"{name}.bias"):
+            gain = torch.stack([gain, self.source.get(f"{name}.bias", self.stream)])
+        return gain.to(self.device)
+
+    def head_bias(self) -> Tensor | None:
+        """What is added to logits [V]: minus infinity where a token is banned."""
+        c = self.config
+        if not (c.head_bias or c.banned):
+            return None
+        bias = self.tensor("lm_head.bias") if c.head_bias else torch.zeros(c.vocab_size, dtype=self.dtype)
+        return bias.index_fill(0, torch.tensor(c.banned, dtype=torch.long), -torch.inf).to(self.device)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> Any:
         """The product with this weight. name: such as "layers.3.qkv"."""
         return linear(weight, bias, self.int8)
 
     def head(self, embedding: Tensor) -> Any:
-        return linear(embedding if self.config.tied else self.tensor("lm_head.weight"))
+        return linear(embedding if self.config.tied else self.tensor("lm_head.weight"), self.head_bias())
 
     def fused_product(self, name: str, sources: list[str], bias: Tensor | None) -> Any:
         """One product with the outputs of all these weights."""
@@ -232,24 +353,35 @@ class Loader:
         c, layer = self.config, f"layers.{i}"
         attention, norms = f"{layer}.self_attn", None
         if c.qk_norm:
-            norms = (self.norm(f"{attention}.q_norm.weight"), self.norm(f"{attention}.k_norm.weight"), c.norm_eps)
+            norms = (self.norm(f"{attention}.q_norm"), self.norm(f"{attention}.k_norm"), c.norm_eps)
         names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"} if c.pre_norm else {}
         names |= {name: name for name in ("attention_post_norm", "mlp_post_norm") if c.post_norm}
         around: dict[str, Any] = dict.fromkeys(("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-        around |= {field: self.norm(f"{layer}.{name}.weight") for field, name in names.items()}
+        around |= {field: self.norm(f"{layer}.{name}") for field, name in names.items()}
         return Layer(
             **around,
             qkv=self.fused(f"{layer}.qkv", attention, ("q_proj", "k_proj", "v_proj")),
             head_norms=norms,
-            sinks=self.norm(f"{attention}.sinks.weight") if c.sinks else None,
+            sinks=self.norm(f"{attention}.sinks") if c.sinks else None,
             out=self.fused(f"{layer}.out", attention, ("o_proj",)),
             **(self.mixture(layer) if c.has_experts(i) else self.dense(layer)),
             **layer_shape(c, i),
+            cross=None if c.encoder is None else self.cross(layer),
+        )
+
+    def cross(self, layer: str) -> Cross:
+        attention = f"{layer}.cross_attn"
+        return Cross(
+            self.norm(f"{layer}.cross_attention_layernorm"),
+            self.fused(f"{layer}.cross_q", attention, ("q_proj",)),
+            self.fused(f"{layer}.cross_kv", attention, ("k_proj", "v_proj")),
+            self.fused(f"{layer}.cross_out", attention, ("o_proj",)),
         )
 
     def dense(self, layer: str) -> dict[str, Any]:
+        names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         return {
-            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.mlp", ("gate_proj", "up_proj")),
+            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.mlp", names),
             "down": self.fused(f"{layer}.down", f"{layer}.mlp", ("down_proj",)),
             "experts": None,
         }

@@ -21,6 +21,7 @@ from ..backends.rows import rows_of
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
 from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
+from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree
 from ._trained import DraftVocabulary
 
@@ -278,6 +279,14 @@ class DraftVocabularyRollout(Rollout):
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.network.spread(logits), seq, emitted)
+
+
+def draft_vocab(space: Any, size: int) -> int | None:
+    """The option of that name: only so many of the first ids are drafted; None: all `size` of them."""
+    vocab = int(space.option("draft_vocab", default=0)) or None
+    if vocab is not None and not 0 < vocab <= size:
+        raise ConfigError(f"draft_vocab is {vocab}, but it must be between 1 and {size}, or 0 for all.")
+    return vocab
 
 
 def catch_up(cache: Cache, plane: Plane, seq: Sequence, run: Callable[[BatchBuilder], object]) -> int:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..backends import Model
+from ..backends import Model, Part
 from ..backends.loaded_weights import weight_bytes
 from ..backends.machine import choose_device
 from ..errors import ConfigError
 from ..models.precision import NAMES
 from ..types import Draft, Sequence
 from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
-from ._rollout import Rollout
+from ._rollout import Rollout, draft_vocab
 from .translate.alignment import same_vocabulary, tokenizer_of
 from .translate.rollout import TOKENS_PER_TARGET_TOKEN, TranslatedRollout, make_rollout
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 @register("model")
 class SmallModel(Drafter):
     """Options: draft_model (a path, a name or a model), draft_tokenizer (of a model in memory), translate (auto, tli,
-    slem), draft_dtype, draft_device, tree, tree_width, tree_depth."""
+    slem), draft_dtype, draft_device, draft_vocab (draft only the first so many ids, which are the frequent ones), tree,
+    tree_width, tree_depth."""
 
     traits = Traits(
         options=(
             "draft_model", "assistant_model", "draft_tokenizer", "assistant_tokenizer", "translate", "draft_dtype",
-            "draft_device", "tree", "tree_width", "tree_depth",
+            "draft_device", "draft_vocab", "tree", "tree_width", "tree_depth",
         ),
         auto=lambda workspace: workspace.option("draft_model", "assistant_model", default=None) is not None,
         trial=lambda target: {"draft_model": target},  # always accepted, never faster: enough for a trial run
@@ -45,12 +46,18 @@ class SmallModel(Drafter):
         self.model, tokenizer, self.model_name = _draft_model(space)
         self.translated: TranslatedRollout | None = None
         if _needs_translation(self.model, tokenizer, space):
+            if self.model.encoder:
+                raise ConfigError(
+                    f"The draft model {self.model_name} has an encoder and another vocabulary than the target, and its "
+                    "source cannot be translated; choose a draft model with the same tokenizer."
+                )
             self.translated = make_rollout(self.model, space, tokenizer)
             self.rollout: Rollout = self.translated
         else:
             plane = space.cache.add_plane(*self.model.plane_shape, device=self.model.device)
             passes = space.passes(self.model, plane)
-            self.rollout = Rollout(self.model, space.cache, plane, source="model", passes=passes)
+            part = Part(vocab=draft_vocab(space, self.model.config.vocab_size))
+            self.rollout = Rollout(self.model, space.cache, plane, part, source="model", passes=passes)
         self.padded = self.model.config.vocab_size < space.target.config.vocab_size
         self.rollout.record_guesses = space.record_guesses
         self.unread: Any = None  # the device's drafts, where its rounds make them

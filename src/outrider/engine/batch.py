@@ -18,7 +18,7 @@ class BatchBuilder(Batch):
     """A batch that is being filled."""
 
     def __init__(self, cache: Cache) -> None:
-        super().__init__(cache.table)
+        super().__init__(cache.table, sources=cache.sources)
         self.cache = cache
 
     def pending(self, seq: Sequence, start: int, stop: int, want: bool) -> None:

@@ -10,6 +10,9 @@ slots, with one number per sequence: how many of its leading tokens it holds.
 
 A drafted node occupies a spare slot; the table lists spare slots after the others, so that a device which emits tokens
 ahead of the host finds theirs. `commit(path)` appends the accepted nodes' slots to the row; the others are spare again.
+A model with an encoder also has slots for each sequence's source (`Row.source`), whose K/V cross-attention reads:
+written once, shared by all sequences with the same source, and never part of a text.
+
 Keys are rotated for root position + depth, which is their final position: nothing is moved or recomputed. Slots are
 shared between sequences with a common prefix and reference-counted; only unshared positions are ever written.
 
@@ -18,7 +21,7 @@ This module knows ids and slots; it never reads a number inside a plane.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -37,6 +40,8 @@ class Row:
     slots: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     spare: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)  # slots of the encoder's input
+    source_ids: list[int] = field(default_factory=list)
 
 
 class Plane:
@@ -51,6 +56,18 @@ class Plane:
         self._nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
         self.passes = 0  # that wrote here: shows whether another pass came after one's own
         self.streams: dict[int, torch.Tensor] = {}  # layer -> [S, H] its output, where a drafter needs it
+        self._sources: set[int] = set()  # first slots of the sources whose K/V is here
+
+    def has_source(self, first: int) -> bool:
+        """Whether the K/V of the source that begins in this slot is here."""
+        return first in self._sources
+
+    def keep_source(self, first: int) -> None:
+        """The plane now holds the source that begins in this slot."""
+        self._sources.add(first)
+
+    def drop_source(self, first: int) -> None:
+        self._sources.discard(first)
 
     def holds(self, seq: int) -> int:
         """Leading tokens of a sequence whose K/V is here."""
@@ -106,8 +123,12 @@ class Plane:
 class Cache:
     """All slots, the table, the planes. Rows are found by sequence id."""
 
-    def __init__(self, slots: int, lines: int, length: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, slots: int, lines: int, length: int, device: torch.device | str = "cpu", source_length: int = 0
+    ) -> None:
+        """source_length: of the longest source; 0: there is no encoder."""
         self.slots, self.length, self.device = slots, length, torch.device(device)
+        self.sources = torch.zeros(lines, source_length, dtype=torch.int32) if source_length else None
         self.table = torch.zeros(lines, length, dtype=torch.int32)  # [lines, length]
         self._table = self.table.numpy()  # the same memory: numpy writes a few numbers faster
         self.planes: list[Plane] = []
@@ -129,8 +150,13 @@ class Cache:
 
     @property
     def available(self) -> int:
-        """Slots that can be taken without preemption."""
-        return len(self._free) + sum(self._readers[s] == 1 for row in self.retired.values() for s in row.slots)
+        """Slots that can be taken without preemption: free ones, and those that only finished rows hold."""
+        held = Counter(slot for row in self.retired.values() for slot in (*row.slots, *row.source))
+        return len(self._free) + sum(self._readers[slot] == count for slot, count in held.items())
+
+    def needed(self, seq: Sequence) -> int:
+        """Slots of a waiting sequence's tokens and, if no row has the same, of its source."""
+        return len(seq.tokens) + (0 if self._with_source(seq) else len(self._source_of(seq)))
 
     def has(self, slots: int) -> bool:
         """Whether so many can be taken without preemption; those of finished rows are counted only if need be."""
@@ -141,6 +167,7 @@ class Cache:
         if not self._lines:
             self._evict()
         row = self.rows[seq.id] = Row(self._lines.pop())
+        self._open_source(seq, row)
         source, length = self._longest_prefix(seq)
         if source is not None:
             shared = self.rows.get(source) or self.retired[source]
@@ -151,6 +178,31 @@ class Cache:
             for plane in self.planes:
                 plane.advance(seq.id, min(plane.holds(source), length))
         return length
+
+    def _open_source(self, seq: Sequence, row: Row) -> None:
+        """Slots for the sequence's source, or those of a row that has the same."""
+        ids = self._source_of(seq)
+        if not ids:
+            return
+        assert self.sources is not None
+        same = self._with_source(seq)
+        if same is not None:
+            row.source = list(same.source)
+            for slot in row.source:
+                self._readers[slot] += 1
+        else:
+            row.source = self._take(len(ids))
+        row.source_ids = ids
+        self.sources[row.line, : len(ids)] = torch.tensor(row.source, dtype=torch.int32)
+
+    def _source_of(self, seq: Sequence) -> list[int]:
+        return [] if self.sources is None else seq.source
+
+    def _with_source(self, seq: Sequence) -> Row | None:
+        """A row that holds the same source."""
+        ids = self._source_of(seq)
+        rows = (*self.rows.values(), *self.retired.values())
+        return next((row for row in rows if row.source_ids == ids), None) if ids else None
 
     def sync(self, seq: Sequence, plane: Plane) -> int:
         """How many leading tokens of the sequence this plane holds; seq.tokens from there on are pending."""
@@ -210,6 +262,8 @@ class Cache:
         kept = self._held(seq.id) if keep else 0
         self._drop(row.spare + row.slots[kept:])
         row.slots, row.tokens, row.spare = row.slots[:kept], row.tokens[:kept], []
+        if not kept:
+            self._drop_source(row)
         if kept:
             self._retired_id -= 1  # negative: never the id of a live sequence
             self.retired[self._retired_id] = row
@@ -230,14 +284,20 @@ class Cache:
             assert len(row.slots) == len(row.tokens), "a row's slots and tokens differ in number"
             slots = row.slots + row.spare
             assert self.table[row.line, : len(slots)].tolist() == slots, "the table disagrees with its row"
-            assert len({*row.slots, *row.spare}) == len(row.slots) + len(row.spare), "a row holds a slot twice"
-            for slot in (*row.slots, *row.spare):
+            assert len({*slots, *row.source}) == len(slots) + len(row.source), "a row holds a slot twice"
+            assert len(row.source) == len(row.source_ids), "a row's source and its slots differ in number"
+            if self.sources is not None:
+                listed = self.sources[row.line, : len(row.source)].tolist()
+                assert listed == row.source, "the table of sources disagrees with its row"
+            for slot in (*slots, *row.source):
                 readers[slot] += 1
             assert all(self._readers[s] == 1 for s in row.spare), "a spare slot is shared"
         assert readers == self._readers, "readers are miscounted"
         assert sorted(self._free) == [s for s in range(self.slots) if not readers[s]], "a slot is lost or free twice"
         lines = [row.line for row in rows.values()] + self._lines
         assert sorted(lines) == list(range(self.table.shape[0])), "a line is lost or used twice"
+        firsts = {row.source[0] for row in rows.values() if row.source}
+        assert all(plane._sources <= firsts for plane in self.planes), "a plane claims a source that no row has"
         for id_, held in ((id_, held) for plane in self.planes for id_, held in plane._held.items()):
             assert held <= (len(rows[id_].slots) if id_ in rows else 0), "a plane claims tokens without slots"
 
@@ -257,11 +317,19 @@ class Cache:
             if not self._readers[slot]:
                 self._free.append(slot)
 
+    def _drop_source(self, row: Row) -> None:
+        self._drop(row.source)
+        if row.source and not self._readers[row.source[0]]:
+            for plane in self.planes:
+                plane.drop_source(row.source[0])
+        row.source, row.source_ids = [], []
+
     def _evict(self) -> None:
         """Free the least recently used finished row."""
         id_, row = self.retired.popitem(last=False)
         self._lines.append(row.line)
         self._drop(row.slots)
+        self._drop_source(row)
         self._forget(id_)
 
     def _forget(self, id_: int, rename: int | None = None) -> None:
@@ -274,10 +342,10 @@ class Cache:
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int | None, int]:
         """The row that shares most with a new sequence. The last token is always fed: its logits are needed."""
-        best, length, tokens = None, 0, seq.tokens
+        best, length, tokens, source = None, 0, seq.tokens, self._source_of(seq)
         for id_, row in (*self.rows.items(), *self.retired.items()):
-            if row.tokens[length : length + 1] != tokens[length : length + 1]:
-                continue  # it shares no more than the best one
+            if row.source_ids != source or row.tokens[length : length + 1] != tokens[length : length + 1]:
+                continue  # of another source, or it shares no more than the best one
             common = min(common_prefix(row.tokens, seq.tokens), self._held(id_), len(seq.tokens) - 1)
             if common > length:
                 best, length = id_, common

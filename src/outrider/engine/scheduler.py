@@ -122,7 +122,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:
             seq = self.waiting[0]
-            if self.running and not self.cache.has(len(seq.tokens) + 1):
+            if self.running and not self.cache.has(self.cache.needed(seq) + 1):
                 return  # it would only be preempted again
             self.waiting.popleft()
             self.running.append(seq)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
-from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, from_hf, token_ids
+from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, token_ids
+from .encoder_decoder import PAIRS, folder_tensors, model_config, named_weights
 from .fetch import HUB_NAME, default_model, hub_model
-from .foreign import ForeignWeights, adapt_tokenizer, foreign_config, open_foreign
+from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
-from .weights import Safetensors, Weights, adapted, check, find_safetensors
+from .weights import Weights, adapted, check
 
 DEFAULT = "smollm2"
 _CHOICES = f"'{DEFAULT}' (the default), a folder in Hugging Face layout, a .gguf file, or a hub name like owner/name"
@@ -83,15 +84,28 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise ModelError(f"{folder} has no config.json, so it is not in Hugging Face layout; give {_CHOICES}.")
     data = read_json(folder / "config.json")
     try:
-        config = from_hf(data, read_json(folder / "generation_config.json"))
+        config = model_config(data, read_json(folder / "generation_config.json"))
     except UnsupportedModel as refusal:
         return Checkpoint(folder.resolve().name, folder, *open_foreign(folder, str(refusal)))
-    stored: Any = Safetensors(find_safetensors(folder))
-    settings = data.get("quantization_config") or {}
+    stored, settings = folder_tensors(folder, config), data.get("quantization_config") or {}
     if settings.get("quant_method") in QUANTISED:
         stored = QuantisedWeights(stored, settings, folder)
-    weights = adapted(stored, config)
-    return _checked(folder.resolve().name, folder, config, weights, Tokenizer.from_folder(folder))
+    weights = named_weights(stored, config)
+    tokenizer = Tokenizer.from_folder(folder) if config.encoder is None else _source_tokenizer(folder)
+    return _checked(folder.resolve().name, folder, config, weights, tokenizer)
+
+
+def _source_tokenizer(folder: Path) -> Any:
+    """Of an encoder–decoder: transformers' own, or, without transformers, the one in tokenizer.json."""
+    try:
+        return open_tokenizer(folder)
+    except ImportError:
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json, and transformers, which may read its tokenizer, is not installed: "
+                "pip install -e '.[hf]' in a clone."
+            ) from None
+        return SourceTokenizer.from_folder(folder)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -132,20 +146,21 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
     reason = f"transformers runs {name}, as requested."
     if backend != "transformers":
         try:
-            settings = module.config.to_dict()
-            if settings.get("quantization_config"):
+            given, settings = module.config.to_dict(), getattr(module, "generation_config", None)
+            if given.get("quantization_config"):
                 raise UnsupportedModel("Its weights are quantised in memory, by transformers' own classes.")
-            config = _with_eos_ids(from_hf(settings), module, tokenizer)
+            read = model_config(given, settings.to_dict() if settings is not None else None)
+            config = _with_eos_ids(read, module, tokenizer)
             size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
             use = f"The built-in decoder runs {name} with packed weights of its own, a copy of {size:.0f} MB."
-            weights = adapted(ModuleWeights(module), config)
+            weights = named_weights(ModuleWeights(module), config)
             return Checkpoint(name, Path(), config, weights, tokenizer), use
         except UnsupportedModel as refusal:
             if backend == "outrider":
                 raise
             kind = getattr(module.config, "model_type", "")
             unknown = f"transformers runs {name}: the built-in decoder does not know '{kind}'."
-            reason = f"transformers runs {name}. {refusal}" if kind in FAMILIES else unknown
+            reason = f"transformers runs {name}. {refusal}" if kind in (*FAMILIES, *PAIRS) else unknown
     config = _with_eos_ids(foreign_config(module.config), module, tokenizer)
     shared = ForeignWeights(Path(), reason, module)
     return Checkpoint(name, Path(), config, shared, tokenizer), f"{reason} Its weights are shared."
@@ -155,6 +170,7 @@ class ModuleWeights:
     """A transformers module's weights, without the leading `model.`"""
 
     def __init__(self, module: Any) -> None:
+        self.module = module
         tensors: dict[str, Tensor] = module.state_dict()
         self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 

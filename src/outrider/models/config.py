@@ -19,7 +19,7 @@ from ..errors import ModelError
 
 SUPPORTED = (
     "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3 (dense), Gemma 2 and 3 (text), Phi-3 and 4, "
-    "Granite 3, OLMo 2, GLM-4, Mixtral, Qwen3-MoE and gpt-oss"
+    "Granite 3, OLMo 2, GLM-4, Mixtral, Qwen3-MoE, gpt-oss, T5, BART and Marian"
 )
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "glm4",
@@ -28,9 +28,11 @@ FAMILIES = (
 _TYPES = {"gemma3_text": "gemma3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # other names of a family
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 SILU, GELU = "silu", "gelu_tanh"
+RELU, ERF_GELU = "relu", "gelu"
 CLAMPED = "clamped_silu"  # gpt-oss: gate and up are limited to 7, then (up + 1) * gate * sigmoid(1.702 gate)
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU, "gelu_new": GELU}
 QUANTISED = ("awq", "gptq", "compressed-tensors", "fp8")  # methods that `quantised` reads
+LEARNED, SINUSOIDAL = "learned", "sinusoidal"
 MAX_LAYERS = 10_000  # a damaged count must not exhaust the memory
 _NOPE_INTERVAL = 4  # SmolLM3: every fourth layer has no rope; GGUF has no key for it, llama.cpp hard-codes it too
 
@@ -209,6 +211,18 @@ class ModelConfig:
     dense_layers: frozenset[int] = frozenset()  # with an ordinary MLP, where others have experts
     expert_bias: bool = False  # of router and experts
     sinks: bool = False  # each head of attention has a score that takes its share of the weights and adds nothing
+    layer_norm: bool = False  # norms subtract the mean and add a bias
+    stream_norm: bool = False  # the stream is normed after each addition to it; blocks read it, and the head too
+    gated: bool = True  # the MLP multiplies the activated gate with `up`; False: it activates `up`
+    mlp_bias: bool = False
+    positions: str = ""  # of LEARNED or SINUSOIDAL embeddings that are added to those of tokens
+    embedding_norm: bool = False
+    distance_buckets: int = 0  # of the distances whose score biases each head has learnt; 0: none
+    distance_limit: int = 128  # all larger distances share a bucket
+    banned: tuple[int, ...] = ()  # ids that are never emitted
+    head_bias: bool = False
+    encoder: ModelConfig | None = None  # it reads the prompt; each layer attends to its output
+    starts: tuple[int, ...] = ()  # with an encoder: the tokens that a text starts with
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -245,7 +259,8 @@ class ModelConfig:
         """Whether a layer computes what a Llama's does, q/k norms, biases, windows and partial rope included."""
         names = (
             "activation", "pre_norm", "post_norm", "whole_qk_norm", "local_rope_theta", "score_cap", "logit_cap",
-            "embedding_scale", "residual_scale", "logit_scale", "experts", "sinks",
+            "embedding_scale", "residual_scale", "logit_scale", "experts", "sinks", "layer_norm", "stream_norm",
+            "gated", "mlp_bias", "positions", "embedding_norm", "distance_buckets", "banned", "head_bias", "encoder",
         )  # fmt: skip
         defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
         usual = self.attention_scale == self.head_dim**-0.5

@@ -55,17 +55,23 @@ def open_foreign(folder: Path, refusal: str) -> tuple[ModelConfig, ForeignWeight
         raise
     except Exception as error:
         raise ModelError(f"{refusal} transformers cannot read its config.json either: {first_line(error)}.") from error
+    tokenizer = open_tokenizer(folder)
+    tokenizer.eos_ids = config.eos_ids | frozenset(i for i in tokenizer.eos_ids if i < config.vocab_size)
+    reason = f"transformers runs {folder.resolve().name}: the built-in decoder does not know '{settings.model_type}'."
+    return replace(config, eos_ids=tokenizer.eos_ids), ForeignWeights(folder, reason), tokenizer
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """A folder's tokenizer, read by transformers."""
+    import transformers
+
     try:
-        hf = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        return adapt_tokenizer(transformers.AutoTokenizer.from_pretrained(folder, **LOCAL))
     except Exception as error:
         raise ModelError(
             f"transformers cannot load the tokenizer of {folder}: {first_line(error)}. If it is made with "
             "sentencepiece: pip install sentencepiece."
         ) from error
-    tokenizer = adapt_tokenizer(hf)
-    tokenizer.eos_ids = config.eos_ids | frozenset(i for i in tokenizer.eos_ids if i < config.vocab_size)
-    reason = f"transformers runs {folder.resolve().name}: the built-in decoder does not know '{settings.model_type}'."
-    return replace(config, eos_ids=tokenizer.eos_ids), ForeignWeights(folder, reason), tokenizer
 
 
 def foreign_config(settings: Any) -> ModelConfig:
@@ -115,6 +121,16 @@ class FastTokenizer(Tokenizer):
 
     def encode_prompt(self, text: str, special: bool = False) -> list[int]:
         return list(self.hf(text)["input_ids"])
+
+
+class SourceTokenizer(Tokenizer):
+    """Of an encoder–decoder, without transformers: a source has the special tokens that tokenizer.json adds."""
+
+    def encode_prompt(self, text: str, special: bool = False) -> list[int]:
+        with self._lock:
+            self._core.encode_special_tokens = not special
+            ids: list[int] = self._core.encode(text.encode("utf-8", "replace").decode("utf-8")).ids
+        return ids
 
 
 class SlowTokenizer:

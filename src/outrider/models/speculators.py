@@ -361,7 +361,8 @@ def target_hash(config: ModelConfig, weights: TensorSource) -> str:
     facts = (c.hidden_size, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate_size, c.vocab_size)
     digest = hashlib.sha256(repr(facts).encode())
     first = "input_layernorm" if c.pre_norm else "attention_post_norm"
-    names = ["norm.weight", *(f"layers.{i}.{first}.weight" for i in range(c.layers))]
+    last = [] if c.stream_norm else ["norm.weight"]
+    names = [*last, *(f"layers.{i}.{first}.weight" for i in range(c.layers))]
     norms = torch.cat([weights.get(name, torch.float32).flatten() for name in names])  # [(layers + 1) H]
     digest.update(norms.bfloat16().view(torch.int16).cpu().numpy().tobytes())
     if bool((norms == norms[0]).all()):

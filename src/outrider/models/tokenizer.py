@@ -57,8 +57,8 @@ class Tokenizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {"_lock": threading.Lock()})
 
-    @staticmethod
-    def from_folder(folder: Path) -> Tokenizer:
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
         """From tokenizer.json and the settings files beside it."""
         core = _read_core(folder)
         settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
@@ -70,7 +70,7 @@ class Tokenizer:
             add_bos = ids["bos"] is not None and core.encode("", add_special_tokens=True).ids[:1] == [ids["bos"]]
         file, template = folder / "chat_template.jinja", default_template(settings.get("chat_template"))
         template = file.read_text(encoding="utf-8") if file.is_file() else template
-        return Tokenizer(core, ids["bos"], ids["eos"], add_bos=add_bos, chat_template=template)
+        return cls(core, ids["bos"], ids["eos"], add_bos=add_bos, chat_template=template)
 
     @staticmethod
     def from_gguf(file: GGUF) -> Tokenizer:

@@ -53,30 +53,55 @@ def stored_name(name: str) -> str:
 
 def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of this shape has, with its shape."""
-    shapes = {"embed_tokens.weight": (config.vocab_size, config.hidden_size), "norm.weight": (config.hidden_size,)}
+    wide = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, wide)}
+    if not config.stream_norm:
+        shapes |= _norm("norm", config)
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        shapes["lm_head.weight"] = (config.vocab_size, wide)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
+    if config.positions:
+        shapes["embed_positions.weight"] = (config.context_length, wide)
+    if config.embedding_norm:
+        shapes |= _norm("embed_norm", config)
+    if config.distance_buckets:
+        shapes["distance_bias.weight"] = (config.distance_buckets, config.heads)
     for i in range(config.layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer(config, i).items()}
+    if config.encoder is not None:
+        shapes |= {f"encoder.{name}": shape for name, shape in expected(config.encoder).items()}
+    return shapes
+
+
+def _norm(name: str, c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{end}": (c.hidden_size,) for end in (("weight", "bias") if c.layer_norm else ("weight",))}
+
+
+def _attention(name: str, c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.{n}.weight": (r, c.hidden_size) for n, r in rows.items()}
+    shapes |= {f"{name}.{n}.bias": (r,) for n, r in rows.items() if c.qkv_bias}
+    shapes[f"{name}.o_proj.weight"] = (c.hidden_size, q)
+    if c.o_bias:
+        shapes[f"{name}.o_proj.bias"] = (c.hidden_size,)
     return shapes
 
 
 def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}.weight": (r, c.hidden_size) for n, r in rows.items()}
-    shapes |= {f"self_attn.{n}.bias": (r,) for n, r in rows.items() if c.qkv_bias}
-    shapes["self_attn.o_proj.weight"] = (c.hidden_size, q)
-    if c.o_bias:
-        shapes["self_attn.o_proj.bias"] = (c.hidden_size,)
+    shapes = _attention("self_attn", c)
+    if c.encoder is not None:
+        shapes |= _attention("cross_attn", c) | _norm("cross_attention_layernorm", c)
     if c.qk_norm:
-        wide = (q, kv) if c.whole_qk_norm else (c.head_dim, c.head_dim)
+        wide = (c.heads * c.head_dim, c.kv_heads * c.head_dim) if c.whole_qk_norm else (c.head_dim, c.head_dim)
         shapes |= {f"self_attn.{n}_norm.weight": (size,) for n, size in zip("qk", wide, strict=True)}
     if c.sinks:
         shapes["self_attn.sinks.weight"] = (c.heads,)
     norms = ["input_layernorm", "post_attention_layernorm"] if c.pre_norm else []
     norms += ["attention_post_norm", "mlp_post_norm"] if c.post_norm else []
-    shapes |= {f"{n}.weight": (c.hidden_size,) for n in norms}
+    for name in norms:
+        shapes |= _norm(name, c)
     if c.has_experts(i):
         each = (c.experts, c.expert_size, c.hidden_size)
         shapes |= {f"mlp.experts.{n}.weight": each for n in ("gate_proj", "up_proj")}
@@ -85,8 +110,12 @@ def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
             shapes |= {f"mlp.experts.{n}.bias": each[:2] for n in ("gate_proj", "up_proj")}
             shapes |= {"mlp.experts.down_proj.bias": (c.experts, c.hidden_size), "mlp.router.bias": (c.experts,)}
         return shapes | {"mlp.router.weight": (c.experts, c.hidden_size)}
-    shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in ("gate_proj", "up_proj")}
+    names = ("gate_proj", "up_proj") if c.gated else ("up_proj",)
+    shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in names}
     shapes["mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
+    if c.mlp_bias:
+        shapes |= {f"mlp.{n}.bias": (c.intermediate_size,) for n in names}
+        shapes["mlp.down_proj.bias"] = (c.hidden_size,)
     return shapes
 
 

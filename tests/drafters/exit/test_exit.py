@@ -334,7 +334,7 @@ def test_what_each_drafter_adds_is_counted(tmp_path: Path, home: Path) -> None: 
     more = {each.name: each for each in memory_use(given)}
     stored = sum(t.numel() * 4 for name, t in tensors.items() if name not in ("d2t", "t2d"))
     assert more["exit"].kv == 0
-    assert stored <= more["exit"].weights <= stored + 2048
+    assert stored <= more["exit"].weights <= stored + 4096  # products have whole blocks of outputs, aligned
     assert (more["model"].weights, more["model"].kv) == (0, mine.kv)  # it is the target itself, with a plane of its own
     assert (more["auto"].weights, more["auto"].kv) == (more["exit"].weights, mine.kv)
     assert mine.kv == llm.engine.target.plane.bytes

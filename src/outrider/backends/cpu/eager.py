@@ -151,7 +151,8 @@ class FirstLayers:
         i = torch.tensor(missing)
         own = (rows.tokens[i], rows.positions[i], rows.slots[i], rows.lines[i], rows.context[i])
         ancestors = None if rows.ancestors is None else rows.ancestors[i]
-        others = Rows(*own, rows.table, ancestors, torch.empty(0, dtype=torch.long))
+        sources = None if rows.sources is None else rows.sources.at(i)
+        others = Rows(*own, rows.table, ancestors, torch.empty(0, dtype=torch.long), sources=sources)
         x[missing] = first_states(self.model, others, self.plane, self.layers)
         return x
 

@@ -27,7 +27,7 @@ from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..experts import Experts
 from ..linear import linear
 from ..rows import Rows
-from ..transformer import Layer, Transformer, layer_shape, rope_tables, routing_of
+from ..transformer import Cross, Layer, Transformer, layer_shape, rope_tables, routing_of
 from . import native, quantise as quant
 from .quantise import PRODUCTS, Quantised, Settings, Tensors
 
@@ -177,12 +177,19 @@ class Int8Decoder(Transformer):
 
     exact = True  # every product is row-invariant on every machine
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, length: int | None = None) -> None:
-        """As `Int8Transformer`."""
+    def __init__(
+        self, config: ModelConfig, tensors: Tensors, length: int | None = None, bidirectional: bool = False
+    ) -> None:
+        """As `Int8Transformer`. bidirectional: an encoder, without a head."""
         self._begin(config, torch.float32, length=length)
         self.dtype, self.tensors, self.embedding = torch.int8, tensors, tensors["embedding"]
-        self.norm, self.head = tensors["norm"], int8_product(quant.product(tensors, "head", config))
+        self.add_vectors(tensors, length, bidirectional)
         self.layers = [self._layer(i) for i in range(config.layers)]
+        if not bidirectional:
+            self.head = int8_product(quant.product(tensors, "head", config))
+        if config.encoder is not None:
+            own = {name.removeprefix(quant.ENCODER): t for name, t in tensors.items() if name.startswith(quant.ENCODER)}
+            self.add_encoder(Int8Decoder(config.encoder, own, config.encoder.context_length, bidirectional=True))
 
     def _layer(self, i: int) -> Layer:
         c, at, t = self.config, f"layers.{i}.", self.tensors
@@ -201,7 +208,11 @@ class Int8Decoder(Transformer):
             products["experts"] = None
         norms: Any = (t[f"{at}q_norm"], t[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None
         around: dict[str, Any] = {name: t.get(at + name) for name in (*quant.NORMS, "sinks")}
-        return Layer(head_norms=norms, **products, **around, **layer_shape(c, i))
+        cross = None
+        if c.encoder is not None:
+            across = (int8_product(quant.product(t, at + name, c)) for name in quant.CROSS)
+            cross = Cross(t[f"{at}cross_norm"], *across)
+        return Layer(head_norms=norms, **products, **around, **layer_shape(c, i), cross=cross)
 
 
 def open_int8(
@@ -215,7 +226,10 @@ def open_int8(
         with stage("Quantising the weights") as done:
             return quant.calibrated(config, checkpoint.weights, ids, settings, done)
 
-    tensors = quant.stored(quant.identity(checkpoint.path, config, settings), build, folder)
+    if checkpoint.path == Path():  # a model in memory: no file tells it from another one of its shape
+        tensors = quant.in_one_arena(build())
+    else:
+        tensors = quant.stored(quant.identity(checkpoint.path, config, settings), build, folder)
     return (Int8Transformer if config.llama_like else Int8Decoder)(config, tensors, length)
 
 
@@ -349,6 +363,10 @@ class Int8Linear:
         y = torch._int_mm(high.to(torch.int8), weight) * 256.0 + torch._int_mm(low.to(torch.int8), weight)
         return (y * scale * self._torch.scale)[:, : self.outputs] + (x * 0).sum(1, keepdim=True)
 
+    def first(self, x: Tensor, outputs: int) -> Tensor:
+        """The first outputs only [T, outputs]."""
+        return self(x)[:, :outputs]
+
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]."""
         if not self.gates:
@@ -376,19 +394,30 @@ class NativeProduct(Addresses):
     def __init__(self, fields: tuple[int, ...], kernels: native.Kernels, *held: object) -> None:
         """fields: of its `Linear` in native/int8.h; held: what they are the addresses of."""
         super().__init__(*held)
-        self.fields, self.kernels, (self.outputs, inputs) = fields, kernels, fields[5:7]
-        sizes = (inputs, 1, 1, 1, 0, 1, self.outputs, 1)
+        self.fields, self.kernels, self.outputs = fields, kernels, fields[5]
+        self._models = {self.outputs: self._pack(self.outputs)}
+
+    def _pack(self, outputs: int) -> int:
+        """The model with the first outputs."""
+        fields = (*self.fields[:5], outputs, *self.fields[6:])
+        sizes = (self.fields[6], 1, 1, 1, 0, 1, outputs, 1)
         model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, 0)
-        self._model = self._keep(struct.pack(native.MODEL, *model))
+        return self._keep(struct.pack(native.MODEL, *model))
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]; the first half are gates."""
         return ops.gate_mul(self(x), activation)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.first(x, self.outputs)
+
+    def first(self, x: Tensor, outputs: int) -> Tensor:
+        """As in `Int8Linear`; the other weights are not read."""
+        if outputs not in self._models:
+            self._models[outputs] = self._pack(outputs)
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]
-        out = torch.empty(rows, self.outputs)
+        out = torch.empty(rows, outputs)
         zeros, every = _indices(rows)
         inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
-        self.kernels.int8_pass(self._model, *inputs, 0, 0, 1, 0, 1, rows, rows, 0, 0, torch.get_num_threads())
+        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 1, 0, 1, rows, rows, 0, 0, torch.get_num_threads())
         return out

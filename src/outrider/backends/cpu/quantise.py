@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,15 +34,18 @@ from torch import Tensor
 from ...models.config import ModelConfig
 from ...models.paths import cache_folder
 from .. import Part, ops
-from ..rows import Rows
-from ..transformer import Loader, Transformer, WeightSource
+from ..encoder import Encoder
+from ..rows import Rows, Sources
+from ..transformer import Loader, Prefixed, Transformer, WeightSource, vectors
+from .memory import arena
 
 FORMAT = 2  # of the file; a change makes old files be built again
 OUTPUTS = 32  # of a block of packed weights, as in native/int8.h
 HALF = OUTPUTS // 2
 _MOST_OUTLIERS = 64
-_HUGE_PAGE = 1 << 21  # bytes
 PRODUCTS = ("qkv", "out", "gate_up", "down")
+CROSS = {"cross_q": "qkv", "cross_kv": "qkv", "cross_out": "out"}  # of attention to a source; outliers as those of …
+ENCODER = "encoder."  # how the names of an encoder's tensors begin
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 PARTS = ("weight", "high", "scale", "outliers")  # of a product, besides its bias
 Tensors = dict[str, Tensor]
@@ -68,7 +69,8 @@ class Settings:
 
     def outliers(self, name: str, inputs: int) -> int:
         """Outliers of a product, such as "head" or "layers.3.qkv": a multiple of 4."""
-        share: int = getattr(self, kind_of(name))
+        kind = kind_of(name)
+        share: int = getattr(self, CROSS.get(kind, kind))
         return min(_MOST_OUTLIERS, -(-inputs // share // 4) * 4) if share else 0
 
 
@@ -164,43 +166,73 @@ def calibrated(
     settings: Settings = DEFAULT,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Tensors:
-    """Every tensor of the quantised model by name. `ids`: the tokens of a text that determine the outliers."""
-    run = _Calibration(config, weights, ids[: settings.calibration], settings)
+    """Every tensor of the quantised model by name. `ids`: the tokens of a text that determine the outliers; where there
+    is an encoder, it reads them too."""
+    ids = ids[: settings.calibration]
+    deep = 0 if config.encoder is None else config.encoder.layers
+    tensors, states = {}, None
     with torch.inference_mode():
+        if config.encoder is not None:
+            encoder = _Calibration(config.encoder, Prefixed(weights, ENCODER), ids, settings, bidirectional=True)
+            for i in range(deep):
+                encoder.layer(i)
+                progress((i + 1) / (deep + config.layers + 1))
+            states = encoder.model.closing(encoder.x, None)  # [n, H]
+            tensors = {f"{ENCODER}{name}": tensor for name, tensor in encoder.tensors.items()}
+        run = _Calibration(config, weights, [*config.starts, *ids], settings, states)
         for i in range(config.layers):
             run.layer(i)
-            progress((i + 1) / (config.layers + 1))
+            progress((deep + i + 1) / (deep + config.layers + 1))
         run.head()
-    return run.tensors
+    return tensors | run.tensors
 
 
 class _Calibration:
     """Runs a text through the float model, layer by layer, and quantises each layer from its inputs."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, ids: list[int], settings: Settings) -> None:
-        self.config, self.source, self.settings = config, weights, settings
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, ids: list[int], settings: Settings,
+        states: Tensor | None = None, bidirectional: bool = False,
+    ) -> None:  # fmt: skip
+        """states [m, H]: the encoder's output; bidirectional: this is an encoder."""
+        self.config, self.source, self.settings, self.states = config, weights, settings, states
         self.tensors: Tensors = {"embedding": weights.get("embed_tokens.weight", torch.bfloat16).contiguous()}
-        tokens = torch.tensor(ids or [0])
-        n, order = tokens.shape[0], torch.arange(tokens.shape[0])
+        tokens = torch.tensor((ids or [0])[: config.context_length])
+        n, m, order = len(tokens), 0 if states is None else len(states), torch.arange(len(tokens))
         line, table = torch.zeros(n, dtype=torch.long), order[None].int().contiguous()
-        self.rows = Rows(tokens, order, order, line, order + 1, table, None, order)
+        self.source_slots = torch.arange(n, n + m)
+        sources = None if states is None else Sources(self.source_slots[None].int(), torch.full((n,), m), {})
+        context = torch.full((n,), n) if bidirectional else order + 1
+        self.rows = Rows(tokens, order, order, line, context, table, None, order, sources=sources)
         self.model = Transformer.without_weights(config, n)
+        load = self._load({})
+        self.tensors |= {name: load.norm(name).contiguous() for name in vectors(config)}
         self.model.embedding = self.tensors["embedding"]
-        self.x = self.model.embed(tokens)  # [n, H]
-        self.plane: Any = _OneLayer(n, config)
+        self.model.add_vectors(self.tensors, n, bidirectional)
+        self.x = self.model.embed(tokens, order)  # [n, H]
+        self.plane: Any = _OneLayer(n + m, config)
+
+    def _load(self, products: dict[str, _Recorded]) -> _Recording:
+        cpu = torch.device("cpu")
+        return _Recording(self.config, self.source, torch.float32, torch.float32, cpu, False, products)
 
     def layer(self, i: int) -> None:
         products: dict[str, _Recorded] = {}
-        load = _Recording(self.config, self.source, torch.float32, torch.float32, self.x.device, False, products)
-        self.model.layers = {i: load.layer(i)}
+        self.model.layers = {i: self._load(products).layer(i)}
+        self.plane.clear()
+        if self.states is not None:
+            Encoder(None, self.model.layers).project(
+                i, self.states, self.plane.k[i], self.plane.v[i], self.source_slots
+            )
         one = Part(start=i, stop=i + 1, head=False)
         self.x = self.model.forward(self.rows, self.plane, one, self.x, taps=(i,)).hidden[i]
         layer = self.model.layers[i]
         norms = {name: getattr(layer, name) for name in (*NORMS, "sinks")}
         if layer.head_norms is not None:
             norms |= {"q_norm": layer.head_norms[0], "k_norm": layer.head_norms[1]}
-        vectors = {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
-        self.tensors |= vectors
+        if layer.cross is not None:
+            norms["cross_norm"] = layer.cross.norm
+        self.tensors |= {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
         if layer.experts is not None:
             names = ("weight", "bias") if self.config.expert_bias else ("weight",)
             for name in names:
@@ -211,10 +243,9 @@ class _Calibration:
             self._quantise(name, product.weight, product.bias, product.largest, product.scale)
 
     def head(self) -> None:
-        self.tensors["norm"] = self.source.get("norm.weight", torch.float32).contiguous()
-        h = ops.add_norm(self.x, None, self.tensors["norm"], self.config.norm_eps, torch.float32)
+        h = self.model.closing(self.x, None)  # [n, H]
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
-        self._quantise("head", weight, None, h.abs().amax(0))
+        self._quantise("head", weight, self._load({}).head_bias(), h.abs().amax(0))
 
     def _quantise(
         self, key: str, weight: Tensor, bias: Tensor | None, largest: Tensor, scale: Tensor | None = None
@@ -233,9 +264,12 @@ class _OneLayer:
         self.v: dict[int, Tensor] = defaultdict(lambda: torch.empty(shape))
         self.streams: Tensors = {}
 
-    def count_pass(self) -> None:
+    def clear(self) -> None:
         self.k.clear()
         self.v.clear()
+
+    def count_pass(self) -> None:
+        """It belongs to no cache."""
 
 
 @dataclass
@@ -297,10 +331,14 @@ def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
 def shape(name: str, c: ModelConfig) -> tuple[int, int]:
     """Outputs and inputs of a product, such as "head" or "layers.3.qkv"."""
     inner, middle = c.heads * c.head_dim, c.expert_size if name[-1].isdigit() else c.intermediate_size
-    pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle
+    pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle if c.gated else middle
+    kv = 2 * c.kv_heads * c.head_dim
     return {
-        "qkv": (inner + 2 * c.kv_heads * c.head_dim, c.hidden_size),
+        "qkv": (inner + kv, c.hidden_size),
         "out": (c.hidden_size, inner),
+        "cross_q": (inner, c.hidden_size),
+        "cross_kv": (kv, c.hidden_size),
+        "cross_out": (c.hidden_size, inner),
         "gate_up": (pair, c.hidden_size),
         "down": (c.hidden_size, middle),
         "head": (c.vocab_size, c.hidden_size),
@@ -317,7 +355,7 @@ def folder(name: str) -> Path:
 
 def identity(path: Path, config: ModelConfig, settings: object = DEFAULT) -> str:
     """A hash of everything that determines the bytes: names, sizes and times of the model's files, and the settings."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted((*path.glob("*.safetensors"), *path.glob("*.bin")))
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     # Frozen sets are sorted: their order changes from process to process.
     values = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(config).items()}
@@ -400,18 +438,5 @@ def in_one_arena(tensors: Tensors) -> Tensors:
 def _places(sizes: list[int]) -> list[Tensor]:
     """So many bytes each, in one allocation, each aligned to a cache line, in huge pages where the system has them."""
     starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
-    arena = _arena(starts[-1])
-    return [arena[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-
-def _arena(size: int) -> Tensor:
-    """[size] bytes that start on a huge page. Private memory: shared memory gets small pages."""
-    if sys.platform == "linux":
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-    else:
-        flat = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
-    start = -flat.data_ptr() % _HUGE_PAGE
-    return flat[start : start + size]
+    memory = arena(starts[-1])
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]

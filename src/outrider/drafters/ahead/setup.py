@@ -48,6 +48,8 @@ def draft_source(space: Workspace) -> DraftSource:
     model = space.option("draft_model", "assistant_model", default=None)
     if model is None:
         return _head(space)
+    if space.target.encoder:
+        raise ConfigError("The drafter 'ahead' does not give a source to its draft model's encoder; use 'model'.")
     in_memory = not isinstance(model, str) and hasattr(model, "forward")
     device = model.device if in_memory else choose_device(str(space.option("draft_device", default="cpu")))
     in_thread = in_memory or shares_gpu(device, space.target.device)

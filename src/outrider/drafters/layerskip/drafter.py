@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...models.tuning_profile import noted
 from ...types import Draft, Sequence, Step
 from .. import Drafter, DraftRequest, Traits, Workspace, register
-from .._rollout import Rollout
+from .._rollout import Rollout, draft_vocab
 from .refine import Refinement
 from .search import NOTE, Skip
 
@@ -93,9 +93,7 @@ def _skip(space: Workspace) -> Skip:
     """The set in the options, else the one that was searched for this target, else a few middle layers."""
     config = space.target.config
     layers, attention, mlp = (frozenset(int(i) for i in space.option(name, default=())) for name in SETS)
-    vocab = int(space.option("draft_vocab", default=0)) or None
-    if vocab is not None and not 0 < vocab <= config.vocab_size:
-        raise ConfigError(f"draft_vocab is {vocab}, but it must be between 1 and {config.vocab_size}, or 0 for all.")
+    vocab = draft_vocab(space, config.vocab_size)
     if space.options.keys().isdisjoint(SETS):
         searched = _searched(space)
         if searched is not None:

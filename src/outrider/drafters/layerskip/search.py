@@ -103,11 +103,13 @@ class ScoredText:
         """answers: prompt and generated tokens of each; at most `most` positions are scored in all."""
         self.model = model
         each = max(1, most // max(len(answers), 1))
-        texts = [(prompt, answer[: each + 1]) for prompt, answer in answers if len(answer) > 1]
+        kept = [(model.opening(prompt), answer[: each + 1]) for prompt, answer in answers if len(answer) > 1]
+        texts = [(start.tokens, answer) for start, answer in kept]
         sizes = [len(prompt) + 2 * len(answer) for prompt, answer in texts] or [1]  # a scored row has its own slot
-        self.cache = Cache(sum(sizes), len(sizes), max(sizes), model.device)
+        slots = sum(sizes) + sum(len(start.source) for start, _ in kept)
+        self.cache = Cache(slots, len(sizes), max(sizes), model.device, model.source_length)
         self.plane: Plane = self.cache.add_plane(*model.plane_shape)
-        self.seqs = [Sequence(i, prompt + answer) for i, (prompt, answer) in enumerate(texts)]
+        self.seqs = [Sequence(i, start.tokens + answer, source=start.source) for i, (start, answer) in enumerate(kept)]
         for seq, (_, answer) in zip(self.seqs, texts, strict=True):
             self.cache.open(seq)
             self.cache.reserve(seq, len(seq.tokens), len(answer))
@@ -184,7 +186,8 @@ def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf
 def first_row(rows: Rows) -> Rows:
     ancestors = None if rows.ancestors is None else rows.ancestors[:1]
     one = (rows.tokens[:1], rows.positions[:1], rows.slots[:1], rows.lines[:1], rows.context[:1])
-    return Rows(*one, rows.table, ancestors, torch.zeros(1, dtype=torch.long))
+    sources = None if rows.sources is None else rows.sources.at(torch.zeros(1, dtype=torch.long))
+    return Rows(*one, rows.table, ancestors, torch.zeros(1, dtype=torch.long), sources=sources)
 
 
 class DraftCost:

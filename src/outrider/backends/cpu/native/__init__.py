@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -61,8 +61,9 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
-STRUCTS = {"add_norm": "4P2qd3q", "gate_mul": "2P5q", "rope_store": "9P5qd2q", "attend": "9P7q2d2q"}
-STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q"}
+STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
+STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
+COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "5P3qP"
 LAYER = "4P" + 4 * LINEAR + "2q"
@@ -80,9 +81,10 @@ class Kernels:
         library.outrider_dot_isa.restype = ctypes.c_char_p
         self.dot_isa: str = library.outrider_dot_isa().decode()
         self.threaded = threaded
-        self.add_norm, self.gate_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose = (
-            _kernel(library, name) for name in STRUCTS
-        )
+        (
+            self.add_norm, self.gate_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose,
+            self.product,
+        ) = (_kernel(library, name) for name in STRUCTS)  # fmt: skip
 
 
 def _kernel(library: ctypes.CDLL, name: str) -> Callable[..., None]:
@@ -302,6 +304,7 @@ def check(path: str) -> None:
         _check_attend(kernels, d)
         _check_int8(kernels, d)
         _check_choose(kernels, d)
+        _check_product(kernels, d)
     _check_blocks(kernels)
 
 
@@ -322,12 +325,18 @@ def _int64s(values: Iterable[int]) -> ctypes.Array[ctypes.c_int64]:
 def _check_rows(kernels: Kernels, d: int) -> None:
     gate, up = (_floats(math.sin(1 + i + j) for i in range(d)) for j in (0, d))
     both, ones, out = _floats([*gate, *up]), _floats([1.0] * d), _floats([0.0] * d)
-    kernels.gate_mul(_address(both), _address(out), 1, d, 0, 0, 2)
+    kernels.gate_mul(_address(both), _address(out), 1, d, 0, 0, 1, 2)
     _compare("gate_mul", out, [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)])
     total = [g + u for g, u in zip(gate, up, strict=True)]
     rms = math.sqrt(sum(x * x for x in total) / d)
-    kernels.add_norm(_address(gate), _address(up), _address(ones), _address(out), 1, d, 0.0, 0, 0, 2)
+    kernels.add_norm(_address(gate), _address(up), _address(ones), 0, _address(out), 1, d, 0.0, 0, 0, 2)
     _compare("add_norm", out, [x / rms for x in total])
+    mean = sum(total) / d
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in total) / d)
+    kernels.add_norm(_address(gate), 0, _address(ones), _address(ones), _address(out), 1, d, 0.0, 0, 0, 2)
+    _compare("layer norm", out, [(x - mean) / deviation + 1 for x in total])
+    kernels.gate_mul(_address(up), _address(out), 1, d, 0, 4, 0, 2)
+    _compare("gelu", out, [u * (1 + math.erf(u / math.sqrt(2))) / 2 for u in up])
 
 
 def _check_attend(kernels: Kernels, d: int) -> None:
@@ -343,9 +352,15 @@ def _check_attend(kernels: Kernels, d: int) -> None:
     _compare("rope_store", q, [x for row in rows for x in [-y for y in row[half:d]] + row[:half]])
     table, lines, context = (ctypes.c_int32 * end)(*range(end)), _int64s([0] * new), _int64s(range(old + 1, end + 1))
     inputs = [_address(x) for x in (q, k, v, table, lines, context)]
-    kernels.attend(*inputs, 0, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0.0, 0, 2)
+    kernels.attend(*inputs, 0, 0, 0, 0, _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0.0, 0, 0, 2)
     for t in range(new):
         _compare("attend", out[t * d : (t + 1) * d], _attention(q[t * d : (t + 1) * d], k, v, old + 1 + t))
+    bias, shift = _floats(math.sin(i) for i in range(end)), _int64s(range(old, end))
+    kernels.attend(
+        *inputs, 0, 0, _address(bias), _address(shift), _address(out), end, 0, new, 1, 1, d, 0, d**-0.5, 0.0, end, 0, 2
+    )
+    last = out[(new - 1) * d : new * d]
+    _compare("biased attend", last, _attention(q[(new - 1) * d : new * d], k, v, end, bias[::-1]))
 
 
 def _check_choose(kernels: Kernels, d: int) -> None:
@@ -361,6 +376,19 @@ def _check_choose(kernels: Kernels, d: int) -> None:
     addresses = [_address(each) for each in (rows, keys, temperatures, place)]
     kernels.choose(*addresses, 2, d, 2)
     _compare("choose", place, [float(bits.index(max(bits))), 0.0])
+
+
+def _check_product(kernels: Kernels, d: int) -> None:
+    """Seven rows, 20 outputs of two blocks."""
+    rows, outputs = 7, 20
+    x = _floats(math.sin(i) for i in range(rows * d))
+    weights = [[math.cos(n + 3 * i) if n < outputs else 0.0 for i in range(d)] for n in range(2 * COLUMNS)]
+    packed = _floats(weights[b + n][i] for b in (0, COLUMNS) for i in range(d) for n in range(COLUMNS))
+    bias, out = _floats(range(outputs)), _floats([0.0] * rows * outputs)
+    kernels.product(*(_address(each) for each in (x, packed, bias, out)), rows, outputs, d, 0, 2)
+    for t in range(rows):
+        wanted = [n + sum(x[t * d + i] * weights[n][i] for i in range(d)) for n in range(outputs)]
+        _compare("product", out[t * outputs : (t + 1) * outputs], wanted)
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:
@@ -417,9 +445,10 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     return out
 
 
-def _attention(q: list[float], k: Floats, v: Floats, keys: int) -> list[float]:
+def _attention(q: list[float], k: Floats, v: Floats, keys: int, bias: Sequence[float] = ()) -> list[float]:
     d = len(q)
     scores = [sum(x * y for x, y in zip(q, k[j * d : (j + 1) * d], strict=True)) / math.sqrt(d) for j in range(keys)]
+    scores = [score + more for score, more in zip(scores, bias or [0.0] * keys, strict=True)]
     weights = [math.exp(score) for score in scores]
     return [sum(w * v[j * d + c] for j, w in enumerate(weights)) / sum(weights) for c in range(d)]
 

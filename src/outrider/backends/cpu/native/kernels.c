@@ -35,11 +35,28 @@ typedef struct {
     float *x; /* [T, H] */
     const void *delta; /* [T, H] or NULL */
     const float *weight; /* [H] */
+    const float *bias; /* [H], or NULL: an RMS norm; else a layer norm, which subtracts the mean */
     void *out; /* [T, H] */
     int64_t rows, width;
     double eps;
     int64_t delta_bf16, out_bf16, threads;
 } Norm;
+
+static float mean(const float *x, int64_t n) {
+    vf sum = {0};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) sum += load(x + i);
+    sum += load_some(x + i, n - i);
+    return lanes_sum(sum) / (float)n;
+}
+
+/* x - its mean, scaled to a variance of one; then gain and bias. `row` may be x. */
+static void layer_normed(float *row, const float *x, const float *weight, const float *bias, int64_t n, float eps) {
+    const float middle = mean(x, n);
+    for (int64_t i = 0; i < n; i++) row[i] = x[i] - middle;
+    const float scale = inverse_rms(row, n, eps);
+    for (int64_t i = 0; i < n; i++) row[i] = row[i] * scale * weight[i] + bias[i];
+}
 
 static int norm_rows(const void *job, int64_t part) {
     const Norm *a = job;
@@ -52,8 +69,11 @@ static int norm_rows(const void *job, int64_t part) {
             read_row(row, at(a->delta, a->delta_bf16, t * n), a->delta_bf16, n);
             for (int64_t i = 0; i < n; i++) x[i] += row[i];
         }
-        const float scale = inverse_rms(x, n, (float)a->eps);
-        for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * a->weight[i];
+        if (a->bias) layer_normed(row, x, a->weight, a->bias, n, (float)a->eps);
+        else {
+            const float scale = inverse_rms(x, n, (float)a->eps);
+            for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * a->weight[i];
+        }
         write_row(at(a->out, a->out_bf16, t * n), a->out_bf16, row, n);
     }
     return 0;
@@ -61,12 +81,13 @@ static int norm_rows(const void *job, int64_t part) {
 
 int outrider_add_norm(const Norm *a) { return by_blocks(norm_rows, a, a->rows, block_of(a->width), a->threads); }
 
-/* ---------------------------------------------------------------- activation(gate) * up */
+/* ---------------------------------------------------------------- activation(gate) * up, or activation(x) */
 
 typedef struct {
-    const void *gate_up; /* [T, 2I] */
+    const void *gate_up; /* [T, 2I]; unpaired: [T, I] */
     void *out; /* [T, I] */
-    int64_t rows, width, bf16, kind, threads; /* kind: 0 silu, 1 gelu by its tanh approximation, 2 silu with limits */
+    /* kind: 0 silu, 1 gelu by its tanh approximation, 2 silu with limits, 3 relu, 4 gelu */
+    int64_t rows, width, bf16, kind, paired, threads;
 } Gate;
 
 INLINE int64_t gate_block(int64_t width) { return block_of(4 * width); } /* an exponential costs several sums */
@@ -76,8 +97,13 @@ INLINE vf limited(vf x, float low) { /* to low .. 7; NaN stays NaN */
     return either((vu)(x < low), all(low), x);
 }
 
-/* All activations are g * sigmoid(s) * u: s is g, twice gelu's inner polynomial, or 1.702 g where both are limited. */
+/* Most activations are g * sigmoid(s) * u: s is g, twice gelu's inner polynomial, or 1.702 g where both are limited. */
 INLINE vf gated(vf g, vf u, int64_t kind) {
+    if (kind == 3) return either((vu)(g < 0.0f), all(0.0f), g) * u;
+    if (kind == 4) {
+        for (int lane = 0; lane < W; lane++) g[lane] *= 0.5f * erfcf(g[lane] * -0.70710678118654752f);
+        return g * u;
+    }
     if (kind == 2) {
         g = limited(g, -INFINITY);
         return g / (1.0f + exp_(-1.702f * g)) * (limited(u, -7.0f) + 1.0f);
@@ -93,11 +119,10 @@ static int gate_rows(const void *job, int64_t part) {
     if (!gate) return 1;
     memset(gate, 0, (size_t)(2 * wide) * sizeof *gate);
     for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) {
-        read_row(gate, at(a->gate_up, a->bf16, 2 * t * n), a->bf16, n);
-        read_row(up, at(a->gate_up, a->bf16, (2 * t + 1) * n), a->bf16, n);
-        for (int64_t i = 0; i < wide; i += W) {
-            store(gate + i, gated(load(gate + i), load(up + i), a->kind));
-        }
+        read_row(gate, at(a->gate_up, a->bf16, (1 + a->paired) * t * n), a->bf16, n);
+        if (a->paired) read_row(up, at(a->gate_up, a->bf16, (2 * t + 1) * n), a->bf16, n);
+        for (int64_t i = 0; i < wide; i += W)
+            store(gate + i, gated(load(gate + i), a->paired ? load(up + i) : all(1.0f), a->kind));
         write_row(at(a->out, a->bf16, t * n), a->bf16, gate, n);
     }
     return 0;
@@ -250,6 +275,12 @@ int outrider_rope_store(const Rope *a) { return by_blocks(rope_rows, a, a->rows,
 /* ---------------------------------------------------------------- attention, in attend.h */
 
 int outrider_attend(const Attend *a) { return attend(a); }
+
+/* ---------------------------------------------------------------- a product in float32, in product.h */
+
+#include "product.h"
+
+int outrider_product(const Dense *a) { return dense(a); }
 
 /* ---------------------------------------------------------------- a whole quantised pass, in pass.h */
 

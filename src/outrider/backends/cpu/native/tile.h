@@ -31,10 +31,12 @@ typedef struct {
     const int64_t *lines, *context; /* [T], [T] */
     const int32_t *ancestors; /* [T, depth] or NULL */
     const float *sinks; /* [heads] or NULL: a score of each head that takes its share of the weights and adds nothing */
+    const float *bias; /* [heads, bias_stride] or NULL: added to a score, at index shift - key's index in the list */
+    const int64_t *shift; /* [T] */
     void *out; /* [T, heads, d] */
     int64_t table_stride, depth, rows, heads, kv_heads, d, window;
     double scale, cap; /* cap > 0: a score s becomes cap * tanh(s / cap) */
-    int64_t bf16, threads;
+    int64_t bias_stride, bf16, threads;
 } Attend;
 
 typedef struct {
@@ -235,6 +237,14 @@ static void soften(float *scores, int64_t start, int64_t end, float cap) {
         store(scores + j, cap - 2.0f * cap / (1.0f + exp_(load(scores + j) * (2.0f / cap))));
 }
 
+/* Adds to scores start .. end-1 what the distance between query and key is worth. */
+static void bend(const Tile *tile, int64_t query, float *scores, int64_t start, int64_t end) {
+    const Attend *a = tile->a;
+    const int64_t head = head_of(tile, query) % a->heads;
+    const float *bias = a->bias + head * a->bias_stride + a->shift[row_of(tile, query)] - tile->from;
+    for (int64_t j = start; j < end; j++) scores[j] += bias[-j];
+}
+
 /* Scores start .. end-1 become weights. */
 static void softmax(State *state, float *scores, int64_t start, int64_t end) {
     const int64_t low = start / W * W, high = padded(end);
@@ -279,6 +289,7 @@ static void attend_block(Tile *tile, int64_t block) {
         tile->state[i].total = 0.0f;
         float *scores = tile->scores + i * STRIDE;
         if (start < end && tile->a->cap > 0.0) soften(scores, start - tile->from, end - tile->from, (float)tile->a->cap);
+        if (start < end && tile->a->bias) bend(tile, i, scores, start - tile->from, end - tile->from);
         if (start < end) softmax(tile->state + i, scores, start - tile->from, end - tile->from);
         memset(tile->state[i].sum, 0, (size_t)tile->wide * sizeof(float));
     }

@@ -140,6 +140,10 @@ class Product:
     def __call__(self, x: Tensor) -> Parts:
         return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
 
+    def first(self, x: Tensor, outputs: int) -> Tensor:
+        """The first outputs only [T, outputs], summed."""
+        return self(x).total()[:, :outputs]
+
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         if self.bias is None:

@@ -1,0 +1,101 @@
+"""The encoder of an encoder–decoder: a source is read once, and its K/V for every decoder layer goes into the plane.
+
+A source has slots of its own in the cache (`engine.cache`), in which layer i of the decoder keeps the K/V that its
+cross-attention reads. Promise: a source's K/V is the same bits whichever sources are read with it, so a source that was
+evicted and is read again changes no text. It knows sources, slots and planes; it does not know what is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.cache import Plane
+from ..models.config import ModelConfig
+from . import Part
+from .linear import summed
+from .rows import Rows, Sources
+
+
+class _Scratch:
+    """The encoder's own K/V, dropped layer by layer: nobody reads it after its pass."""
+
+    def __init__(self, rows: int, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (rows, config.kv_heads, config.head_dim)
+        one = torch.empty(2, *shape, dtype=dtype, device=device)
+        self.k, self.v = [one[0]] * config.layers, [one[1]] * config.layers
+        self.streams: dict[int, Tensor] = {}
+
+    def count_pass(self) -> None:
+        """It belongs to no cache."""
+
+
+def bidirectional(sources: list[list[int]], device: torch.device) -> Rows:
+    """Rows in which every token of a source reads all of it."""
+    lengths = [len(source) for source in sources]
+    longest, total = max(lengths), sum(lengths)
+    tokens = torch.tensor([token for source in sources for token in source])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    lines = torch.repeat_interleave(torch.arange(len(sources)), torch.tensor(lengths))
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    table = (starts[:, None] + torch.arange(longest)).clamp(max=total - 1).int()  # [sources, longest]
+    context, slots = torch.tensor(lengths)[lines], torch.arange(total)
+    tokens, positions, slots, lines, context, table = (
+        tensor.to(device) for tensor in (tokens, positions, slots, lines, context, table)
+    )
+    none = torch.empty(0, dtype=torch.long, device=device)
+    return Rows(tokens, positions, slots, lines, context, table, None, none)
+
+
+class Encoder:
+    """Runs a bidirectional network of the same layers as a decoder's, and projects its output for the decoder."""
+
+    def __init__(self, network: Any, layers: Any) -> None:
+        """network: a `Transformer` without a head; layers: the decoder's, each with the product `cross.kv`."""
+        self.network, self.layers = network, layers
+
+    def read(self, sources: Sources, plane: Plane) -> None:
+        """Read the sources that the plane does not hold yet."""
+        missing: dict[int, tuple[list[int], Tensor]] = {}  # first slot -> ids, slots
+        for line, ids in sources.ids.items():
+            if ids and not plane.has_source(first := int(sources.table[line, 0])):
+                missing[first] = ids, sources.table[line, : len(ids)]
+        if not missing:
+            return
+        states = self.states([ids for ids, _ in missing.values()])  # [n, H]
+        slots = torch.cat([slots for _, slots in missing.values()]).to(states.device, torch.long)  # [n]
+        for i in range(len(plane.k)):
+            self.project(i, states, plane.k[i], plane.v[i], slots)
+        for first in missing:
+            plane.keep_source(first)
+
+    def states(self, sources: list[list[int]]) -> Tensor:
+        """The encoder's output for each token of each source: [n, H]."""
+        network, rows = self.network, bidirectional(sources, self.network.device)
+        scratch: Any = _Scratch(rows.count, network.config, network.plane_shape.dtype, network.device)
+        last = network.config.layers - 1
+        output = network.forward(rows, scratch, Part(head=False), taps=(last,))
+        states: Tensor = network.closing(output.hidden[last], None)
+        return states
+
+    def project(self, i: int, states: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write the K/V of decoder layer i: states [n, H] into slots [n] of the planes."""
+        both = summed(self.layers[i].cross.kv(states)).to(k.dtype).view(len(slots), 2, *k.shape[1:])
+        k[slots], v[slots] = both[:, 0], both[:, 1]
+
+
+def distance_bias(weight: Tensor, config: ModelConfig, length: int, both_ways: bool) -> Tensor:
+    """What each distance adds to a head's scores: [heads, distances], with 0 first, or in the middle if `both_ways`.
+
+    weight [buckets, heads]. Short distances have buckets of their own, longer ones share them, by logarithm (T5).
+    """
+    distance = torch.arange(-(length - 1) if both_ways else 0, length)  # query - key
+    buckets = config.distance_buckets // 2 if both_ways else config.distance_buckets
+    far, exact = distance.abs(), buckets // 2
+    ratio = torch.log(far.clamp(min=1).float() / exact) / math.log(config.distance_limit / exact)
+    shared = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+    index = torch.where(far < exact, far, shared) + buckets * (distance < 0)
+    return weight[index.to(weight.device)].T.contiguous()
