@@ -62,7 +62,8 @@ def fake_head() -> Any:
     )
     return SimpleNamespace(
         config=config, device=CPU, dtype=torch.bfloat16, compute=torch.float32, stream=torch.float32,
-        plane_shape=(1, 1, 1, torch.float32), ids=torch.arange(4), masks=False, kind_of_model="head", small=True,
+        plane_shape=(1, 1, 1, torch.float32), ids=torch.arange(4), device_ids=torch.arange(4), masks=False,
+        kind_of_model="head", small=True,
     )  # fmt: skip
 
 
