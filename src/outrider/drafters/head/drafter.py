@@ -368,10 +368,10 @@ def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntV
 
     Rows that were trained with a head have left the target's space: beside them the target's own score too high.
     """
-    rows = row_reader(space.target)
-    if not isinstance(head, Head) or head.config.own_output or rows is None:
+    if not isinstance(head, Head) or head.config.own_output or head.config.draft_vocab_size == head.config.vocab_size:
         return None
-    if head.config.draft_vocab_size == head.config.vocab_size:
+    rows = row_reader(space.target)
+    if rows is None:
         return None
     known: LearntVocabulary | None = head.vocabulary  # a head may serve several engines
     head.vocabulary = known or LearntVocabulary(head, rows, space.target.config.eos_ids)
