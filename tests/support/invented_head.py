@@ -58,7 +58,14 @@ class SlowToRecord(InventedDriver):
 
 def fake_head() -> Any:
     config = SimpleNamespace(
-        heads=16, kv_heads=4, head_dim=64, taps=(0,), target_hidden_size=1, kind="eagle3", block=8, vocab_size=49152,
+        heads=16,
+        kv_heads=4,
+        head_dim=64,
+        taps=(0,),
+        target_hidden_size=1,
+        kind="eagle3",
+        block=8,
+        vocab_size=49152,
         acceptance=(),
     )
     return SimpleNamespace(
