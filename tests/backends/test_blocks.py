@@ -76,6 +76,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # ------------------------------------------------------------ numbers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @needs_compiler
 def test_no_bit_is_lost(use_backend: Use, kind: str) -> None:

@@ -48,6 +48,7 @@ def test_instructions_can_be_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_without_a_compiler_the_wheels_libraries_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The best one that passes its check here; another processor's and a damaged one do not. Threads where they can."""
     folder, cache = tmp_path / "prebuilt", tmp_path / "cache"

@@ -118,7 +118,10 @@ def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
     assert run(engine()) == plain["greedy"]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "model", "layerskip", "head", "tree"])
+SOURCES = ["ngram", "suffix", "model", "layerskip", "head", pytest.param("tree", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("drafter", SOURCES)
 def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str) -> None:
     """The text is the target's own, and a recorded drafter drafts what it drafts between passes on the host."""
     options: dict[str, object] = {"ngram_min": 1} if drafter == "ngram" else {}
@@ -456,6 +459,7 @@ class AskingForTheSecond(ScriptedDrafter):
         return Draft.pack((unread if seq.id == 2 else late for seq, late, unread in pairs), asked.unread)
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_deeper_than_any_tree_is_cut_in_a_round_with_trees() -> None:
     """A tree's paths have a largest depth; the sequence that asks is not the first, and drafts are for the first."""
     tokens, prompts = kernels.DEPTH + 6, PROMPTS[:2]

@@ -116,6 +116,7 @@ def test_coins_are_uniform_and_independent_of_neighbours() -> None:
     assert 0 < float(coins.min()) < float(coins.max()) < 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9}])
 def test_choices_follow_the_law(params: dict) -> None:
     """A chi-square test with a fixed seed: deterministic, and far from its threshold when the law is right."""

@@ -186,7 +186,7 @@ def test_hanging_up_before_a_whole_answer_frees_its_slots(llm: LLM) -> None:
 # ---------------------------------------------------------------- the program
 
 
-@pytest.mark.parametrize("drain", ["20", "0"])
+@pytest.mark.parametrize("drain", [pytest.param("20", marks=pytest.mark.slow), "0"])
 def test_sigterm_lets_streams_end(folder: Path, drain: str) -> None:
     """With time to drain a stream ends as it would; without, it ends with a clear error. Both exit with 0."""
     program = [sys.executable, "-m", "outrider", "serve", "-m", str(folder), "--dtype", "float32", "-d", "ngram"]

@@ -232,6 +232,7 @@ def test_when_the_engine_is_killed_streams_end_and_health_says_so(folder: Path) 
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
+@pytest.mark.slow
 def test_when_the_http_process_is_killed_the_engine_ends(folder: Path) -> None:
     program = [sys.executable, "-m", "outrider", "serve", "-m", str(folder), "--dtype", "float32", "-d", "ngram"]
     with socket.socket() as probe:
@@ -259,6 +260,7 @@ def _answers(port: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_says_why(folder: Path) -> None:
     with pytest.raises(OutriderError, match="This model cannot be loaded"):
         EngineProcess(partial(broken, folder))

@@ -517,7 +517,7 @@ def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Pat
 def test_frozen_output_rows_are_the_targets_and_not_stored(home: Path, tmp_path: Path) -> None:
     """The head drafts what a head with those rows in its file drafts."""
     out, whole = tmp_path / "head", tmp_path / "whole"
-    done = invoke(home, out, "--steps", 160, "--freeze-output", "--draft-vocab", 40)
+    done = invoke(home, out, "--steps", 80, "--freeze-output", "--draft-vocab", 40)
     assert done.exit_code == 0, done.output
     config, tensors = read_head(out)
     assert not config.own_output
@@ -529,7 +529,7 @@ def test_frozen_output_rows_are_the_targets_and_not_stored(home: Path, tmp_path:
     tau, texts = speaks(home, drafter="head", head=str(out), k=4)
     assert (tau, texts) == speaks(home, drafter="head", head=str(whole), k=4)
     assert texts == speaks(home, drafter="off")[1]
-    assert tau > 1.3
+    assert tau > 1.2
     again = invoke(home, tmp_path / "again", "--steps", 2, "--freeze-output", "--draft-vocab", 40, "--start-from", out)
     assert again.exit_code == 0, again.output
 

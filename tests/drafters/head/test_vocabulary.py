@@ -132,7 +132,7 @@ def test_a_request_teaches_its_tokens_unless_it_may_not(learn: bool) -> None:
 
 
 def test_no_text_changes() -> None:
-    assert check_drafter("head", {"head": shared_head(torch.arange(SIZE))}, TARGET, tokens=20)
+    assert check_drafter("head", {"head": shared_head(torch.arange(SIZE))}, TARGET, tokens=8)
 
 
 def test_only_heads_with_the_targets_rows_learn_tokens() -> None:
