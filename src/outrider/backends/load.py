@@ -1,6 +1,7 @@
 """Loads a model from a checkpoint in a given precision, or in the best one of this machine.
 
-On a GPU `auto` is the checkpoint's own precision, or bfloat16. On a CPU it times layers of the model's own shape in
+On a GPU `auto` is the checkpoint's own precision, or bfloat16; a GGUF file's blocks are dequantised to bfloat16, which
+was faster there (`--dtype gguf` keeps them). On a CPU it times layers of the model's own shape in
 every precision that the file allows: a GGUF file runs in its own blocks (`gguf`) or becomes int8; other quantised files
 are dequantised, and the description says so; float weights stay float. The result is stored for this machine and this
 shape.
@@ -93,7 +94,9 @@ def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.devic
         return PackedTransformer(config, weights, own, device, length)
     compute = torch.bfloat16 if dtype in (AUTO, INT8) else DTYPES[dtype]
     model = Transformer(config, weights, compute, device, length, int8=dtype == INT8)
-    if own and dtype == INT8:
+    if own == GGUF and dtype == AUTO:
+        model.description = "The file's blocks are dequantised to bfloat16; --dtype gguf keeps them."
+    elif own and dtype == INT8:
         model.description = f"The checkpoint's {own} weights are rounded again to int8, as requested."
     return model
 
