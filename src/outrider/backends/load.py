@@ -1,10 +1,9 @@
 """Loads a model from a checkpoint in a given precision, or in the best one of this machine.
 
 On a GPU `auto` is the checkpoint's own precision, or bfloat16; a GGUF file's blocks are dequantised to bfloat16, which
-was faster there (`--dtype gguf` keeps them). On a CPU it times layers of the model's own shape in
-every precision that the file allows: a GGUF file runs in its own blocks (`gguf`) or becomes int8; other quantised files
-are dequantised, and the description says so; float weights stay float. The result is stored for this machine and this
-shape.
+was faster there (`--dtype gguf` keeps them). On a CPU it times layers of the model's own shape in every precision that
+the file allows: a GGUF file runs in its own blocks (`gguf`) or becomes int8; other quantised files are dequantised, and
+the description says so; float weights stay float. The result is stored for this machine and this shape.
 """
 
 from __future__ import annotations
@@ -88,7 +87,8 @@ def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.devic
     config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
     if dtype == "float64":
         raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
-    if own and dtype in (AUTO, own) and not (own == GGUF and dtype == AUTO):  # bfloat16 was faster than GGUF's blocks
+    kept = dtype == own or (dtype == AUTO and own not in ("", GGUF))  # bfloat16 was faster than GGUF's blocks
+    if kept:
         from .cuda.packing import PackedTransformer
 
         return PackedTransformer(config, weights, own, device, length)

@@ -168,8 +168,8 @@ class Adaptive(Controller):
     def _risk(self) -> float:
         """What may be lost, at this step's prices: a token of plain decoding is worth `lead` of its tokens. Where a
         prompt is read, a drafter whose acceptance is known cannot draft yet: others must not use up its credit."""
-        reads = any(turn.feed > 1 for turn in self.turns)
-        most = self.credit.FIRST / 2 * len(self.turns) if reads and self.traits.forecast else math.inf
+        waits = self.traits.forecast is not None and any(turn.feed > 1 for turn in self.turns)
+        most = self.credit.FIRST / 2 * len(self.turns) if waits else math.inf
         return min(max(self.credit.tokens, 0.0), most) * self.lead
 
     def _trial(self, eligible: list[int], k: int) -> dict[int, int]:

@@ -88,7 +88,7 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
-    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; on by default)."""
+    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU)."""
 
     traits = Traits(
         options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
@@ -144,7 +144,8 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
-        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=True) else None
+        on_cpu = head.device.type == "cpu"  # a GPU's rounds have not been timed with it
+        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=on_cpu) else None
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
