@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--only",
         default="",
-        help="spec, loop, timeline: contenders beside plain, by prefixes of their names, as head,auto",
+        help="spec, loop, timeline, never: contenders beside plain, by prefixes of their names, as head,auto",
     )
     add(
         "--ignore-eos",
