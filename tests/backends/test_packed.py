@@ -224,6 +224,5 @@ def test_what_is_not_packed_is_dequantised_and_said_so(monkeypatch: pytest.Monke
     assert "layers.0.qkv and 2 more have no kernel" in model.description
 
 
-def test_every_kind_has_a_scheme_and_every_tiling_a_kind() -> None:
+def test_every_kind_has_a_scheme() -> None:
     assert set(KINDS) < packed.SCHEMES.keys()
-    assert packed.TILINGS.keys() <= packed.SCHEMES.keys()

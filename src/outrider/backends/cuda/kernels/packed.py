@@ -76,15 +76,14 @@ class Tiling:
     """
 
     outputs: int = 32
-    slices: int = 4  # of a sum within a program: a warp each, which take its steps in turn
+    slices: int = 2  # of a sum within a program: a warp each, which take its steps in turn
     stages: int = 3
     rows: int = 16  # of the largest tile
-    programs: float = 2.0  # for each processor, before a sum is split no further
-    steps: int = 2  # of a slice, at least, where a sum is split into parts
+    programs: float = 4.0  # for each processor, before a sum is split no further
+    steps: int = 1  # of a slice, at least, where a sum is split into parts
     registers: int | None = None  # of a thread, at most: fewer let more programs share a processor
 
 
-TILINGS: dict[str, Tiling] = {}  # by kind, where the default is not the best
 DEFAULT = Tiling()
 ROW_TILES = (8, 16, 32, 64)
 
@@ -373,7 +372,7 @@ def _multiply(
     if isinstance(w, Tiled):
         fields.product(x, w, out, slices, column, gated, activation)
     else:
-        packed_product(x, w, tiling_of(w), out, column, gated, activation)
+        packed_product(x, w, DEFAULT, out, column, gated, activation)
 
 
 def _halves(w: Packed | Tiled) -> bool:
@@ -391,18 +390,13 @@ def _merged(weights: list[Packed | Tiled]) -> list[Packed | Tiled]:
     return [first.joined(*rest) if rest else first for first, *rest in groups]
 
 
-def tiling_of(w: Packed) -> Tiling:
-    return TILINGS.get(w.kind, DEFAULT)
-
-
 def splits(weights: list[Packed | Tiled], processors: int) -> int:
     """As few parts of a sum as keep the memory busy, because the parts have to be added up."""
     packed = [w for w in weights if isinstance(w, Packed)]
     tiled = [w for w in weights if isinstance(w, Tiled)]
     most = [fields.division(w.words.shape[0], w.steps, processors).parts for w in tiled]
     if packed:
-        tiling = tiling_of(packed[0])
-        tiles = sum(triton.cdiv(w.outputs, tiling_of(w).outputs) for w in packed)
-        steps = max(1, min(w.steps for w in packed) // (tiling.slices * tiling.steps))
-        most.append(int(min(steps, triton.cdiv(int(tiling.programs * processors), tiles))))
+        tiles = sum(triton.cdiv(w.outputs, DEFAULT.outputs) for w in packed)
+        steps = max(1, min(w.steps for w in packed) // (DEFAULT.slices * DEFAULT.steps))
+        most.append(int(min(steps, triton.cdiv(int(DEFAULT.programs * processors), tiles))))
     return min(most)
