@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.config import GELU, SILU
-from ... import ops
-from .matmul import Parts, processors
+from .matmul import Parts, activate, processors
 
 WORD = 32  # bits
 
@@ -338,8 +337,7 @@ class PackedProduct:
             out = torch.empty((1, x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
             packed_product(self._ordered(x), self.weights[0], tiling_of(self.weights[0]), out, 0, True, activation)
             return out[0]
-        gate, up = self(x).total().chunk(2, dim=1)
-        return ops.gated(gate, up, activation).to(x.dtype)
+        return activate(self(x), activation, True, x.dtype)
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self.order is None else x[:, self.order].contiguous()
