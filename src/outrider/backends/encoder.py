@@ -57,18 +57,24 @@ def bidirectional(sources: list[list[int]], device: torch.device) -> Rows:
 
 def grouped(rows: Rows, lengths: list[int], config: ModelConfig) -> Rows:
     """The same rows for a GPU's kernels."""
-    from .cuda.kernels.attention import Blocks, Scratch, rows_per_block
+    from .cuda.kernels.attention import Blocks, Scratch
+
+    device = rows.tokens.device
+    info, each = (torch.tensor(x, dtype=torch.int32).to(device) for x in (blocks_of(lengths, config), lengths))
+    scratch = Scratch(1, config.heads, config.head_dim, 1, device)  # one program takes all keys of a block
+    tail = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    return replace(rows, blocks=Blocks(info, tail, rows.table, scratch, each))
+
+
+def blocks_of(lengths: list[int], config: ModelConfig) -> list[list[int]]:
+    """Which rows of sources of these lengths are computed together: `attention.Blocks.info`."""
+    from .cuda.kernels.attention import rows_per_block
 
     most, info, first = rows_per_block(config.heads, config.kv_heads), list[list[int]](), 0
     for line, length in enumerate(lengths):
-        for at in range(0, length, most):
-            info.append([first + at, min(most, length - at), line, 0, 0, 0, 0, 0])
+        info += [[first + at, min(most, length - at), line, 0, 0, 0, 0, 0] for at in range(0, length, most)]
         first += length
-    device = rows.tokens.device
-    blocks, each = torch.tensor(info, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
-    scratch = Scratch(1, config.heads, config.head_dim, 1, device)  # one program takes all keys of a block
-    tail = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    return replace(rows, blocks=Blocks(blocks.to(device), tail, rows.table, scratch, each.to(device)))
+    return info
 
 
 class Encoder:
@@ -85,8 +91,7 @@ class Encoder:
         for some in together(list(missing.values())):
             states = self.states([ids for ids, _ in some])  # [n, H]
             slots = torch.tensor([slot for _, slots in some for slot in slots]).to(states.device)  # [n]
-            for i in range(len(plane.k)):
-                self.project(i, states, plane.k[i], plane.v[i], slots)
+            self.write(states, plane, slots)
             for _, (first, *_) in some:
                 plane.keep_source(first)
 
@@ -95,11 +100,20 @@ class Encoder:
         network, rows = self.network, bidirectional(sources, self.network.device)
         if ops.on_gpu(rows.tokens):
             rows = grouped(rows, [len(source) for source in sources], network.config)
+        return self.states_of(rows)
+
+    def states_of(self, rows: Rows) -> Tensor:
+        network = self.network
         scratch: Any = _Scratch(rows.count, network.config, network.plane_shape.dtype, network.device)
         last = network.config.layers - 1
         output = network.forward(rows, scratch, Part(head=False), taps=(last,))
         states: Tensor = network.closing(output.hidden[last], None)
         return states
+
+    def write(self, states: Tensor, plane: Plane, slots: Tensor) -> None:
+        """The K/V of every decoder layer: states [n, H] into slots [n]."""
+        for i in range(len(plane.k)):
+            self.project(i, states, plane.k[i], plane.v[i], slots)
 
     def project(self, i: int, states: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the K/V of decoder layer i: states [n, H] into slots [n] of the planes."""

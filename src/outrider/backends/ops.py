@@ -39,6 +39,18 @@ def backend() -> str:
     return f"native ({kernels.isa}, {threads} thread{'s' * (threads > 1)})"
 
 
+def embed(
+    tokens: Tensor, table: Tensor, scale: float, dtype: torch.dtype, positions: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """table[tokens] * scale, [T, H] of `dtype` (on a GPU float32), with added[positions] where positions are embedded
+    too."""
+    if on_gpu(table):
+        return _gpu("elementwise").embed(tokens, table, scale, positions, added)  # type: ignore[no-any-return]
+    x = table[tokens].to(dtype)
+    x = x if scale == 1.0 else x * scale
+    return x if added is None else x + added[positions]
+
+
 def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x += delta in place; returns rms_norm(x) * weight, or the layer norm of x.
 

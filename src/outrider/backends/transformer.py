@@ -189,11 +189,7 @@ class Transformer(Model):
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
-        x = self.embedding[tokens].to(self.stream)
-        x = x if self._scale_embedding == 1.0 else x * self._scale_embedding
-        if self.positions is not None:
-            assert positions is not None
-            x = x + self.positions[positions]
+        x = ops.embed(tokens, self.embedding, self._scale_embedding, self.stream, positions, self.positions)
         if self.embedding_norm is None:
             return x
         return ops.add_norm(x, None, self.embedding_norm, self.config.norm_eps, self.stream)

@@ -221,6 +221,8 @@ class Rounds:
                 shape = RoundShape(lanes, rows, wanted, tree=tree)
                 if shape not in self._recorded:
                     self._recorded[shape] = RecordedRound(self, shape)
+        if self.state.sources is not None:
+            self.state.sources.warm()
         if self.drafts is not None:
             for lanes in (n for n in LANES if n <= self.capacity):
                 self.drafts.warm(lanes)

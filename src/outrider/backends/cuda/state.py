@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.cache import Cache, Plane, Row
+from ...engine.cache import Cache, Plane
 from ...types import Sequence
 from .. import Model
 from .capture import Driver, PinnedBuffer, fill_padded
 from .kernels import attention
+from .sources import Sources
 
 PATCH = 512  # table entries that a recorded pass can update
 DEPTHS = (16, 64)  # of a draft
@@ -59,8 +60,7 @@ class DeviceState:
         self.no_tail = torch.zeros(1, 1, dtype=I32, device=device)  # of attention blocks whose keys are in the table
         self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
-        self.sources = None if cache.sources is None else SourceTable(cache.sources, driver)
-        self.readers: list[tuple[Any, Plane]] = []  # encoders, and the planes that they write to
+        self.sources = None if cache.sources is None else Sources(cache, self)
 
     def _poison_slots(self, slots: list[int]) -> None:
         """Slots change hands: their K/V is that of another sequence, or of none."""
@@ -76,7 +76,7 @@ class DeviceState:
     def scratch(self, model: Model) -> attention.Scratch:
         shape = (model.config.heads, model.config.head_dim)
         if shape not in self._scratch:
-            longest = max(self.cache.length, 0 if self.sources is None else self.sources.slots.shape[1])
+            longest = max(self.cache.length, 0 if self.sources is None else self.sources.length)
             self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, longest, self.device)
         return self._scratch[shape]
 
@@ -88,22 +88,12 @@ class DeviceState:
     def add_reader(self, model: Model, plane: Plane) -> None:
         """A model whose encoder, if it has one, reads every sequence's source into this plane."""
         if self.sources is not None and model.reader is not None:
-            self.readers.append((model.reader, plane))
+            self.sources.add_reader(model.reader, plane)
 
     def read_sources(self, seqs: Iterable[Sequence]) -> None:
         """Every plane holds the sources of these sequences, as soon as what is started here has run."""
-        if self.sources is None:
-            return
-        rows = {seq.id: self.cache.rows[seq.id] for seq in seqs}.values()
-        new = [row for row in rows if self.sources.owners.get(row.line) is not row]
-        if not new:
-            return
-        for row in new:
-            self.sources.write(row)
-        with self.timed("read"):
-            for reader, plane in self.readers:
-                reader.read([(row.source_ids, row.source) for row in new], plane)
-        self.sources.owners |= {row.line: row for row in new}
+        if self.sources is not None:
+            self.sources.read(seqs)
 
     def patch(self, arrays: dict[str, Any]) -> None:
         """Write the table's changes into a pass's input arrays; too many for these are copied to the table at once."""
@@ -145,27 +135,6 @@ class DeviceState:
         """The phases since the last call."""
         phases, self.phases = self.phases, []
         return phases
-
-
-class SourceTable:
-    """The sources of a cache's lines on a device: slots, ids and lengths. The last line is padding, without one."""
-
-    def __init__(self, table: Tensor, driver: Driver) -> None:
-        (lines, length), device = table.shape, driver.device
-        self.slots, self.ids = (torch.zeros(lines + 1, length, dtype=I32, device=device) for _ in range(2))
-        driver.poison([self.slots[:-1], self.ids[:-1]])
-        self.lengths = torch.zeros(lines + 1, dtype=I32, device=device)
-        # Where a source is written for the copy; a line's part is reused only by the line's next owner.
-        self._host = torch.zeros(lines, 2 * length + 1, dtype=I32, pin_memory=device.type == "cuda")
-        self.owners: dict[int, Row] = {}  # line -> the row whose source every plane holds
-
-    def write(self, row: Row) -> None:
-        """Copy a row's source to its line, without waiting."""
-        count, host = len(row.source), self._host[row.line]
-        host[: 2 * count + 1] = torch.tensor([count, *row.source, *row.source_ids], dtype=I32)
-        self.lengths[row.line : row.line + 1].copy_(host[:1], non_blocking=True)
-        self.slots[row.line, :count].copy_(host[1 : 1 + count], non_blocking=True)
-        self.ids[row.line, :count].copy_(host[1 + count : 1 + 2 * count], non_blocking=True)
 
 
 def seconds(phases: list[Phase]) -> dict[str, float]:

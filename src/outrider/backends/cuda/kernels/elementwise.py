@@ -26,6 +26,30 @@ def _sum_parts(parts, bias, row, rows, width, columns, ok, PARTS: tl.constexpr, 
     return value
 
 
+@triton.jit
+def _embed(
+    tokens, table, positions, added, out, width, scale, POSITIONED: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * scale
+    if POSITIONED:
+        value += tl.load(added + tl.load(positions + row) * width + i, mask=ok, other=0.0)
+    tl.store(out + row * width + i, value, mask=ok)
+
+
+def embed(tokens: Tensor, table: Tensor, scale: float, positions: Tensor | None, added: Tensor | None) -> Tensor:
+    """table[tokens] * scale + added[positions], [T, H] float32. tokens, positions [T] int64; tables [·, H]."""
+    rows, width = tokens.shape[0], table.shape[1]
+    out = torch.empty((rows, width), dtype=torch.float32, device=table.device)
+    launch: Any = _embed[(rows,)]
+    launch(
+        tokens, table, tokens if positions is None else positions, out if added is None else added, out, width, scale,
+        POSITIONED=added is not None, WIDE=triton.next_power_of_2(width), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _add_norm(
     x, parts, bias, weight, out, rows, width, eps,

@@ -183,7 +183,7 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
+        self.bias = None if bias is None else bias.float()
         self.scale: Tensor | None = None  # [out] float32
         self.weight = weight.contiguous()  # [out, in]
         if eight_bits:
