@@ -33,6 +33,8 @@ class Batch:
     depth: Tensor  # [M] p - (start - 1)
     kinds: tuple[str, ...]  # [B]
     count: int  # tokens that are not padding
+    sources: Tensor  # [B, S] what an encoder reads; S is 0 without an encoder
+    source_lengths: Tensor  # [B]
 
     @property
     def next_tokens(self) -> Tensor:
@@ -40,7 +42,7 @@ class Batch:
         return self.tokens[:, 1:].roll(-1, 1).flatten()[self.rows]
 
     def to(self, device: torch.device | str) -> Batch:
-        names = ("tokens", "lengths", "starts", "anchors", "rows", "depth")
+        names = ("tokens", "lengths", "starts", "anchors", "rows", "depth", "sources", "source_lengths")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -101,6 +103,9 @@ def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
     ranges = [range(len(a.prompt) - 1, a.length - 2) for a in items]
     drawn = [sorted(rng.sample(r, anchors) if len(r) >= anchors else rng.choices(r, k=anchors)) for r in ranges]
     lengths = [a.length for a in items]
+    sources = torch.zeros(len(items), _padded(max(len(a.source) for a in items)), dtype=torch.long)
+    for row, a in enumerate(items):
+        sources[row, : len(a.source)] = torch.tensor(a.source, dtype=torch.long)
     return Batch(
         tokens=tokens,
         lengths=torch.tensor(lengths),
@@ -110,6 +115,8 @@ def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
         depth=torch.cat([torch.arange(len(r)) for r in ranges]),
         kinds=tuple(a.kind for a in items),
         count=sum(lengths),
+        sources=sources,
+        source_lengths=torch.tensor([len(a.source) for a in items]),
     )
 
 
