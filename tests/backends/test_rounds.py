@@ -510,7 +510,7 @@ def test_a_draft_that_comes_too_late_is_known_to_have_been_wrong() -> None:
 IDS = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=3))
 def test_lookups_in_a_text_and_its_source_are_those_of_the_drafter(pairs: list[tuple[list[int], list[int]]]) -> None:
     """The same matches as the host's n-grams find, and the same tokens after them."""

@@ -46,9 +46,8 @@ class Blocks:
 
     @property
     def on_sources(self) -> Blocks:
-        """The same rows on the sources of their lines."""
-        assert self.sources is not None
-        slots, lengths = self.sources
+        """The same rows on the sources of their lines; on nothing, where there are none."""
+        slots, lengths = self.sources or (self.table, self.table.new_zeros(self.table.shape[0]))
         return replace(self, table=slots, lengths=lengths)
 
 
