@@ -329,7 +329,8 @@ class Loader:
         if not (c.head_bias or c.banned):
             return None
         bias = self.tensor("lm_head.bias") if c.head_bias else torch.zeros(c.vocab_size, dtype=self.dtype)
-        return bias.index_fill(0, torch.tensor(c.banned, dtype=torch.long), -torch.inf).to(self.device)
+        banned = torch.tensor(c.banned, dtype=torch.long, device=bias.device)
+        return bias.index_fill(0, banned, -torch.inf).to(self.device)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> Any:
         """The product with this weight. name: such as "layers.3.qkv"."""
