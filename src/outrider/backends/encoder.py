@@ -22,7 +22,7 @@ from .linear import summed
 from .rows import Rows
 
 MOST_ROWS = 4096  # that are read together, if no source is longer
-Source = tuple[list[int], list[int]]  # its ids, and the slots of its K/V
+Source = tuple[list[int], Tensor]  # its ids, and the slots of its K/V [n]
 
 
 class _Scratch:
@@ -87,13 +87,13 @@ class Encoder:
     @torch.inference_mode()
     def read(self, sources: Iterable[Source], plane: Plane) -> None:
         """Read the sources that the plane does not hold yet."""
-        missing = {slots[0]: (ids, slots) for ids, slots in sources if ids and not plane.has_source(slots[0])}
+        firsts = ((int(slots[0]), (ids, slots)) for ids, slots in sources if ids)
+        missing = {first: source for first, source in firsts if not plane.has_source(first)}
         for some in together(list(missing.values())):
             states = self.states([ids for ids, _ in some])  # [n, H]
-            slots = torch.tensor([slot for _, slots in some for slot in slots]).to(states.device)  # [n]
-            self.write(states, plane, slots)
-            for _, (first, *_) in some:
-                plane.keep_source(first)
+            self.write(states, plane, torch.cat([slots for _, slots in some]).to(states.device, torch.long))
+        for first in missing:
+            plane.keep_source(first)
 
     def states(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for each token of each source: [n, H]."""

@@ -20,9 +20,9 @@ class Sources:
     ids: dict[int, list[int]]  # line -> the source
 
     @property
-    def listed(self) -> list[tuple[list[int], list[int]]]:
+    def listed(self) -> list[tuple[list[int], Tensor]]:
         """The ids and the slots of each."""
-        return [(ids, self.table[line, : len(ids)].tolist()) for line, ids in self.ids.items()]
+        return [(ids, self.table[line, : len(ids)]) for line, ids in self.ids.items()]
 
     def at(self, rows: Tensor) -> Sources:
         """Those of some rows [n]."""

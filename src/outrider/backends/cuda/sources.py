@@ -56,7 +56,7 @@ class Sources:
                 self._reading(number, len(missing[0].source)).read(missing[0])
             elif missing:
                 with self.state.timed("read"):
-                    reader.read([(row.source_ids, row.source) for row in missing], plane)
+                    reader.read([(row.source_ids, torch.tensor(row.source)) for row in missing], plane)
         self._owners |= {row.line: row for row in new}
 
     def write(self, row: Row) -> None:
