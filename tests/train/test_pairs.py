@@ -16,7 +16,9 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.encoder_decoder import write_pair
 from outrider.models.weights import LayerSubset, cut_config
-from outrider.train.pairs import PairNet
+from outrider.train.answers import Answer
+from outrider.train.batches import collate
+from outrider.train.pairs import PairNet, PairObjective
 from outrider.train.run import train
 
 from support import foreign
@@ -59,6 +61,21 @@ def test_a_written_folder_is_the_cut_model(kind: str, tmp_path: Path) -> None:
     length = torch.tensor([9])
     got = net.logits(net(torch.tensor([text(7)]), net.states(torch.tensor([source(9)]), length), length))[0]
     torch.testing.assert_close(got, their_logits(theirs, source(9), text(7)), atol=3e-4, rtol=3e-4)
+
+
+def test_rows_of_a_batch_predict_every_token_of_an_answer() -> None:
+    """The first one too, which other drafters get from the target's pass over the prompt."""
+    _, config, weights = pair("marian")
+    net = PairNet(config, weights, torch.float32, "cpu")
+    answers = [Answer(0, "x", False, [2], text(9), 0.0, 0, source(7)), Answer(1, "x", False, [2], text(4), 0.0, 0, [5])]
+    batch = collate(answers, 0, random.Random(0))
+    assert batch.next_tokens.tolist() == text(9) + text(4)
+    objective: Any = PairObjective
+    got = objective(net, net, 4)._logits(net, batch)
+    for answer, logits in zip(answers, got.split([9, 4]), strict=True):
+        length = torch.tensor([len(answer.source)])
+        last = net(torch.tensor([answer.tokens]), net.states(torch.tensor([answer.source]), length), length)[0]
+        torch.testing.assert_close(logits, net.logits(last)[:-1], atol=1e-4, rtol=1e-4)
 
 
 def test_one_command_makes_a_smaller_decoder(tmp_path: Path) -> None:

@@ -95,14 +95,19 @@ def pack(lengths: list[int], indices: list[int], budget: int) -> list[list[int]]
 
 
 def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
-    """One batch; anchors are drawn without replacement where there are enough rows."""
-    width = _padded(max(a.length for a in items))
+    """One batch; anchors are drawn without replacement where there are enough rows.
+
+    Behind an encoder all texts begin one place later, after a token that nothing reads: the first token of an answer is
+    drafted too, and has a row.
+    """
+    later = int(bool(items[0].source))
+    lengths = [a.length + later for a in items]
+    width = _padded(max(lengths))
     tokens = torch.zeros(len(items), width, dtype=torch.long)
     for row, a in enumerate(items):
-        tokens[row, : a.length] = torch.tensor(a.tokens)
-    ranges = [range(len(a.prompt) - 1, a.length - 2) for a in items]
+        tokens[row, later : later + a.length] = torch.tensor(a.tokens)
+    ranges = [range(len(a.prompt) - 1, length - 2) for a, length in zip(items, lengths, strict=True)]
     drawn = [sorted(rng.sample(r, anchors) if len(r) >= anchors else rng.choices(r, k=anchors)) for r in ranges]
-    lengths = [a.length for a in items]
     sources = torch.zeros(len(items), _padded(max(len(a.source) for a in items)), dtype=torch.long)
     for row, a in enumerate(items):
         sources[row, : len(a.source)] = torch.tensor(a.source, dtype=torch.long)

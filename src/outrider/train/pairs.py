@@ -149,8 +149,8 @@ class PairObjective(ModelObjective):
         with torch.no_grad():
             target: PairNet = self.target  # type: ignore[assignment]
             states = target.states(batch.sources, batch.source_lengths)
-        last = net(batch.tokens, states, batch.source_lengths)  # [B, L, H]
-        return net.logits(last[:, 1:].flatten(0, 1)[batch.rows])
+        last = net(batch.tokens[:, 1:], states, batch.source_lengths)  # [B, n-1, H]
+        return net.logits(last.flatten(0, 1)[batch.rows])
 
 
 def cut_pair(
