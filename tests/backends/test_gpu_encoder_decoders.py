@@ -34,7 +34,7 @@ from outrider.models.weights import LayerSubset
 from outrider.params import SamplingParams
 from outrider.types import Sequence
 
-from support.kernels import DEVICE, GPU, exact_products as exact_products  # before anything that imports triton
+from support.kernels import DEVICE, GPU, HALF, exact_products as exact_products  # before anything that imports triton
 from support.pairs import CASES, TINY, ours, pair, source, text, their_logits
 
 F32 = torch.float32
@@ -171,6 +171,18 @@ def test_logits_are_those_of_transformers_and_rows_are_independent(case: str, ex
     bench = DeviceBench(on_device(case))
     one, other = bench.add(1, text(LONG), source(SOURCE)), bench.add(2, text(3), source(4, salt=5))
     assert torch.equal(bench.logits((other, 0, 3), (one, 0, LONG))[3:], whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tiny marian", "tiny t5"])
+def test_rounded_weights_are_near(case: str) -> None:
+    """int8 on a GPU: encoder, cross-attention and decoder; on a GPU bfloat16 as well."""
+    theirs, config, weights = pair(case)
+    wanted = their_logits(theirs, source(SOURCE), text(LONG))
+    for dtype, int8 in [(F32, True)] + [(HALF, True), (HALF, False)] * GPU:
+        bench = DeviceBench(Transformer(config, weights, dtype, DEVICE, 80, int8=int8))
+        got = bench.chunks(bench.add(1, text(LONG), source(SOURCE)))
+        assert torch.cosine_similarity(got, wanted, dim=1).median() > 0.97
 
 
 @pytest.mark.slow
