@@ -144,13 +144,19 @@ class PairNet(nn.Module):
 class PairObjective(ModelObjective):
     """As of a small model; both decoders read the target's encoder, which is the small model's too."""
 
+    _read: tuple[Batch, Tensor] | None = None  # the last batch, and its sources' states
+
     def _logits(self, net: PairNet, batch: Batch) -> Tensor:  # type: ignore[override]
         """[M, V]"""
-        with torch.no_grad():
-            target: PairNet = self.target  # type: ignore[assignment]
-            states = target.states(batch.sources, batch.source_lengths)
-        last = net(batch.tokens[:, 1:], states, batch.source_lengths)  # [B, n-1, H]
+        last = net(batch.tokens[:, 1:], self._states(batch), batch.source_lengths)  # [B, n-1, H]
         return net.logits(last.flatten(0, 1)[batch.rows])
+
+    @torch.no_grad()
+    def _states(self, batch: Batch) -> Tensor:
+        target: PairNet = self.target  # type: ignore[assignment]
+        if self._read is None or self._read[0] is not batch:
+            self._read = batch, target.states(batch.sources, batch.source_lengths)
+        return self._read[1]
 
 
 def cut_pair(
