@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ class Model(ABC):
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
+    reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
 
     @property
     @abstractmethod

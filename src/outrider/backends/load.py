@@ -56,8 +56,6 @@ def load_model(
     kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
     """
     config, weights, on_gpu = checkpoint.config, checkpoint.weights, torch.device(device).type == "cuda"
-    if config.encoder is not None and on_gpu:
-        weights = _for_transformers(checkpoint)
     if kv_dtype != AUTO and (isinstance(weights, ForeignWeights) or on_gpu):
         raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
     if isinstance(weights, ForeignWeights):
@@ -74,12 +72,6 @@ def load_model(
     model.identity = partial(target_hash, config, weights)
     loaded: Model = model
     return loaded
-
-
-def _for_transformers(checkpoint: Checkpoint) -> ForeignWeights:
-    """An encoder–decoder as transformers loads it: on a GPU there are no kernels of ours for it."""
-    reason = f"transformers runs {checkpoint.name}: the built-in decoder runs encoder–decoders on a CPU only."
-    return ForeignWeights(checkpoint.path, reason, getattr(checkpoint.weights.source, "module", None))
 
 
 def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device | str) -> Any:

@@ -27,7 +27,7 @@ from .linear import linear, summed
 from .rows import Rows
 
 NO_BIASES: tuple[Tensor | None, Tensor | None] = (None, None)
-Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None
+Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None. See `_leaving`
 
 
 class WeightSource(Protocol):
@@ -103,7 +103,6 @@ class Transformer(Model):
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
         self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
-        self.reader: Encoder | None = None
         self.add_vectors({}, length, False)
 
     def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:
@@ -165,7 +164,7 @@ class Transformer(Model):
     ) -> Output:
         plane.count_pass()
         if self.reader is not None and rows.sources is not None:
-            self.reader.read(rows.sources, plane)
+            self.reader.read(rows.sources.listed, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
         x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
         ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in self.ropes]  # [T, rotary/2] each
@@ -180,20 +179,17 @@ class Transformer(Model):
             if i not in part.skip_mlp:
                 delta = self._mlp(self.layers[i], x, delta)
             if i in plane.streams:
-                ops.keep_stream(x, delta, plane.streams[i], rows.slots)
+                ops.keep_stream(x, None if self.config.stream_norm else delta, plane.streams[i], rows.slots)
                 delta = None
             if i in taps:
-                x, delta = x if delta is None else x + summed(delta), None
+                if not (delta is None or self.config.stream_norm):
+                    x, delta = x + summed(delta), None
                 hidden[i] = x.clone()
         return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
-        x = self.embedding[tokens].to(self.stream)
-        x = x if self._scale_embedding == 1.0 else x * self._scale_embedding
-        if self.positions is not None:
-            assert positions is not None
-            x = x + self.positions[positions]
+        x = ops.embed(tokens, self.embedding, self._scale_embedding, self.stream, positions, self.positions)
         if self.embedding_norm is None:
             return x
         return ops.add_norm(x, None, self.embedding_norm, self.config.norm_eps, self.stream)
@@ -206,7 +202,9 @@ class Transformer(Model):
         if not layer.rope:
             cos, sin = cos[:, :0], sin[:, :0]
         qkv, norms = layer.qkv(self._entering(x, delta, layer.attention_norm)), layer.head_norms
-        bias = None if self.distance_bias is None else (self.distance_bias, rows.positions + self._nearest)
+        bias = None
+        if self.distance_bias is not None:
+            bias = (self.distance_bias, rows.positions + self._nearest if self._nearest else rows.positions)
         if c.whole_qk_norm:
             qkv, norms = self._norm_whole(qkv, layer), None
         q = ops.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads, norms)
@@ -215,9 +213,9 @@ class Transformer(Model):
 
     def _cross(self, i: int, x: Tensor, delta: Delta, rows: Rows, plane: Plane) -> Delta:
         """Attention to the source, whose K/V the encoder has written."""
-        c, layer, k = self.config, self.layers[i].cross, plane.k[i]
-        q = summed(layer.q(self._entering(x, delta, layer.norm))).to(k.dtype).view(-1, c.heads, c.head_dim)
-        mixed = ops.attend(q, k, plane.v[i], rows, c.attention_scale, self.compute)
+        c, layer, kv = self.config, self.layers[i].cross, (plane.k[i], plane.v[i])
+        q = ops.heads_of(layer.q(self._entering(x, delta, layer.norm)), *kv, c.heads)
+        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute)
         return self._leaving(x, layer.out(mixed), layer.norm, None)
 
     def _mlp(self, layer: Layer, x: Tensor, delta: Delta) -> Delta:
@@ -227,23 +225,25 @@ class Transformer(Model):
         elif self.config.gated:
             added = layer.down(layer.gate_up.gated(h, self.config.activation))
         else:
-            added = layer.down(ops.gate_mul(summed(layer.gate_up(h)), self.config.activation, paired=False))
+            added = layer.down(ops.activate(layer.gate_up(h), self.config.activation, self.compute))
         return self._leaving(x, added, layer.mlp_norm, layer.mlp_post_norm)
 
     def _entering(self, x: Tensor, delta: Delta, norm: Tensor | None) -> Tensor:
         """x += delta in place; what a block reads of it [T, H]."""
-        if norm is not None and not self.config.stream_norm:
+        if self.config.stream_norm:
+            return x.to(self.compute) if delta is None else delta
+        if norm is not None:
             return ops.add_norm(x, delta, norm, self.config.norm_eps, self.compute)
         if delta is not None:
             x += summed(delta)
         return x.to(self.compute)
 
     def _leaving(self, x: Tensor, delta: Delta, own: Tensor | None, norm: Tensor | None) -> Delta:
-        """What a block adds to the stream x, after its norm and factor; None if it was added, and the stream normed."""
+        """What a block adds to the stream x, after its norm and factor. Where the stream itself is normed, it is added
+        here, and what is left is the stream as the next block reads it."""
         if self.config.stream_norm:
             assert own is not None
-            x.copy_(ops.add_norm(x, delta, own, self.config.norm_eps, self.stream))
-            return None
+            return ops.norm_stream(x, delta, own, self.config.norm_eps, self.compute)
         scale = self.config.residual_scale
         if norm is None and scale == 1.0:
             return delta
@@ -329,7 +329,8 @@ class Loader:
         if not (c.head_bias or c.banned):
             return None
         bias = self.tensor("lm_head.bias") if c.head_bias else torch.zeros(c.vocab_size, dtype=self.dtype)
-        return bias.index_fill(0, torch.tensor(c.banned, dtype=torch.long), -torch.inf).to(self.device)
+        banned = torch.tensor(c.banned, dtype=torch.long, device=bias.device)
+        return bias.index_fill(0, banned, -torch.inf).to(self.device)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> Any:
         """The product with this weight. name: such as "layers.3.qkv"."""
@@ -420,7 +421,12 @@ def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:
 
 
 def rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not."""
+    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not.
+
+    r is 0 where no layer rotates.
+    """
     angles = torch.arange(length, dtype=torch.float64)[:, None] * config.inverse_frequencies(length)[None]  # [L, r/2]
+    if len(config.no_rope_layers) == config.layers:
+        angles = angles[:, :0]
     factor = config.attention_factor
     return (angles.cos() * factor).to(dtype).to(device), (angles.sin() * factor).to(dtype).to(device)

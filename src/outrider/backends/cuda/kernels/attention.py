@@ -6,11 +6,14 @@ SPAN positions; each span is one sum, and spans are merged from the first to the
 changes none of its bits. A drafted node's ancestors count as the positions they would have, so chains, trees and plain
 decoding add the same numbers in the same order. Query heads that share a key head are processed together. Padding may
 hold anything, NaN included.
+
+Rows of an encoder, and decoders' rows on their source, see all keys of their line, whatever their position. A bias by
+distance (T5) is looked up in a table: the same number in any pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +34,21 @@ class Blocks:
     """Which rows are computed together: consecutive rows, each of which sees one key more than the one before it.
 
     Key p of a block is slot table[line, p], or tail[p - base] from `base` on. Blocks of no rows are padding.
+    With `lengths` every row sees the first lengths[line] keys of the table instead, which may be none.
     """
 
     info: Tensor  # [N, 8] int32: first row, rows, line in the table, base, keys of the first row; the rest is unused
     tail: Tensor  # [N, D] int32 slots of the keys from the base on
     table: Tensor  # [lines, length] int32
     scratch: Scratch
+    lengths: Tensor | None = None  # [lines] int32
+    sources: tuple[Tensor, Tensor] | None = None  # slots [lines, length] and lengths [lines] of each line's source
+
+    @property
+    def on_sources(self) -> Blocks:
+        """The same rows on the sources of their lines; on nothing, where there are none."""
+        slots, lengths = self.sources or (self.table, self.table.new_zeros(self.table.shape[0]))
+        return replace(self, table=slots, lengths=lengths)
 
 
 def rows_per_block(heads: int, kv_heads: int) -> int:
@@ -66,11 +78,14 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 @triton.jit
 def _span(
-    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window, cap,
+    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, bias, shift, scale, window, cap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
+    """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
+
+    bias [M]: where each query's row of the table begins; shift [M]: key p adds number shift - p of it.
+    """
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
     exists = p < max_keys
@@ -84,6 +99,9 @@ def _span(
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
     sees = p[None, :] < keys[:, None]
+    if BIASED:
+        column = shift[:, None] - p[None, :]
+        scores += tl.load(bias[:, None] + column, mask=sees, other=0.0) * 1.4426950408889634
     if window > 0:
         sees = sees & (p[None, :] >= keys[:, None] - window)
     scores = tl.where(sees, scores, float("-inf"))
@@ -95,28 +113,36 @@ def _span(
 
 @triton.jit
 def _attend(
-    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks,
-    scale, length, depth, max_spans, window, cap,
+    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks, lengths, bias, shift,
+    scale, length, depth, max_spans, window, cap, distances,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
     line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
     min_keys = tl.load(info + block * 8 + 4)
     max_keys = min_keys + rows - 1
+    if WHOLE:  # a line may have no keys: its rows are zeros
+        max_keys = tl.load(lengths + line, mask=rows > 0, other=0)
+        base = max_keys
     spans = tl.cdiv(max_keys, SPAN)
-    if (rows == 0) | (split >= spans):
+    programs = tl.maximum(spans, 1) if WHOLE else spans
+    if (rows == 0) | (split >= programs):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
     row = first + m // GROUP
     valid = m // GROUP < rows
-    keys = tl.where(valid, min_keys + m // GROUP, 0)
+    keys = tl.where(valid, max_keys if WHOLE else min_keys + m // GROUP, 0)
     index = row.to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
     ok = valid[:, None] & (d < DIM)[None, :]
     query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+    bias_of_head, shift_of_row = bias + m * 0, m * 0
+    if BIASED:
+        bias_of_head += (head * GROUP + m % GROUP) * distances
+        shift_of_row = tl.load(shift + row, mask=valid, other=0).to(tl.int32)
     slots_of_line = table + line.to(tl.int64) * length
     tail_of_block = tail + block.to(tl.int64) * depth
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -125,11 +151,11 @@ def _attend(
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    unsplit = (SPLITS == 1) | (spans == 1)
+    unsplit = (SPLITS == 1) | (spans <= 1)
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
+            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys,
+            bias_of_head, shift_of_row, scale, window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, BIASED,
         )  # fmt: skip
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
@@ -150,31 +176,36 @@ def _attend(
             new_weight = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
             new_total = tl.load(sums + at[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
+    if WHOLE:
+        weight = tl.where(spans == 0, 1.0, weight)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, bias: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type.
 
     cap > 0: scores s become cap * tanh(s / cap). The kernel's scores are logarithms to the base 2, and so is its cap.
     sinks [heads] float32: a score of each head that takes its share of the weights and adds nothing.
+    bias: [heads, distances] float32 and shift [T]; key j of a row adds column shift - j to its score.
     """
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
     splits = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
+    added, shift = bias or (q, q)
+    lengths = blocks.info if blocks.lengths is None else blocks.lengths
     launch: Any = _attend[(n, kv_heads, splits)]
     launch(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
-        q if sinks is None else sinks, scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1],
-        scratch.spans, window,
-        cap * 1.4426950408889634,
+        q if sinks is None else sinks, lengths, added, shift,
+        scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, window,
+        cap * 1.4426950408889634, added.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None,
+        SINKS=sinks is not None, WHOLE=blocks.lengths is not None, BIASED=bias is not None,
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

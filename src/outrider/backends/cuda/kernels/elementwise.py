@@ -26,27 +26,62 @@ def _sum_parts(parts, bias, row, rows, width, columns, ok, PARTS: tl.constexpr, 
     return value
 
 
+@triton.jit
+def _embed(
+    tokens, table, positions, added, out, width, scale, POSITIONED: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * scale
+    if POSITIONED:
+        value += tl.load(added + tl.load(positions + row) * width + i, mask=ok, other=0.0)
+    tl.store(out + row * width + i, value, mask=ok)
+
+
+def embed(tokens: Tensor, table: Tensor, scale: float, positions: Tensor | None, added: Tensor | None) -> Tensor:
+    """table[tokens] * scale + added[positions], [T, H] float32. tokens, positions [T] int64; tables [·, H]."""
+    rows, width = tokens.shape[0], table.shape[1]
+    out = torch.empty((rows, width), dtype=torch.float32, device=table.device)
+    launch: Any = _embed[(rows,)]
+    launch(
+        tokens, table, tokens if positions is None else positions, out if added is None else added, out, width, scale,
+        POSITIONED=added is not None, WIDE=triton.next_power_of_2(width), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _add_norm(
     x, parts, bias, weight, out, rows, width, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
         value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
-        tl.store(x + row * width + i, value, mask=ok)
+        if not STREAM:
+            tl.store(x + row * width + i, value, mask=ok)
+    if LAYER:
+        value = tl.where(ok, value - tl.sum(value, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    gain = tl.load(weight + i, mask=ok, other=0.0)
-    tl.store(out + row * width + i, (value * scale * gain).to(out.dtype.element_ty), mask=ok)
+    value = value * scale * tl.load(weight + i, mask=ok, other=0.0)
+    if LAYER:
+        value += tl.load(weight + width + i, mask=ok, other=0.0)
+    if STREAM:
+        tl.store(x + row * width + i, value, mask=ok)
+    tl.store(out + row * width + i, value.to(out.dtype.element_ty), mask=ok)
 
 
-def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x [T, H] float32 += delta in place; returns rms_norm(x) * weight [T, H] of `dtype`."""
+def add_norm(
+    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype, stream: bool = False
+) -> Tensor:
+    """x [T, H] float32 += delta in place; returns the norm of x [T, H] of `dtype`: rms_norm(x) * weight [H], or the
+    layer norm with gain and bias [2, H]. stream: x becomes its norm."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     parts, bias, constants = _operands(x, delta)
+    constants |= {"LAYER": weight.dim() == 2, "STREAM": stream}
     launch: Any = _add_norm[(rows,)]
     launch(x, parts, bias, weight, out, rows, width, eps, **constants, num_warps=8)
     return out
@@ -95,7 +130,7 @@ def _rope_store(
     ok = d < DIM
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     value = _sum_parts(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
-    if head < HEADS + KV_HEADS:
+    if (NORMED or ROTARY > 0) and head < HEADS + KV_HEADS:
         HALF: tl.constexpr = ROTARY // 2
         partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
         other = _sum_parts(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
@@ -142,6 +177,12 @@ def rope_store(
         num_warps=1,
     )  # fmt: skip
     return q
+
+
+def heads_of(q: Parts, k_plane: Tensor, v_plane: Tensor, heads: int) -> Tensor:
+    """An unsummed product as queries [T, heads, d] in the planes' type, as `rope_store` makes them, not rotated."""
+    none = q.parts[0, :, :0]
+    return rope_store(q, none, none, k_plane, v_plane, none, heads, 0)
 
 
 @triton.jit

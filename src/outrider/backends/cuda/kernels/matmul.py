@@ -122,6 +122,60 @@ def product(
     return out
 
 
+@triton.jit
+def activated(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up. KIND: as `ops.ACTIVATIONS` numbers them; mostly g * sigmoid(s), where s is g, twice
+    gelu's inner polynomial, or gpt-oss's."""
+    if KIND == 3:
+        value = tl.maximum(gate, 0.0) * up
+    elif KIND == 4:
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        steepness = gate
+        if KIND == 1:
+            steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        if KIND == 2:
+            gate = tl.minimum(gate, 7.0)
+            up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+            steepness = 1.702 * gate
+        value = gate / (1.0 + tl.exp(-steepness)) * up
+    return value
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _activate(
+    parts, bias, out, rows, width,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, PAIRED: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    ok = i < width
+    stride = width * 2 if PAIRED else width
+    gate, up = tl.zeros((WIDE,), tl.float32), tl.full((WIDE,), 0.0 if PAIRED else 1.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts + (part * rows.to(tl.int64) + row) * stride + i
+        gate += tl.load(at, mask=ok, other=0.0)
+        if PAIRED:
+            up += tl.load(at + width, mask=ok, other=0.0)
+    if BIASED:
+        gate += tl.load(bias + i, mask=ok, other=0.0).to(tl.float32)
+        if PAIRED:
+            up += tl.load(bias + width + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, activated(gate, up, KIND).to(out.dtype.element_ty), mask=ok)
+
+
+def activate(x: Parts, activation: str, paired: bool, dtype: torch.dtype) -> Tensor:
+    """activation(gate) * up [T, I] of `dtype` from unsummed [T, 2I], gate first; not paired: activation of [T, I]."""
+    splits, rows, width = x.parts.shape
+    width //= 1 + paired
+    out = torch.empty((rows, width), dtype=dtype, device=x.parts.device)
+    _activate[(rows, triton.cdiv(width, 1024))](
+        x.parts, x.parts if x.bias is None else x.bias, out, rows, width,
+        PARTS=splits, BIASED=x.bias is not None, PAIRED=paired, KIND=ops.ACTIVATIONS.index(activation), WIDE=1024,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 class Product:
     """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are int8 times one scale."""
 
@@ -129,7 +183,7 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
+        self.bias = None if bias is None else bias.float()
         self.scale: Tensor | None = None  # [out] float32
         self.weight = weight.contiguous()  # [out, in]
         if eight_bits:
@@ -146,10 +200,9 @@ class Product:
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
-        if self.bias is None:
+        if self.bias is None and activation in (SILU, GELU):
             return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
-        gate, up = self(x).total().chunk(2, dim=1)
-        return ops.gated(gate, up, activation).to(x.dtype)
+        return activate(self(x), activation, True, x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:

@@ -23,10 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.config import GELU, SILU
-from ... import ops
 from . import fields
 from .fields import Tiled
-from .matmul import Parts, processors
+from .matmul import Parts, activate, processors
 
 WORD = 32  # bits
 
@@ -343,8 +342,7 @@ class PackedProduct:
             out = torch.empty((1, x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
             _multiply(self._ordered(x), self.weights[0], out, self._alone, 0, True, activation)
             return out[0]
-        gate, up = self(x).total().chunk(2, dim=1)
-        return ops.gated(gate, up, activation).to(x.dtype)
+        return activate(self(x), activation, True, x.dtype)
 
     def variants(self, activation: str | None) -> set[fields.Variant]:
         """The kernels that it needs, of those that are compiled at the start. activation: of a gate, if it is one."""
