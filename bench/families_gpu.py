@@ -6,7 +6,8 @@
 1. Each family, in a process of its own: transformers makes a random model from a configuration, the built-in decoder
    takes its weights. Logits of a text in bfloat16, ours and transformers', are compared with transformers in float32.
    Then plain decoding, one request at a time, against `suffix`, `ngram`, `layerskip` and `model` (the target without
-   its last layers), at T = 0 and 0.8, alone and in batches of 6, id by id.
+   its last layers), at T = 0 and 0.8, alone and in batches of 6, id by id. GLM-4.5 and MiMo (Qwen2's layers) have a
+   layer for further tokens (MTP) and draft with it too, as a tree and as a chain.
 2. `experts`: seconds of a captured pass by rows, of random models with the layers of Mixtral 8x7B, Qwen3-30B-A3B and
    GLM-4.5-Air and of a dense one beside them; the K that such costs allow; and decoded tokens per second, plain and
    with `suffix` at a fixed and at the controller's K.
@@ -46,7 +47,7 @@ from outrider.llm import CapturedPasses
 from outrider.models.checkpoint import Checkpoint, in_memory
 from outrider.models.config import from_hf
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.weights import LayerSubset, cut_config
+from outrider.models.weights import LayerSubset, cut_config, expected
 from outrider.types import Sequence
 from w4 import Random
 
@@ -84,7 +85,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the class in transformers
          "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     ),
 }  # fmt: skip
-DRAFTERS = ("suffix", "ngram", "layerskip", "model")
+MTP = {  # what is around the block of a layer for further tokens
+    "glm4_moe": ("layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "qwen2": ("mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+}
 WIDE: dict[str, dict[str, Any]] = {  # real layers, fewer of them
     "mixtral 8x7b, 6 layers": {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
@@ -156,11 +160,30 @@ def draw(name: str, tensor: Tensor, family: str) -> None:
         torch.nn.init.normal_(tensor, 0.0, (0.5 if "o_proj" in name or "down" in name else 1.2) * wide)
 
 
+def add_mtp(checkpoint: Checkpoint, at: str, parts: tuple[str, ...]) -> None:
+    """Give the weights a layer for further tokens, under the names of a published file.
+
+    It is a copy of a layer in the middle that reads the token and little of the state, so that some drafts are right.
+    """
+    config, layers = checkpoint.config, checkpoint.config.layers
+    stored: Any = getattr(checkpoint.weights, "source", checkpoint.weights)
+    copied, at, h = f"layers.{layers // 2}.", at.format(layers), config.hidden_size
+    for name in expected(config):
+        if name.startswith(copied):
+            stored.tensors[at + name.removeprefix(copied)] = checkpoint.weights.get(name, torch.float32)
+    halves = [torch.eye(h), 0.2 * h**-0.5 * torch.randn(h, h, generator=torch.Generator().manual_seed(3))]
+    joined = torch.cat(halves if parts[2] == "eh_proj" else halves[::-1], 1)
+    for part in parts:
+        stored.tensors[f"{at}{part}.weight"] = joined if part.endswith("proj") else torch.ones(h)
+
+
 def run_family(family: str, device: str, changes: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     os.environ["OUTRIDER_HOME"] = tempfile.mkdtemp(prefix="outrider-families-")
     module = random_module(family, changes, device)
     checkpoint, _ = in_memory(module, tokenizer())
+    if family in MTP:
+        add_mtp(checkpoint, *MTP[family])
     dtype = "float32" if device == "cpu" else "bfloat16"
     plain = LLM(checkpoint, drafter="off", k=0, device=device, dtype=dtype, max_batch=1, max_length=LENGTH)
     found = {"native": not plain.backend, "logits": logits_against(module, plain)}
@@ -184,7 +207,11 @@ def drafters_of(plain: LLM, checkpoint: Checkpoint) -> dict[str, LLM]:
     )
     options: dict[str, dict[str, Any]] = {"suffix": {"suffix_shared_tokens": 0}, "ngram": {}}
     options |= {"layerskip": {"skip_mlp": [layers // 2], "skip_layers": [layers - 2]}, "model": {"draft_model": small}}
-    return {name: plain.using(drafter=name, k=K, max_batch=BATCH, **options[name]) for name in DRAFTERS}
+    if target.mtp is not None:
+        options |= {"head": {"head": "mtp"}, "head, chains": {"head": "mtp", "tree": False}}
+    return {
+        name: plain.using(drafter=name.partition(",")[0], k=K, max_batch=BATCH, **own) for name, own in options.items()
+    }
 
 
 def prompts() -> list[list[int]]:

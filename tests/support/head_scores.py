@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,22 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
         scores, _ = head.scores(rows_of(packed), plane, fed, masked)
         start = stop
     return scores.cpu()
+
+
+def scored(head: Any) -> Tensor:
+    """Scores of ten rows with true features, then of one that continues. [11, D]"""
+    tokens = [(13 * i + 5) % head.config.vocab_size for i in range(11)]
+    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
+    plane = cache.add_plane(*head.plane_shape)
+    cache.open(seq)
+    cache.reserve(seq, 11, 4)
+    rows = HeadBatch(cache)
+    rows.committed(seq, 0, 10)
+    rows.want = list(range(10))
+    dice = torch.Generator().manual_seed(2)
+    hidden = torch.randn(10, head.config.target_hidden_size * len(head.config.taps), generator=dice)
+    first, outputs = head.read(rows_of(rows), plane, hidden)
+    after = HeadBatch(cache)
+    after.drafted(seq, 17, [0])
+    later, _ = head.scores(rows_of(after), plane, outputs[-1:])
+    return torch.cat([first, later])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..engine.cache import Plane
 from ..models.config import ModelConfig
+from ..models.mtp import MtpLayer
 from ..types import Batch, Draft, Output, Sequence
 from .rows import Rows
 
@@ -69,6 +70,7 @@ class Model(ABC):
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
+    mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
 
     @property
     @abstractmethod

@@ -140,10 +140,12 @@ class Transformer(Model):
         return Loader(self.config, weights, self.compute, self.stream, self.device, int8)
 
     @classmethod
-    def without_weights(cls, config: ModelConfig, length: int) -> Transformer:
-        """A decoder in float32 whose embedding and layers the caller sets: only parts of it can run."""
+    def without_weights(
+        cls, config: ModelConfig, length: int, compute: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Transformer:
+        """A decoder whose embedding and layers the caller sets: only parts of it can run."""
         model = cls.__new__(cls)
-        model._begin(config, torch.float32, length=length)
+        model._begin(config, compute, device, length)
         return model
 
     def _prepare_rope(self, length: int) -> None:

@@ -27,6 +27,7 @@ from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
+MTP = "mtp"  # a layer of the target's own checkpoint
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
@@ -45,7 +46,7 @@ class TensorSource(Protocol):
 class HeadConfig:
     """The shape of a head or exit adapter, and its target."""
 
-    kind: str  # eagle3, block, eagle1 or exit
+    kind: str  # eagle3, block, eagle1, mtp or exit
     hidden_size: int  # the target's, or less: a narrow head has its own embedding
     intermediate_size: int
     heads: int
@@ -82,7 +83,7 @@ class HeadConfig:
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "acceptance", tuple(min(max(float(a), 0.0), 1.0) for a in self.acceptance))
         object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
-        if self.kind not in (*KINDS, EAGLE1):
+        if self.kind not in (*KINDS, EAGLE1, MTP):
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
         fits = min(*sizes, self.draft_vocab_size, self.block, self.context_length, self.layers) > 0

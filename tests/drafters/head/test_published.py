@@ -17,12 +17,10 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.backends import ops
-from outrider.backends.rows import rows_of
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.drafters import Workspace
 from outrider.drafters.head.drafter import open_head
-from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.readings import TOKENS
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
@@ -30,9 +28,10 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.prompts import bundled
 from outrider.models.speculators import random_head, target_hash, write_head
-from outrider.types import SamplingParams, Sequence
+from outrider.types import SamplingParams
 
 from support import tiny
+from support.head_scores import scored
 from support.reference_heads import Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
 LAYERS, V, H, D, K = 8, 300, 32, 40, 6
@@ -340,24 +339,6 @@ def test_eight_bits_say_nearly_what_floats_say(name: str, llama: Llama, target: 
     floats, quick, slow = scores
     assert (quick - slow).norm() < 0.05 * slow.norm()  # a byte may fall to the other side
     assert (quick - floats).norm() < 0.1 * floats.norm()
-
-
-def scored(head: Any) -> Tensor:
-    """Scores of ten rows with true features, then of one that continues. [11, D]"""
-    tokens = [(13 * i + 5) % V for i in range(11)]
-    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
-    plane = cache.add_plane(*head.plane_shape)
-    cache.open(seq)
-    cache.reserve(seq, 11, 4)
-    rows = HeadBatch(cache)
-    rows.committed(seq, 0, 10)
-    rows.want = list(range(10))
-    hidden = torch.randn(10, head.config.target_hidden_size * len(head.config.taps), generator=SEED.manual_seed(2))
-    first, outputs = head.read(rows_of(rows), plane, hidden)
-    after = HeadBatch(cache)
-    after.drafted(seq, 17, [0])
-    later, _ = head.scores(rows_of(after), plane, outputs[-1:])
-    return torch.cat([first, later])
 
 
 @pytest.mark.one_in(8)

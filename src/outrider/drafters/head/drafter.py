@@ -1,6 +1,7 @@
-"""A trained head on the target's own features (EAGLE, a block of masks, Medusa, an MLP speculator).
+"""A trained head on the target's own features (EAGLE, a block of masks, MTP, Medusa, an MLP speculator).
 
-The head is a folder that `outrider train` wrote for this target, or that somebody has published for it. It reads hidden
+The head is a folder that `outrider train` wrote for this target, or that somebody has published for it, or a layer of
+the target's own checkpoint (MTP). It reads hidden
 states that verification computes anyway, so it needs a layer or two where a draft model needs many. Its K/V lives in
 the target's slots. Missed features cost acceptance, never correctness.
 """
@@ -25,11 +26,12 @@ from ...backends.rows import rows_of
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
-from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config, target_ids
+from ...models.speculators import CONFIG, EAGLE1, MTP, HeadConfig, HeadTensors, random_head, read_config, target_ids
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Forecast, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
 from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
+from .mtp import MtpHead, mtp_readings
 from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
@@ -87,8 +89,9 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
-    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU)."""
+    """Options: head (a folder, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends),
+    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU).
+    """
 
     traits = Traits(
         options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
@@ -267,10 +270,11 @@ def head_for(target: Any) -> Path | None:
 
 
 def configured_head(space: Workspace) -> Any:
-    """The option `head`, else the head that belongs to the target; None if there is none, or with `head=none`."""
+    """The option `head`, else the head that belongs to the target, else the target's own layer (`mtp`); None if there
+    is none, or with `head=none`."""
     option = space.option("head", default=None)
     if option is None:
-        return head_for(space.target)
+        return head_for(space.target) or (MTP if space.target.mtp is not None else None)
     return None if option == "none" else option
 
 
@@ -299,6 +303,8 @@ def open_head(space: Workspace) -> OpenedHead:
             "The drafter 'head' needs a trained head, and none is shipped for this model: give its folder with "
             "--set head=PATH (or head=…), or make one with `outrider train`."
         )
+    if head == MTP:
+        return _own_layer(space)
     if isinstance(head, str | Path):
         return _read(head_folder(head), space)
     if not isinstance(head, Head):
@@ -309,12 +315,33 @@ def open_head(space: Workspace) -> OpenedHead:
     return OpenedHead(head)
 
 
+def _own_layer(space: Workspace) -> OpenedHead:
+    """The layer for further tokens of the target's own checkpoint."""
+    layer, target = space.target.mtp, space.target
+    if layer is None:
+        why = "has no layer for further tokens (MTP)"
+        if not target.has_layers:
+            why = "runs through transformers, which keeps its layers for further tokens (MTP) to itself"
+        raise ConfigError(f"head is mtp, but this target {why}: choose another drafter, or give a head's folder.")
+    readings = mtp_readings(layer, target)
+    first = readings[0].config
+    assert isinstance(first, HeadConfig)
+    loaded = MtpHead(layer, first, target, _precision(space), space.cache.length)
+    head, tried = choose_reading(loaded, readings, space, MTP)
+    about = f"the target's own layer for further tokens (MTP), in {layer.layout.format}"
+    return OpenedHead(head, about, tried.sentence(readings))
+
+
+def _precision(space: Workspace) -> torch.dtype:
+    dtype = precision(space)
+    if dtype is torch.int8 and space.target.device.type != "cpu":
+        raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
+    return dtype
+
+
 def _read(folder: Path, space: Workspace) -> OpenedHead:
     """The head in a folder, ours or a published one."""
-    target = space.target
-    dtype = precision(space)
-    if dtype is torch.int8 and target.device.type != "cpu":
-        raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
+    target, dtype = space.target, _precision(space)
     if is_own(folder):
         config, tensors = read_head(folder)
         published = PublishedHead(OpenedHead.format, (Reading(config),), tensors)
