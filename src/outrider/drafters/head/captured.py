@@ -99,7 +99,7 @@ class HeadGraphs:
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
         """The same for trees: captured rankings apply temperature and noise, but no filters."""
-        fits = self.head.config.kind == "block" or (depth - 1) * width <= LANE
+        fits = self.head.config.parallel or (depth - 1) * width <= LANE
         return fits and self.suits(seqs) and not any(filters(seq) for seq in seqs)
 
     # ------------------------------------------------------------ the drafts
@@ -108,7 +108,7 @@ class HeadGraphs:
         """budget[i] tokens after each sequence, whose committed rows from starts[i] on the plane lacks."""
         starts, filtered = self._read_ahead(seqs, starts), any(filters(seq) for seq in seqs)
         budget = [min(k, LENGTHS[-1]) for k in budget]
-        draft = self._block if self.head.config.kind == "block" else self._chain
+        draft = self._block if self.head.config.parallel else self._chain
         indices = draft(seqs, starts, budget, filtered)
         trees = (Tree([-1 - at for at in one], list(range(-1, len(one) - 1)), source=self.source) for one in indices)
         return Draft.pack(trees, self.state.unread)

@@ -26,10 +26,21 @@ from ...backends.rows import rows_of
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
-from ...models.speculators import CONFIG, EAGLE1, MTP, HeadConfig, HeadTensors, random_head, read_config, target_ids
+from ...models.speculators import (
+    CONFIG,
+    DFLASH,
+    EAGLE1,
+    MTP,
+    HeadConfig,
+    HeadTensors,
+    random_head,
+    read_config,
+    target_ids,
+)
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Forecast, Memory, Prices, Traits, Workspace, register
 from .._trained import insist_on_target, precision
+from .dflash import DFlashHead, DFlashRollout
 from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
 from .mtp import MtpHead, mtp_readings
 from .network import Head, read_head
@@ -106,29 +117,31 @@ class TrainedHead(Drafter):
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
         model: Any = head  # it runs as a model does, over rows and a plane
-        attends = not isinstance(head, PerPositionHead)
-        passes: Any = space.passes(model, plane) if attends else None
+        captured = not isinstance(head, PerPositionHead | DFlashHead)
+        passes: Any = space.passes(model, plane) if captured else None
         self.features: FeatureCache
         graphs, taps = None, tuple[int, ...]()
-        if passes is None and (attends or head.device.type != "cuda"):
+        if passes is None and (captured or head.device.type != "cuda"):
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
-        if passes is not None and attends:
+        if passes is not None:
             from .captured import HeadGraphs  # needs triton
 
             graphs = HeadGraphs(passes, space.plane, "head")
         self.rollout: HeadRollout | PerPositionRollout
         if isinstance(head, PerPositionHead):
             self.rollout = PerPositionRollout(head, space.cache, plane, self.features)
+        elif isinstance(head, DFlashHead):
+            self.rollout = DFlashRollout(head, space.cache, plane, self.features)
         else:
             self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
         self.rollout.record_guesses = space.record_guesses
         shape = space.option("tree", default=None)
         self.tree, self.tree_in_rounds = bool(shape), shape is None or bool(shape)  # there its rows are cheap
-        block = config.kind == "block"
+        block = not isinstance(config, PerPositionConfig) and config.parallel
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
         width, depth = (int(space.option(f"tree_{side}", default=n)) for side, n in ROUND_TREE.items())
@@ -152,7 +165,7 @@ class TrainedHead(Drafter):
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
-        if heads is None or self.rollout.head.config.kind == "block":
+        if heads is None or heads.head.config.parallel:
             return
         from .rounds import HeadRounds, fits  # need triton
 
@@ -371,9 +384,11 @@ def _with_target(
     output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
     in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
-    if in_pieces and config.kind != EAGLE1:  # native code reads single rows of them
+    if in_pieces and config.kind not in (EAGLE1, DFLASH):  # native code reads single rows of them
         return Head(config, tensors, target, dtype, device, space.cache.length, stored_as, output)
     embedding = embedding_of(target)
+    if config.kind == DFLASH:
+        return DFlashHead(config, tensors, embedding, dtype, device, space.cache.length, output)
     if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
         some = torch.arange(0, own.shape[0], 61)
         if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):

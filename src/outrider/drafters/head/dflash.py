@@ -1,0 +1,127 @@
+"""Block drafters of the DFlash kind: every token of a draft in one pass, from masks that see each other.
+
+The target's states at committed positions, fused and normed, are the context: every layer makes keys and values of them
+directly, once. A block is the last committed token and masks behind it, at their own positions; its rows attend to the
+context and to the whole block (in causal layers: to the rows before them), and a mask predicts the token of its own
+position. DSpark adds a term for the token before, so that tokens are chosen from left to right. Block rows live in
+scratch slots that no sequence owns. It knows rows, planes and states, not files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends import ops
+from ...backends.cpu.int8 import Int8Linear, int8_product
+from ...backends.linear import summed
+from ...backends.rows import Rows, rows_of
+from ...engine.batch import BatchBuilder
+from ...engine.cache import Cache, Plane
+from ...models.speculators import HeadConfig, HeadTensors
+from ...types import Sequence
+from .features import FeatureCache
+from .network import Head
+from .rollout import HeadRollout
+
+
+class DFlashHead(Head):
+    """Layers over a context of fused states. Its only state between passes is the context's K/V in the plane."""
+
+    def __init__(
+        self, config: HeadConfig, tensors: HeadTensors, embedding: Any, dtype: torch.dtype, device: torch.device,
+        length: int, output: Any,
+    ) -> None:  # fmt: skip
+        """length: number of positions, without those of a block. output: the target's product, if it has none."""
+        super().__init__(config, tensors, embedding, dtype, device, length + config.block + 1, None, output)
+        if isinstance(self.head, Int8Linear):
+            self.head = int8_product(self.head.packed)
+        own = tensors.get("mask_embedding")
+        table = self.embedding
+        self.mask = table[config.mask_token] if own is None else own.to(self.device)  # [H]
+        pair = [
+            tensors[f"markov_head.markov_w{i}.weight"].to(self.device, self.stream) for i in (1, 2) if config.markov
+        ]
+        self.markov: tuple[Tensor, Tensor] | None = (pair[0], pair[1]) if pair else None  # [V, r], [D, r]
+
+    def _prepare(self, length: int) -> None:
+        """Rope; there is no native call for such a pass."""
+        self.cos, self.sin = self._rope(length)
+        self.native = None
+
+    def _quantised(self) -> dict[str, Tensor]:
+        return {}  # `_product` quantises each weight itself
+
+    def _product(self, key: str, *names: str) -> Any:
+        if not self.int8:
+            return super()._product(key, *names)
+        weight = torch.cat([self._tensors[name].float() for name in names])
+        rounded = Int8Linear.of(weight, bias=self._bias(names))
+        return rounded if key == "fc" else int8_product(rounded.packed)
+
+    @torch.inference_mode()
+    def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Write the context's K/V of these rows from the target's states [T, taps * H]. There is nothing to score."""
+        rows, c = self._on_device(rows), self.config
+        context = ops.add_norm(
+            self._fc(self._normed(hidden)), None, self.hidden_norm, c.norm_eps, self.compute
+        )  # [T, H]
+        rope = (self.cos[rows.positions], self.sin[rows.positions])
+        for i, layer in enumerate(self.layers):
+            kv = (plane.k[i], plane.v[i])
+            ops.rope_store(layer.qkv(context), *rope, *kv, rows.slots, c.heads, c.kv_heads, layer.head_norms)
+        return context.new_zeros(0, c.draft_vocab_size), context
+
+    @torch.inference_mode()
+    def blocks(self, rows: Rows, causal: Rows, plane: Plane, masked: Tensor) -> Tensor:
+        """Scores of the wanted rows [R, D]. causal: the same rows, seeing only those before them; masked [T]."""
+        rows, causal, c = self._on_device(rows), self._on_device(causal), self.config
+        x = torch.where(masked.to(self.device)[:, None], self.mask, self.embedding[rows.tokens]).to(self.stream)
+        rope, eps = (self.cos[rows.positions], self.sin[rows.positions]), c.norm_eps
+        delta: Any = None
+        for i, layer in enumerate(self.layers):
+            seen = causal if c.causal or c.window(i) else rows
+            h = ops.add_norm(x, delta, layer.attention_norm, eps, self.compute)
+            delta = self._attention(i, h, seen, (plane.k[i], plane.v[i]), rope)
+            delta = layer.down(layer.gate_up.gated(ops.add_norm(x, delta, layer.mlp_norm, eps, self.compute)))
+        h = ops.add_norm(x, delta, self.norm, eps, self.compute)[rows.want]
+        return summed(self.head(h)).to(self.stream) * c.logit_scale
+
+    def after(self, scores: Tensor, token: int) -> Tensor:
+        """A row's scores [D] on the host, given the token before it."""
+        if self.markov is None:
+            return scores
+        first, second = self.markov
+        return scores + (second @ first[token]).to(scores.device, scores.dtype)
+
+
+class DFlashRollout(HeadRollout):
+    """Chains and trees of such a head: always whole blocks, as in training, of which a draft takes the beginning."""
+
+    def __init__(self, head: DFlashHead, cache: Cache, plane: Plane, features: FeatureCache) -> None:
+        super().__init__(head, cache, plane, features)
+        self.drafter, self.size = head, head.config.block + 1
+        self.lanes = cache.table.shape[0]
+        self.first = plane.add_scratch(self.lanes * self.size)
+        self.in_order = head.markov is not None
+
+    def _blocks(self, seqs: list[Sequence], lengths: list[int]) -> list[Tensor]:
+        self._forward_committed(seqs, [0] * len(seqs))
+        rows, causal = BatchBuilder(self.cache), BatchBuilder(self.cache)
+        for lane, seq in enumerate(seqs):
+            begin, at = self.first + lane * self.size, len(seq.tokens) - 1
+            slots = list(range(begin, begin + self.size))
+            for j, slot in enumerate(slots):
+                token = seq.tokens[-1] if j == 0 else 0
+                rows._add(seq, token, at + j, slot, at, slots)
+                causal._add(seq, token, at + j, slot, at, slots[: j + 1])
+        masked = torch.arange(len(seqs) * self.size) % self.size > 0
+        rows.want = causal.want = masked.nonzero().flatten().tolist()
+        self.passes_run += 1
+        scores = self.drafter.blocks(rows_of(rows), rows_of(causal), self.plane, masked).cpu()
+        return [one[:k] for one, k in zip(scores.split(self.size - 1), lengths, strict=True)]
+
+    def _after(self, row: Tensor, token: int) -> Tensor:
+        return self.drafter.after(row, token)
