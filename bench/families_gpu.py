@@ -7,7 +7,7 @@
    takes its weights. Logits of a text in bfloat16, ours and transformers', are compared with transformers in float32.
    Then plain decoding, one request at a time, against `suffix`, `ngram`, `layerskip` and `model` (the target without
    its last layers), at T = 0 and 0.8, alone and in batches of 6, id by id. GLM-4.5 and MiMo (Qwen2's layers) have a
-   layer for further tokens (MTP) and draft with it too, as a tree and as a chain.
+   layer for further tokens (MTP) and draft with it too, as a tree and as a chain; Llama with a random DFlash head.
 2. `experts`: seconds of a captured pass by rows, of random models with the layers of Mixtral 8x7B, Qwen3-30B-A3B and
    GLM-4.5-Air and of a dense one beside them; the K that such costs allow; and decoded tokens per second, plain and
    with `suffix` at a fixed and at the controller's K.
@@ -41,11 +41,13 @@ from outrider.backends import WHOLE
 from outrider.backends.pass_costs import by_rows, target_costs
 from outrider.backends.rows import rows_of
 from outrider.backends.transformer import Transformer
+from outrider.drafters.head.dflash import DFlashHead
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.llm import CapturedPasses
 from outrider.models.checkpoint import Checkpoint, in_memory
 from outrider.models.config import from_hf
+from outrider.models.speculators import DFLASH, random_head
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.weights import LayerSubset, cut_config, expected
 from outrider.types import Sequence
@@ -209,9 +211,19 @@ def drafters_of(plain: LLM, checkpoint: Checkpoint) -> dict[str, LLM]:
     options |= {"layerskip": {"skip_mlp": [layers // 2], "skip_layers": [layers - 2]}, "model": {"draft_model": small}}
     if target.mtp is not None:
         options |= {"head": {"head": "mtp"}, "head, chains": {"head": "mtp", "tree": False}}
+    if checkpoint.config.architecture == "llama":
+        blocks = block_head(target)
+        options |= {"head, blocks": {"head": blocks}, "head, block trees": {"head": blocks, "tree": True}}
     return {
         name: plain.using(drafter=name.partition(",")[0], k=K, max_batch=BATCH, **own) for name, own in options.items()
     }
+
+
+def block_head(target: Any) -> DFlashHead:
+    """An untrained drafter of the DFlash kind: its drafts are wrong, and the text must not show it."""
+    config, tensors = random_head(target.config, DFLASH, layers=3)
+    config = replace(config, block=15, mask_token=7)
+    return DFlashHead(config, tensors, target.embedding, target.compute, target.device, LENGTH, None)
 
 
 def prompts() -> list[list[int]]:

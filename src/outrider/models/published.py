@@ -55,6 +55,7 @@ _BLOCKS = {
 }  # fmt: skip
 _REFUSED = {"mtp": "MTP", "DominoDraftModel": "Domino"}
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
+_LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
 _IGNORED = re.compile(r"(verifier_.*|.*rotary_emb\..*|t2d)")  # copies of the target's weights, and what can be derived
 _OLD_FC_NORMS = {"aux_norm_low": 0, "aux_norm_mid": 1, "aux_norm_high": 2}
@@ -432,7 +433,7 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     if mask is None and "mask_embedding" not in named:
         raise ModelError(f"{where} does not say which token its masks are (mask_token_id).")
     vocabulary = int(sizes["vocab_size"])
-    if size < 2 or not 0 <= int(mask or 0) < vocabulary:
+    if not 2 <= size <= _LONGEST_BLOCK or not 0 <= int(mask or 0) < vocabulary:
         raise ModelError(f"{where} has blocks of {size} tokens with the mask {mask}, which is no block drafter.")
     base = _eagle3(sizes, named)
     markov = named.get("markov_head.markov_w1.weight")

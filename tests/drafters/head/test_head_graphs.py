@@ -23,6 +23,7 @@ from outrider.control.adaptive import Fixed
 from outrider.drafters import DraftRequest, Traits, Workspace
 from outrider.drafters.head import captured as captured_heads
 from outrider.drafters.head.captured import highest
+from outrider.drafters.head.dflash import DFlashHead
 from outrider.drafters.head.drafter import TrainedHead
 from outrider.drafters.head.mtp import MtpHead, mtp_readings
 from outrider.drafters.head.network import Head
@@ -32,7 +33,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.mtp import find_mtp
-from outrider.models.speculators import random_head
+from outrider.models.speculators import DFLASH, random_head
 from outrider.models.weights import Weights, expected
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
@@ -100,10 +101,19 @@ class Tensors(Weights):
 def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32) -> Head:
     if kind == "mtp":
         return mtp_head(target)
-    config, tensors = random_head(target.config, kind)
+    layers = 2 if kind in ("dflash", "dspark") else 1
+    config, tensors = random_head(target.config, DFLASH if kind == "dspark" else kind, layers=layers)
+    if kind == "dspark":
+        dice = torch.Generator().manual_seed(7)
+        config = replace(config, markov=5)
+        for i, size in enumerate((config.vocab_size, config.draft_vocab_size)):
+            tensors[f"markov_head.markov_w{i + 1}.weight"] = 3 * torch.randn(size, 5, generator=dice)
     for name, tensor in tensors.items():  # what it says must hang on what it sees
         if "self_attn" in name or name == "lm_head.weight":
             tensor *= 3
+    if config.kind == DFLASH:
+        config = replace(config, windows=(0, 7), mask_token=4) if kind == DFLASH else config
+        return DFlashHead(config, tensors, target.embedding, dtype, DEVICE, 96, None)
     return Head(config, tensors, target.embedding, dtype, DEVICE, 96)
 
 
@@ -208,6 +218,10 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("eagle3", DEEP, "greedy"),
         ("mtp", CHAIN, "mixed"),
         ("mtp", DEEP, "mixed"),
+        ("dflash", CHAIN, "mixed"),
+        ("dflash", DEEP, "mixed"),
+        ("dflash", DEEP, "greedy"),
+        ("dspark", CHAIN, "mixed"),
         ("block", CHAIN, "mixed"),
         ("block", DEEP, "mixed"),
         ("block", DEEP, "greedy"),
@@ -235,6 +249,7 @@ def test_recorded_drafts_are_the_eager_ones(target: Transformer, kind: str, opti
         ("eagle3", CHAIN, "mixed"),
         ("eagle3", TREE, "mixed"),
         ("block", CHAIN, "mixed"),
+        ("dflash", CHAIN, "mixed"),
         pytest.param("block", TREE, "mixed", marks=slow),
         pytest.param("eagle3", TREE, "greedy", marks=slow),
         pytest.param("eagle3", CHAIN, "greedy", marks=slow),

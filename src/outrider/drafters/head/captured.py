@@ -377,11 +377,15 @@ class RankingPass(HeadPass):
         self.reply.device["probabilities"].copy_(probabilities)
 
     def read(self, rows: int) -> list[Ranking]:
-        """Wait for the first rows' rankings. Tokens of probability 0 are left out, except the best one."""
-        a = received(self.reply, self.heads)
-        columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
-        rankings = [list(zip(*row, strict=True)) for row in columns]
-        return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
+        """Wait for the first rows' rankings."""
+        return ranking_lists(received(self.reply, self.heads), rows)
+
+
+def ranking_lists(a: dict[str, Any], rows: int) -> list[Ranking]:
+    """The first rows' rankings. Tokens of probability 0 are left out, except the best one."""
+    columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
+    rankings = [list(zip(*row, strict=True)) for row in columns]
+    return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
 
 
 class Level(NamedTuple):

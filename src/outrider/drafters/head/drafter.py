@@ -117,25 +117,27 @@ class TrainedHead(Drafter):
         config = head.config
         plane = space.cache.add_plane(*head.plane_shape, device=head.device)
         model: Any = head  # it runs as a model does, over rows and a plane
-        captured = not isinstance(head, PerPositionHead | DFlashHead)
-        passes: Any = space.passes(model, plane) if captured else None
+        attends = not isinstance(head, PerPositionHead)
+        passes: Any = space.passes(model, plane) if attends else None
         self.features: FeatureCache
-        graphs, taps = None, tuple[int, ...]()
-        if passes is None and (captured or head.device.type != "cuda"):
+        graphs: Any = None
+        taps = tuple[int, ...]()
+        if passes is None and (attends or head.device.type != "cuda"):
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
         if passes is not None:
-            from .captured import HeadGraphs  # needs triton
+            from .captured import HeadGraphs  # these need triton
+            from .dflash_captured import BlockGraphs
 
-            graphs = HeadGraphs(passes, space.plane, "head")
+            graphs = (BlockGraphs if config.kind == DFLASH else HeadGraphs)(passes, space.plane, "head")
         self.rollout: HeadRollout | PerPositionRollout
         if isinstance(head, PerPositionHead):
             self.rollout = PerPositionRollout(head, space.cache, plane, self.features)
         elif isinstance(head, DFlashHead):
-            self.rollout = DFlashRollout(head, space.cache, plane, self.features)
+            self.rollout = DFlashRollout(head, space.cache, plane, self.features, graphs)
         else:
             self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
         self.rollout.record_guesses = space.record_guesses
