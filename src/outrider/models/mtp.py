@@ -2,8 +2,9 @@
 
 It reads the state after the target's last norm and the embedding of the token that followed, each after a norm of its
 own; a product joins both, one more block of the target follows, and a last norm. Embedding and output matrix are the
-target's. Promise: `find_mtp` reads names only; `MtpLayer.check` raises a sentence that names a missing or misshapen
-tensor. It knows names and shapes of DeepSeek-V3's, GLM-4.5's and MiMo's files, not what a block computes.
+target's. Promise: `find_mtp` reads names only; `MtpLayer.problem` names a missing or misshapen tensor, and
+`check` raises that sentence. It knows names and shapes of DeepSeek-V3's, GLM-4.5's and MiMo's files, not what a block
+computes.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ class MtpLayer:
 
     def check(self) -> None:
         """Raise for a missing tensor or one of another shape."""
+        if problem := self.problem():
+            raise ModelError(problem)
+
+    def problem(self) -> str:
+        """Why it cannot be used, in a sentence; empty: it can."""
         h, deep = self.config.hidden_size, f"layers.{self._layers}."
         around = {self._name(i): (h, 2 * h) if i == 2 else (h,) for i in range(4)}
         block = {deep + n.removeprefix("layers.0."): s for n, s in expected(self.config).items() if "layers.0." in n}
@@ -86,10 +92,11 @@ class MtpLayer:
                 has = source.shape(name) if source.has(name) else None
                 if has != shape:
                     what = "is missing" if has is None else f"has the shape {list(has)} instead of {list(shape)}"
-                    raise ModelError(
+                    return (
                         f"The checkpoint's layer for further tokens (MTP) cannot be used: its tensor '{name}' {what}; "
                         "download the model again, or choose another drafter."
                     )
+        return ""
 
 
 def find_mtp(weights: Any, config: ModelConfig) -> MtpLayer | None:

@@ -194,12 +194,14 @@ def test_a_damaged_layer_is_named_and_the_target_runs_without_it(what: str, tmp_
         name = f"{at}eh_proj.weight" if what == "misshapen" else f"{at}self_attn.o_proj.weight"
         tensors[name] = tensors[name][:, :-1].contiguous()
     save_file(tensors, folder / "model.safetensors")
-    llm = LLM(folder, dtype="float32", device="cpu", drafter="suffix", k=2)
-    with pytest.raises(OutriderError) as error:
-        llm.using(drafter="head", head="mtp")
-    message = str(error.value)
-    assert BROKEN[what] in message
-    assert message.endswith("download the model again, or choose another drafter.")
+    llm = LLM(folder, dtype="float32", device="cpu", drafter="auto", k=2)
+    assert "head" not in llm.drafting
+    for head in ({"head": "mtp"}, {}):
+        with pytest.raises(OutriderError) as error:
+            llm.using(drafter="head", **head)
+        message = str(error.value)
+        assert BROKEN[what] in message
+        assert message.endswith("download the model again, or choose another drafter.")
     assert len(llm.generate("one two", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 

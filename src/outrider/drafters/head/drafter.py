@@ -285,11 +285,11 @@ def head_for(target: Any) -> Path | None:
 
 
 def configured_head(space: Workspace) -> Any:
-    """The option `head`, else the head that belongs to the target, else the target's own layer (`mtp`); None if there
-    is none, or with `head=none`."""
-    option = space.option("head", default=None)
+    """The option `head`, else the head that belongs to the target, else the target's own layer (`mtp`) if it is whole;
+    None if there is none, or with `head=none`."""
+    option, own = space.option("head", default=None), space.target.mtp
     if option is None:
-        return head_for(space.target) or (MTP if space.target.mtp is not None else None)
+        return head_for(space.target) or (MTP if own is not None and not own.problem() else None)
     return None if option == "none" else option
 
 
@@ -313,6 +313,8 @@ def load_head(space: Workspace) -> Head:
 def open_head(space: Workspace) -> OpenedHead:
     """The configured head, in memory."""
     head, target = configured_head(space), space.target
+    if head is None and target.mtp is not None:
+        target.mtp.check()
     if head is None:
         raise ConfigError(
             "The drafter 'head' needs a trained head, and none is shipped for this model: give its folder with "
