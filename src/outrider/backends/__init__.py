@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..engine.cache import Plane
 from ..models.config import ModelConfig
+from ..models.mtp import MtpLayer
 from ..types import Batch, Draft, Output, Sequence
 from .rows import Rows
 
@@ -70,6 +71,7 @@ class Model(ABC):
     starts: tuple[int, ...] = ()
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
     reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
+    mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
 
     @property
     @abstractmethod

@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
 from ..models.foreign import ForeignWeights
+from ..models.mtp import find_mtp
 from ..models.paths import cache_folder, write_quietly
 from ..models.precision import AUTO, FLOATS, GGUF, INT8, OWN, stored_in
 from ..models.speculators import target_hash
@@ -69,7 +70,7 @@ def load_model(
         model: Any = _on_gpu(checkpoint, dtype, length, device)
     else:
         model = _on_cpu(checkpoint, dtype, kv_dtype, length)
-    model.identity = partial(target_hash, config, weights)
+    model.identity, model.mtp = partial(target_hash, config, weights), find_mtp(weights, config)
     loaded: Model = model
     return loaded
 

@@ -22,7 +22,7 @@ from ..models.config import ModelConfig
 from ..types import Output
 from . import WHOLE, Model, Opening, Part, PlaneShape, ops, with_index
 from .encoder import Encoder, distance_bias
-from .experts import DeviceExperts, Experts, Routing
+from .experts import DeviceExperts, Experts, Router, Routing
 from .linear import linear, summed
 from .rows import Rows
 
@@ -61,7 +61,7 @@ class Layer:
     gate_up: Any
     down: Any
     mlp_post_norm: Tensor | None  # [H]
-    experts: Any  # instead of gate_up and down, which are None then
+    experts: Any  # instead of gate_up and down, which are None then, or the MLP that every row uses beside them
     rope: bool
     local: bool  # rotates as layers with a window do
     window: int  # 0 reads the whole context
@@ -139,10 +139,12 @@ class Transformer(Model):
         return Loader(self.config, weights, self.compute, self.stream, self.device, int8)
 
     @classmethod
-    def without_weights(cls, config: ModelConfig, length: int) -> Transformer:
-        """A decoder in float32 whose embedding and layers the caller sets: only parts of it can run."""
+    def without_weights(
+        cls, config: ModelConfig, length: int, compute: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Transformer:
+        """A decoder whose embedding and layers the caller sets: only parts of it can run."""
         model = cls.__new__(cls)
-        model._begin(config, torch.float32, length=length)
+        model._begin(config, compute, device, length)
         return model
 
     def _prepare_rope(self, length: int) -> None:
@@ -222,6 +224,9 @@ class Transformer(Model):
         h = self._entering(x, delta, layer.mlp_norm)
         if layer.experts is not None:
             added = layer.experts(h)
+            if layer.gate_up is not None:
+                shared = layer.down(layer.gate_up.gated(h, self.config.activation))
+                added = ops.as_delta(summed(added) + summed(shared).to(self.stream))
         elif self.config.gated:
             added = layer.down(layer.gate_up.gated(h, self.config.activation))
         else:
@@ -379,39 +384,49 @@ class Loader:
             self.fused(f"{layer}.cross_out", attention, ("o_proj",)),
         )
 
-    def dense(self, layer: str) -> dict[str, Any]:
+    def dense(self, layer: str, mlp: str = "mlp") -> dict[str, Any]:
         names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         return {
-            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.mlp", names),
-            "down": self.fused(f"{layer}.down", f"{layer}.mlp", ("down_proj",)),
+            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.{mlp}", names),
+            "down": self.fused(f"{layer}.down", f"{layer}.{mlp}", ("down_proj",)),
             "experts": None,
         }
 
     def mixture(self, layer: str) -> dict[str, Any]:
-        """A layer's experts. Their router is never rounded."""
+        """A layer's experts, and the MLP beside them. Their router is never rounded."""
+        every_row = (
+            self.dense(layer, "mlp.shared_experts") if self.config.shared_size else {"gate_up": None, "down": None}
+        )
+        return every_row | {"experts": self.experts(layer)}
+
+    def experts(self, layer: str) -> Experts | DeviceExperts:
         at = f"{layer}.mlp.experts"
         gate, up, down = (self.tensor(f"{at}.{name}_proj.weight") for name in ("gate", "up", "down"))  # [E, ...]
-        router, routing = self.router(layer), routing_of(self.config)
+        router = self.router(layer)
         pairs, biases = torch.cat([gate, up], 1), NO_BIASES  # [E, 2I, H]
         if self.config.expert_bias:
             parts = [self.tensor(f"{at}.{name}_proj.bias") for name in ("gate", "up", "down")]
             biases = torch.cat(parts[:2], 1), parts[2]  # [E, 2I], [E, H]
         if ops.on_gpu(gate):
-            return {"gate_up": None, "down": None, "experts": DeviceExperts(router, pairs, down, biases, routing)}
+            return DeviceExperts(router, pairs, down, biases)
         both, back = (
             [self.product(f"{layer}.{name}.{i}", one, None if each is None else each[i]) for i, one in enumerate(many)]
             for name, many, each in (("gate_up", pairs, biases[0]), ("down", down, biases[1]))
         )
-        return {"gate_up": None, "down": None, "experts": Experts(router, both, back, routing)}
+        return Experts(router, both, back)
 
-    def router(self, layer: str) -> Any:
+    def router(self, layer: str) -> Router:
         """In the dtype of the products, whatever their weights are stored as."""
-        bias = self.tensor(f"{layer}.mlp.router.bias") if self.config.expert_bias else None
-        return linear(self.tensor(f"{layer}.mlp.router.weight"), bias)
+        at, c = f"{layer}.mlp.router", self.config
+        bias = self.tensor(f"{at}.bias") if c.expert_bias else None
+        correction = None
+        if c.corrected_router:
+            correction = self.source.get(f"{layer}.mlp.correction.bias", torch.float32).to(self.device)
+        return Router(linear(self.tensor(f"{at}.weight"), bias), routing_of(c), correction)
 
 
 def routing_of(c: ModelConfig) -> Routing:
-    return Routing(c.experts_used, c.normalise_experts, c.activation)
+    return Routing(c.experts_used, c.normalise_experts, c.activation, c.expert_scale)
 
 
 def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:

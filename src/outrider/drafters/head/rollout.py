@@ -35,9 +35,10 @@ class HeadRollout(DraftVocabularyRollout):
         self.committed = CommittedRows(head, cache, plane, features)
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the feature of its children
         self.passes_run = 0  # eager passes of the current draft
+        self.in_order = False  # a block's scores depend on the tokens chosen before
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        block = self.head.config.kind == "block"
+        block = self.head.config.parallel
         budget = [min(k, self.head.config.block) for k in budget] if block else budget
         if self.graphs is not None and self.graphs.suits(seqs):
             draft = self.graphs.chains(seqs, self._starts(seqs), budget)
@@ -47,12 +48,14 @@ class HeadRollout(DraftVocabularyRollout):
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            if growth.seq.rule == "match" and growth.seq.params.plain and not self._records_guesses(growth.seq):
+            fast = growth.seq.rule == "match" and growth.seq.params.plain and not self._records_guesses(growth.seq)
+            if fast and not self.in_order:
                 for token, confidence in self._likeliest(rows):
                     growth.add(token, len(growth.tokens) - 1, confidence)
             else:
                 for row in rows:
-                    self._extend(growth, row)
+                    before = growth.tokens[-1] if growth.tokens else growth.seq.tokens[-1]
+                    self._extend(growth, self._after(row, before))
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def leaves_unread(self, seqs: list[Sequence]) -> bool:
@@ -61,7 +64,7 @@ class HeadRollout(DraftVocabularyRollout):
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         captured = self.graphs is not None and self.graphs.suits_trees(seqs, width, depth)
-        if self.head.config.kind != "block":
+        if not self.head.config.parallel:
             grow = self._captured_trees if captured else super().trees
             return grow(seqs, budget, width, depth)
         depths = [min(k, depth, self.head.config.block) for k in budget]
@@ -105,7 +108,9 @@ class HeadRollout(DraftVocabularyRollout):
         for seq, rows in zip(seqs, self._blocks(seqs, lengths), strict=True):
             levels: list[Ranking] = []
             for row in rows:
-                levels.append(self._ranked(row, seq, [level[0][0] for level in levels], width))
+                best = [level[0][0] for level in levels]
+                row = self._after(row, best[-1] if best else seq.tokens[-1])
+                levels.append(self._ranked(row, seq, best, width))
             rankings.append(levels)
         return rankings
 
@@ -113,6 +118,10 @@ class HeadRollout(DraftVocabularyRollout):
         """Scores of each sequence's next positions, [lengths[i], D] each."""
         scores, _ = self._forward_committed(seqs, [k - 1 for k in lengths])
         return list(scores.split(lengths))
+
+    def _after(self, row: Tensor, token: int) -> Tensor:
+        """A block's scores at a position [D], given the token before."""
+        return row
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; scores of the next token. [B, D]"""

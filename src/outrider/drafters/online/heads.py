@@ -14,7 +14,7 @@ from ...backends.rows import Rows
 from ...engine.cache import Cache
 from ...errors import ConfigError
 from .. import Workspace
-from ..head.drafter import TrainedHead
+from ..head.drafter import HEADS, TrainedHead
 from ..head.features import FeatureCache
 from ..head.network import Head
 from ..head.rollout import HeadRollout
@@ -68,7 +68,8 @@ def adapted_head(space: Workspace) -> TrainedHead:
     """The drafter `head`, with an adapter behind it."""
     inner = TrainedHead(space)
     plain = inner.rollout
-    if not isinstance(plain, HeadRollout) or plain.head.norm is None or plain.head.config.norm_output:
+    learns = isinstance(plain, HeadRollout) and plain.head.config.kind in HEADS and not plain.head.config.norm_output
+    if not isinstance(plain, HeadRollout) or not learns:
         raise ConfigError(f"{inner.about.format} cannot learn online: use --drafter head with it.")
     inner.tree = False  # only chains are learnt from
     inner.vocabulary = None  # the adapter has a table of its own
