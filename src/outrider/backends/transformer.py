@@ -91,6 +91,7 @@ class Transformer(Model):
             return
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
+        self.fused = ops.fused_layers(config, self.layers, self.ropes, dtype) if self.device.type == "cuda" else None
         if config.encoder is not None:
             source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
             self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
@@ -104,6 +105,7 @@ class Transformer(Model):
         self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
         self.reader: Encoder | None = None
+        self.fused: Any = None  # `cuda.layers.FusedLayers`, where they suit the model
         self.add_vectors({}, length, False)
 
     def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:
@@ -168,10 +170,28 @@ class Transformer(Model):
             self.reader.read(rows.sources, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
         x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
+        delta: Delta = None
+        hidden: dict[int, Tensor] = {}
+        if self.fused is not None:
+
+            def after(i: int, x: Tensor) -> None:
+                if i in plane.streams:
+                    ops.keep_stream(x, None, plane.streams[i], rows.slots)
+                if i in taps:
+                    hidden[i] = x.clone()
+
+            self.fused.run(x, rows, plane, part, after)
+        else:
+            x, delta = self._layers(x, rows, plane, part, taps, hidden)
+        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+
+    def _layers(
+        self, x: Tensor, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> tuple[Tensor, Delta]:
+        """The stream after these layers, and what is to be added to it. hidden: the tapped layers' outputs."""
         ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in self.ropes]  # [T, rotary/2] each
         delta: Delta = None
         across = None if self.config.encoder is None else rows.on_sources
-        hidden: dict[int, Tensor] = {}
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 delta = self._attention(i, x, delta, rows, plane, ropes)
@@ -185,7 +205,7 @@ class Transformer(Model):
             if i in taps:
                 x, delta = x if delta is None else x + summed(delta), None
                 hidden[i] = x.clone()
-        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+        return x, delta
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import begin, launch_options
+
 QUERIES = 16  # of one block: its rows times the heads that share a key head
 SPAN = 128  # keys of one sum
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
@@ -99,7 +101,7 @@ def _attend(
     scale, length, depth, max_spans, window, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
@@ -107,6 +109,7 @@ def _attend(
     min_keys = tl.load(info + block * 8 + 4)
     max_keys = min_keys + rows - 1
     spans = tl.cdiv(max_keys, SPAN)
+    begin(PDL)  # what describes the blocks was written long before
     if (rows == 0) | (split >= spans):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -174,7 +177,7 @@ def attend(
         cap * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None,
+        SINKS=sinks is not None, **launch_options(),
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -13,14 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fused import load_squares, sum_of_sixteen
+from .fused import row_scale as scale_of
 from .matmul import Parts
 
 
 @triton.jit
-def _sum_parts(parts, bias, row, rows, width, columns, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
+def _sum_parts(
+    parts, bias, row_scale, row, rows, width, columns, ok,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     value = tl.load(parts + row * width + columns, mask=ok, other=0.0)
     for part in tl.static_range(1, PARTS):
         value += tl.load(parts + (part * rows.to(tl.int64) + row) * width + columns, mask=ok, other=0.0)
+    if SCALED:
+        value *= tl.load(row_scale + row)
     if BIASED:
         value += tl.load(bias + columns, mask=ok, other=0.0).to(tl.float32)
     return value
@@ -35,7 +42,7 @@ def _add_norm(
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     gain = tl.load(weight + i, mask=ok, other=0.0)
@@ -61,6 +68,46 @@ def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str,
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _add_gain(
+    x, parts, bias, weight, out, squares, row_scale, rows, width, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    value = tl.load(x + row * width + i, mask=ok, other=0.0)
+    if PARTS > 0:
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
+        tl.store(x + row * width + i, value, mask=ok)
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    tl.store(out + row * width + i, (value * gain).to(out.dtype.element_ty), mask=ok)
+    group = tl.arange(0, WIDE // 16)
+    sums = sum_of_sixteen(tl.reshape(value * value, (WIDE // 16, 16)), WIDE // 16)
+    tl.store(squares + row * GROUPS + group, sums, mask=group < GROUPS)
+    tl.debug_barrier()  # the program's own stores are read again, in the order of the other kernels that read them
+    one = row + tl.arange(0, 1)
+    scale = scale_of(load_squares(squares, one, rows, GROUPS), width, eps, GROUPS, 1)
+    tl.store(row_scale + one, scale)
+
+
+def add_gain(
+    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H] float32 += delta in place; returns x * weight [T, H] of `dtype`, x's squares by groups of sixteen
+    [T, H / 16], and 1 / rms(x) [T]: an RMS norm in two parts, as `fused` reads it.
+    """
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=dtype, device=x.device)
+    squares, scale = x.new_empty((rows, width // 16)), x.new_empty((rows,))
+    parts, bias, constants = _operands(x, delta)
+    launch: Any = _add_gain[(rows,)]
+    launch(
+        x, parts, bias, weight, out, squares, scale, rows, width, eps, **constants, GROUPS=width // 16,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, squares, scale
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _keep_stream(
     x, parts, bias, kept, slots, rows, width,
     PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
@@ -69,7 +116,7 @@ def _keep_stream(
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(kept + slot * width + i, value.to(kept.dtype.element_ty), mask=ok)
@@ -85,8 +132,8 @@ def keep_stream(x: Tensor, delta: Parts | None, kept: Tensor, slots: Tensor) -> 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rope_store(
-    parts, bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    parts, bias, row_scale, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """One head of one row. Dimensions i and i + ROTARY/2 are rotated together, for i < ROTARY/2."""
@@ -94,11 +141,13 @@ def _rope_store(
     d = tl.arange(0, DIM_PAD)
     ok = d < DIM
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-    value = _sum_parts(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
+    value = _sum_parts(parts, bias, row_scale, row, rows, width, head * DIM + d, ok, PARTS, BIASED, SCALED)
     if head < HEADS + KV_HEADS:
         HALF: tl.constexpr = ROTARY // 2
         partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
-        other = _sum_parts(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
+        other = _sum_parts(
+            parts, bias, row_scale, row, rows, width, head * DIM + partner, ok, PARTS, BIASED, SCALED
+        )
         if NORMED:
             gains = q_norm if head < HEADS else k_norm
             scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
@@ -135,11 +184,11 @@ def rope_store(
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     launch: Any = _rope_store[(rows, heads + 2 * kv_heads)]
     launch(
-        qkv.parts, cos if qkv.bias is None else qkv.bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
+        qkv.parts, cos if qkv.bias is None else qkv.bias, cos if qkv.scale is None else qkv.scale, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
         rows, eps,
-        PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, NORMED=norms is not None,
+        PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, SCALED=qkv.scale is not None, NORMED=norms is not None,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROTARY=2 * cos.shape[1],
-        num_warps=1,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

@@ -29,19 +29,21 @@ _STAGES = {128: 3, 256: 4}  # of wide tiles, limited by registers and shared mem
 
 @dataclass(frozen=True)
 class Parts:
-    """An unsummed result: its value is the sum over the first dimension, in order, plus the bias."""
+    """An unsummed result: its value is the sum over the first dimension, in order, times the scale, plus the bias."""
 
     parts: Tensor  # [S, T, out] float32
     bias: Tensor | None = None  # [out]
+    scale: Tensor | None = None  # [T] float32
 
     def __getitem__(self, rows: Tensor) -> Parts:
-        return Parts(self.parts[:, rows], self.bias)
+        return Parts(self.parts[:, rows], self.bias, None if self.scale is None else self.scale[rows])
 
     def total(self) -> Tensor:
         """[T, out] float32."""
         total = self.parts[0]
         for part in self.parts[1:]:
             total = total + part
+        total = total if self.scale is None else total * self.scale[:, None]
         return total if self.bias is None else total + self.bias.float()
 
 
@@ -58,9 +60,10 @@ class Tiling:
 
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _product(
-    x, w, scale, out, rows, outs, ins, split,
+    x, w, scale, row_scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
 
@@ -90,6 +93,11 @@ def _product(
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
         if GATED:
             other *= tl.load(scale + outs + o, mask=o < outs, other=0.0)[:, None]
+    if ROW_SCALED:
+        factor = tl.load(row_scale + r, mask=r < rows, other=0.0)[None, :]
+        total *= factor
+        if GATED:
+            other *= factor
     if GATED:
         steepness = total
         if GELU:
@@ -100,11 +108,13 @@ def _product(
 
 
 def product(
-    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU
-) -> Tensor:
+    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU,
+    row_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
+    scale [out] and row_scale [T] float32: factors of the sums.
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
@@ -113,10 +123,10 @@ def product(
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
     grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
     _product[grid](
-        x, w, x if scale is None else scale, out, rows, outs, ins, split,
+        x, w, x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
-        PRECISION="ieee",
+        ROW_SCALED=row_scale is not None, PRECISION="ieee", enable_fp_fusion=False,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out

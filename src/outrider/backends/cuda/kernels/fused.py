@@ -1,0 +1,418 @@
+"""Products of up to sixteen rows together with what comes after them: rope and K/V stores, residual sums, activations.
+
+Promise: the bits are those of `matmul.product` with the same parts followed by the kernels of `elementwise`, for every
+number of rows. A small pass is bound by latency, not by arithmetic. So a weight goes straight from memory to the
+registers in which a matrix instruction wants it, eight bytes a thread: no shared memory, no barrier before the end. The
+first weights are requested before the kernel waits for the one before it (programmatic dependent launch), so that
+memory is busy while rows are handed over. Only then may the next kernel start: what it reads before its own wait was
+written two kernels earlier.
+
+A thread is an element of one-dimensional tensors here, and a warp is 32 of them: `_multiply` is the matrix instruction
+of a warp. Its sixteen outputs are two groups of eight that lie `second` rows of the weight apart: neighbours, the two
+halves of a rotated head, or gate and up.
+
+An RMS norm is applied in two parts: products read the stream times the norm's gain, and their sums are multiplied by
+1 / rms(stream), which depends on the row alone. Whoever writes the stream adds up its squares, sixteen outputs at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....models.config import GELU, SILU
+from .launching import EMULATED, begin, launch_options
+from .matmul import STEP
+
+MOST_ROWS = 16
+GROUP = 16  # outputs of one matrix instruction, and of one sum of squares
+DEPTH = 12  # matrix instructions whose weights a thread requests at once
+
+
+@triton.jit
+def _half(words, place: tl.constexpr, dtype: tl.constexpr):
+    return ((words >> (16 * place)) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _emulated(first, second, x, c0, c1, c2, c3, WARPS: tl.constexpr, DTYPE: tl.constexpr):
+    """`_multiply` for triton's interpreter, in float32."""
+    for e in tl.static_range(4):
+        column = tl.reshape(_half(x, e, DTYPE), (WARPS, 1, 8, 4))
+        one = tl.sum(tl.reshape(_half(first, e, DTYPE), (WARPS, 8, 1, 4)) * column, 3)  # [WARPS, 8, 8]
+        two = tl.sum(tl.reshape(_half(second, e, DTYPE), (WARPS, 8, 1, 4)) * column, 3)
+        a0, a1 = tl.split(tl.reshape(one, (WARPS * 32, 2)))
+        a2, a3 = tl.split(tl.reshape(two, (WARPS * 32, 2)))
+        c0, c1, c2, c3 = c0 + a0, c1 + a1, c2 + a2, c3 + a3
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _multiply(first, second, x, c0, c1, c2, c3, WARPS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
+    """c += w xᵀ for a warp's sixteen outputs, eight rows and sixteen inputs.
+
+    Lane 4g + t has inputs 4t to 4t + 3 of outputs g and 8 + g (`first`, `second`) and of row g (`x`), four halves in a
+    word, and the sums of rows 2t and 2t + 1 for both outputs.
+    """
+    if EMULATED:
+        return _emulated(first, second, x, c0, c1, c2, c3, WARPS, DTYPE)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a<4>, b<2>;
+        mov.b64 {a0, a2}, $4;
+        mov.b64 {a1, a3}, $5;
+        mov.b64 {b0, b1}, $6;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a0, a1, a2, a3}, {b0, b1}, {$7, $8, $9, $10};
+        }""",
+        "=f,=f,=f,=f,l,l,l,f,f,f,f", [first, second, x, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+    """The words of a thread for the next matrix instructions: w [T] pointers, `second` words apart; k: inputs so far."""
+    found = ()
+    for i in tl.static_range(DEPTH):
+        if EVEN:
+            one = tl.load(w + 4 * i, eviction_policy="evict_first")
+            two = tl.load(w + second + 4 * i, eviction_policy="evict_first")
+        else:
+            ok = k + 16 * i < end
+            one = tl.load(w + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
+            two = tl.load(w + second + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
+        found = found + (one, two)
+    return found
+
+
+@triton.jit
+def _advance(
+    weights, sums, x, row, rows, ins, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """The sums after the matrix instructions for which the weights are here."""
+    a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    low, high = (), ()
+    for i in tl.static_range(DEPTH):
+        ok, more = row < rows, row + 8 < rows
+        if not EVEN:
+            ok, more = ok & (k + 16 * i < end), more & (k + 16 * i < end)
+        low = low + (tl.load(x + 4 * i, mask=ok, other=0),)
+        if ROWS == 16:
+            high = high + (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)
+    for i in tl.static_range(DEPTH):
+        one, two = weights[2 * i], weights[2 * i + 1]
+        a0, a1, a2, a3 = _multiply(one, two, low[i], a0, a1, a2, a3, WARPS, DTYPE, EMULATED)
+        if ROWS == 16:
+            b0, b1, b2, b3 = _multiply(one, two, high[i], b0, b1, b2, b3, WARPS, DTYPE, EMULATED)
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def _sums(
+    weights, w, second, x, row, rows, ins, k, end, LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Each warp's sums over its inputs, LENGTH matrix instructions in their order: those of `_multiply` for the first
+    eight rows, then for the others.
+
+    weights: the first ones; w, x [T]: pointers to a thread's first words; k: its first input; end: the first that it
+    does not read.
+    """
+    zero = (row * 0).to(tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    for _ in tl.range(0, LENGTH // DEPTH - 1, num_stages=1):
+        w += 4 * DEPTH
+        following = _weights(w, second, k + 16 * DEPTH, end, DEPTH, EVEN)
+        sums = _advance(weights, sums, x, row, rows, ins, k, end, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED)
+        x, k, weights = x + 4 * DEPTH, k + 16 * DEPTH, following
+    return _advance(weights, sums, x, row, rows, ins, k, end, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED)
+
+
+@triton.jit
+def _ordered(sums, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """The warps' sums, added in order: [ROWS, 16]."""
+    a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    each = tl.join(tl.join(a0, a1), tl.join(a2, a3))  # [T, row, output]
+    if ROWS == 16:
+        each = tl.join(each, tl.join(tl.join(b0, b1), tl.join(b2, b3)))
+        each = tl.permute(tl.reshape(each, (WARPS, 8, 4, 2, 2, 2)), (5, 2, 3, 4, 1, 0))
+    else:
+        each = tl.permute(tl.reshape(each, (WARPS, 8, 4, 2, 2)), (2, 3, 4, 1, 0))
+    if WARPS == 8:
+        even, odd = tl.split(tl.reshape(each, (ROWS, 16, 2, 2, 2)))
+        s04, s26 = tl.split(even)
+        s15, s37 = tl.split(odd)
+        s0, s4 = tl.split(s04)
+        s1, s5 = tl.split(s15)
+        s2, s6 = tl.split(s26)
+        s3, s7 = tl.split(s37)
+        total = s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7
+    else:
+        even, odd = tl.split(tl.reshape(each, (ROWS, 16, 2, 2)))
+        s0, s2 = tl.split(even)
+        s1, s3 = tl.split(odd)
+        total = s0 + s1 + s2 + s3
+    return total
+
+
+@triton.jit
+def sum_of_sixteen(value, ROWS: tl.constexpr):
+    """[ROWS, 16] -> [ROWS], pairs first: the order is in the code, not in the layout of a kernel's registers."""
+    first, second = tl.split(tl.reshape(value, (ROWS, 8, 2)))
+    first, second = tl.split(tl.reshape(first + second, (ROWS, 4, 2)))
+    first, second = tl.split(tl.reshape(first + second, (ROWS, 2, 2)))
+    first, second = tl.split(first + second)
+    return first + second
+
+
+@triton.jit
+def load_squares(squares, r, rows, GROUPS: tl.constexpr):
+    """The squares of rows r, sixteen groups of outputs at a time, from [T, GROUPS]."""
+    j = tl.arange(0, 16)
+    found = ()
+    for first in tl.static_range(0, GROUPS, 16):
+        ok = (r < rows)[:, None] & (first + j < GROUPS)[None, :]
+        found = found + (tl.load(squares + r[:, None] * GROUPS + first + j[None, :], mask=ok, other=0.0),)
+    return found
+
+
+@triton.jit
+def row_scale(squares, width, eps, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """1 / rms of each row [ROWS]."""
+    total = squares[0]
+    for n in tl.static_range(1, (GROUPS + 15) // 16):
+        total += squares[n]
+    return tl.rsqrt(sum_of_sixteen(total, ROWS) / width + eps)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rotated(
+    x, squares, w, bias, cos, sin, positions, slots, q, k_plane, v_plane, rows, ins, split, eps,
+    BIASED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q, k and v of eight pairs of dimensions: i and i + DIM / 2 of one head."""
+    HALF: tl.constexpr = DIM // 2
+    head, start = tl.program_id(0) * 8 // HALF, tl.program_id(0) * 8 % HALF
+    thread = tl.arange(0, 32 * WARPS)
+    g, t, k = thread % 32 // 4, thread % 4, thread // 32 * split
+    words = ins // 4
+    r, i = tl.arange(0, ROWS), start + tl.arange(0, 8)
+    here = r < rows
+    both = here[:, None] & (i < HALF)[None, :]
+    slot = tl.load(slots + r, mask=here, other=0).to(tl.int64)
+    angle = tl.load(positions + r, mask=here, other=0)[:, None] * HALF + i[None, :]
+    c, s = tl.load(cos + angle, mask=both, other=1.0), tl.load(sin + angle, mask=both, other=0.0)
+    if BIASED:
+        first_bias = tl.load(bias + head * DIM + i).to(tl.float32)
+        second_bias = tl.load(bias + head * DIM + HALF + i).to(tl.float32)
+    w += (head * DIM + start + g) * words + k // 4 + t
+    weights = _weights(w, HALF * words, k, ins, DEPTH, EVEN)
+    begin(PDL)
+    each = load_squares(squares, r, rows, GROUPS)
+    sums = _sums(
+        weights, w, HALF * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
+        LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
+    )  # fmt: skip
+    total = _ordered(sums, WARPS, ROWS) * row_scale(each, ins, eps, GROUPS, ROWS)[:, None]
+    first, second = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, 8)), (0, 2, 1)))  # [ROWS, 8] each
+    if BIASED:
+        first, second = first + first_bias[None, :], second + second_bias[None, :]
+    turned, turned_second = first * c + (-second) * s, second * c + first * s
+    turns = head < HEADS + KV_HEADS  # no branches: the compiler would move loads behind the wait
+    first, second = tl.where(turns, turned, first), tl.where(turns, turned_second, second)
+    target = tl.where(head < HEADS, q, tl.where(turns, k_plane, v_plane))
+    index = tl.where(head < HEADS, r.to(tl.int64) * HEADS + head, slot * KV_HEADS + (head - HEADS) % KV_HEADS)
+    target = target + index[:, None] * DIM + i[None, :]
+    tl.store(target, first.to(q.dtype.element_ty), mask=both)
+    tl.store(target + HALF, second.to(q.dtype.element_ty), mask=both)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _added(
+    x, w, bias, stream, gain, out, squares, rows, outs, ins, split,
+    BIASED: tl.constexpr, GAINED: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """stream += x wᵀ + bias for sixteen outputs; then out = stream * gain, and the sum of the stream's squares."""
+    group = tl.program_id(0)
+    thread = tl.arange(0, 32 * WARPS)
+    g, t, k = thread % 32 // 4, thread % 4, thread // 32 * split
+    words = ins // 4
+    r, o = tl.arange(0, ROWS), group * 16 + tl.arange(0, 16)
+    at, ok = r[:, None] * outs + o[None, :], (r < rows)[:, None] & (o < outs)[None, :]
+    value = tl.load(stream + at, mask=ok, other=0.0)  # written by an earlier kernel than the last: see above
+    if BIASED:
+        added = tl.load(bias + o).to(tl.float32)
+    if GAINED:
+        factor = tl.load(gain + o)
+    w += (group * 16 + g) * words + k // 4 + t
+    weights = _weights(w, 8 * words, k, ins, DEPTH, EVEN)
+    begin(PDL)
+    sums = _sums(
+        weights, w, 8 * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
+        LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
+    )  # fmt: skip
+    total = _ordered(sums, WARPS, ROWS)
+    if BIASED:
+        total += added[None, :]
+    value += total
+    tl.store(stream + at, value, mask=ok)
+    if GAINED:
+        tl.store(out + at, (value * factor[None, :]).to(out.dtype.element_ty), mask=ok)
+        tl.store(squares + r * (outs // 16) + group, sum_of_sixteen(value * value, ROWS), mask=r < rows)
+
+
+@triton.jit
+def _lanes(value, WARPS: tl.constexpr):
+    """[8] by row -> [T] each: rows 2t and 2t + 1 of every thread."""
+    even, odd = tl.split(tl.reshape(value, (1, 4, 2)))
+    shape: tl.constexpr = (8 * WARPS, 4)
+    return (
+        tl.reshape(tl.broadcast_to(even, shape), (32 * WARPS,)),
+        tl.reshape(tl.broadcast_to(odd, shape), (32 * WARPS,)),
+    )
+
+
+@triton.jit
+def _gate(gate, up, scale, out, row, rows, outs, o, GELU: tl.constexpr):
+    gate, up = gate * scale, up * scale
+    steepness = gate
+    if GELU:
+        steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = gate / (1.0 + tl.exp(-steepness)) * up
+    tl.store(out + row * outs + o, value.to(out.dtype.element_ty), mask=(row < rows) & (o < outs))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _activated(
+    x, squares, w, out, rows, outs, ins, eps,
+    GELU: tl.constexpr, GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """activation(gate) * up for eight outputs of each warp, which has all inputs: there is nothing to add up."""
+    thread = tl.arange(0, 32 * WARPS)
+    g, t = thread % 32 // 4, thread % 4
+    o = (tl.program_id(0) * WARPS + thread // 32) * 8 + g
+    words = ins // 4
+    k = 0 * t
+    w += tl.where(o < outs, o, 0) * words + t
+    weights = _weights(w, outs * words, k, ins, DEPTH, True)
+    begin(PDL)
+    each = load_squares(squares, tl.arange(0, ROWS), rows, GROUPS)
+    sums = _sums(
+        weights, w, outs * words, x + g * words + t, g, rows, ins, k, ins,
+        LENGTH, DEPTH, True, WARPS, ROWS, DTYPE, EMULATED,
+    )  # fmt: skip
+    a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    scale = row_scale(each, ins, eps, GROUPS, ROWS)
+    if ROWS == 16:
+        low, high = tl.split(tl.permute(tl.reshape(scale, (2, 8)), (1, 0)))
+        even, odd = _lanes(high, WARPS)
+        _gate(b0, b2, even, out, 2 * t + 8, rows, outs, o, GELU)
+        _gate(b1, b3, odd, out, 2 * t + 9, rows, outs, o, GELU)
+    else:
+        low = scale
+    even, odd = _lanes(low, WARPS)
+    _gate(a0, a2, even, out, 2 * t, rows, outs, o, GELU)
+    _gate(a1, a3, odd, out, 2 * t + 1, rows, outs, o, GELU)
+
+
+# ------------------------------------------------------------ launches
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the sum of one weight is divided: between the warps of a program, or between the parts of a wide product."""
+
+    warps: int
+    length: int  # matrix instructions of one warp
+    depth: int  # of those, how many have their weights requested at once
+
+    @property
+    def split(self) -> int:
+        """Inputs of a slice."""
+        return 16 * self.length
+
+
+def depth_of(length: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if length % n == 0)
+
+
+def slices(outs: int, ins: int) -> Slices:
+    """Eight warps share a sum, four where there are programs for all processors anyway. The same for any rows."""
+    warps = 8 if outs <= 132 * GROUP else 4
+    length = triton.cdiv(triton.cdiv(ins, STEP), warps) * STEP // 16
+    return Slices(warps, length, depth_of(length, DEPTH))
+
+
+def _constants(slices: Slices, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of a launch and its options."""
+    constants = {
+        "LENGTH": slices.length, "DEPTH": slices.depth, "WARPS": slices.warps, "ROWS": 8 if rows <= 8 else 16,
+        "DTYPE": tl.bfloat16 if dtype is torch.bfloat16 else tl.float16, "EMULATED": EMULATED,
+        "num_warps": slices.warps, "enable_fp_fusion": False,
+    }  # fmt: skip
+    return constants | launch_options()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Four halves in each element."""
+    return tensor.view(torch.int64)
+
+
+def rotated(
+    x: Tensor, squares: Tensor, eps: float, w: Tensor, bias: Tensor | None, slices: Slices,
+    cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_plane: Tensor, v_plane: Tensor, heads: int,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, d] of rows x [T, H]; k and v go to their slots. cos, sin: of every position [L, d/2]."""
+    (rows, ins), (_, kv_heads, dim) = x.shape, k_plane.shape
+    q = torch.empty((rows, heads, dim), dtype=k_plane.dtype, device=x.device)
+    launch: Any = _rotated[((heads + 2 * kv_heads) * dim // GROUP,)]
+    launch(
+        _words(x), squares, _words(w), x if bias is None else bias, cos, sin, positions, slots, q, k_plane, v_plane,
+        rows, ins, slices.split, eps,
+        BIASED=bias is not None, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUPS=squares.shape[1],
+        EVEN=slices.split * slices.warps == ins, **_constants(slices, rows, x.dtype),
+    )  # fmt: skip
+    return q
+
+
+def added(
+    x: Tensor, w: Tensor, bias: Tensor | None, slices: Slices, stream: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """stream [T, H] += x wᵀ + bias; returns stream * gain [T, H] in x's type and its squares [T, H / 16]."""
+    (rows, ins), outs = x.shape, stream.shape[1]
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    squares = torch.empty((rows, outs // GROUP), dtype=torch.float32, device=x.device)
+    launch: Any = _added[(outs // GROUP,)]
+    launch(
+        _words(x), _words(w), x if bias is None else bias, stream, stream if gain is None else gain, out, squares,
+        rows, outs, ins, slices.split, BIASED=bias is not None, GAINED=gain is not None,
+        EVEN=slices.split * slices.warps == ins, **_constants(slices, rows, x.dtype),
+    )  # fmt: skip
+    return out, squares
+
+
+def activated(
+    x: Tensor, squares: Tensor, eps: float, w: Tensor, activation: str = SILU, warps: int = 4, depth: int = 8
+) -> Tensor:
+    """activation(gate) * up [T, out] of rows x [T, H]; w [2 out, H]: the gate's rows, then those of `up`."""
+    (rows, ins), outs = x.shape, w.shape[0] // 2
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    whole = Slices(warps, ins // 16, depth_of(ins // 16, depth))
+    launch: Any = _activated[(triton.cdiv(outs, 8 * warps),)]
+    launch(
+        _words(x), squares, _words(w), out, rows, outs, ins, eps,
+        GELU=activation == GELU, GROUPS=squares.shape[1], **_constants(whole, rows, x.dtype),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,137 @@
+"""A decoder's layers in five kernels each, for passes of up to sixteen rows; with more rows, the same bits in eight.
+
+The five: q, k and v with rope and K/V stores; attention; output product and residual sum; gate and up with activation;
+down and residual sum. Whoever adds to the stream also prepares what the next block reads of it (`Entering`).
+It suits pre-norm decoders with gated blocks in bfloat16, whose weights are plain (`suits`). Which models those are does
+not depend on the rows of a pass. It knows layers and rows, not sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.cache import Plane
+from ...models.config import GELU, SILU, ModelConfig
+from .. import Part
+from ..rows import Rows
+from .kernels import attention, elementwise, fused
+from .kernels.matmul import Parts, Product, Tiling, product
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What a block reads of the stream: its norm in two parts."""
+
+    h: Tensor  # [T, H]: stream * gain
+    squares: Tensor  # [T, H / 16]: sums of the stream's squares
+    scale: Tensor | None  # [T]: 1 / rms; None in a small pass, whose kernels compute it
+
+
+def suits(c: ModelConfig, layers: list[Any], dtype: torch.dtype) -> bool:
+    """Whether these layers can run so. layers: as `transformer.Layer`."""
+    plain = c.pre_norm and not (c.post_norm or c.stream_norm or c.layer_norm or c.qk_norm or c.distance_buckets)
+    whole = c.encoder is None and c.gated and c.activation in (SILU, GELU) and c.residual_scale == 1.0
+    rotates = not c.no_rope_layers and c.rotary_dim == c.head_dim and c.head_dim % 16 == 0
+    if not (plain and whole and rotates and dtype in (torch.bfloat16, torch.float16)):
+        return False
+    return c.hidden_size % 16 == 0 and all(_suits(layer) for layer in layers)
+
+
+def _suits(layer: Any) -> bool:
+    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    whole = all(type(p) is Product and p.scale is None and p.in_features % 16 == 0 for p in products)
+    return whole and layer.experts is None and layer.gate_up.bias is None
+
+
+class FusedLayers:
+    """The layers of one model. ropes: cos and sin of every position, as `Transformer.ropes`."""
+
+    def __init__(self, config: ModelConfig, layers: list[Any], ropes: list[tuple[Tensor, Tensor]]) -> None:
+        self.config, self.layers, self.ropes = config, layers, ropes
+        self._slices = {
+            name: fused.slices(weight.out_features, weight.in_features)
+            for name, weight in ((name, getattr(layers[0], name)) for name in ("qkv", "out", "down"))
+        }
+
+    def run(self, x: Tensor, rows: Rows, plane: Plane, part: Part, after: Callable[[int, Tensor], None]) -> None:
+        """x [T, H] float32, in place; after(i, x) is called after layer i."""
+        gains = self._gains(part)
+        small, eps = x.shape[0] <= fused.MOST_ROWS, self.config.norm_eps
+        blocks = _SmallBlocks(self, x, rows, plane) if small else _WideBlocks(self, x, rows, plane)
+        first = next(gains)
+        if first is None:
+            return
+        h, squares, scale = elementwise.add_gain(x, None, first, eps, self.layers[0].qkv.weight.dtype)
+        entering = Entering(h, squares, scale)
+        for i in range(part.start, self.config.layers if part.stop is None else part.stop):
+            if i not in part.skip_attention:
+                entering = blocks.attention(i, entering, next(gains))
+            if i not in part.skip_mlp:
+                entering = blocks.mlp(i, entering, next(gains))
+            after(i, x)
+
+    def _gains(self, part: Part) -> Iterator[Tensor | None]:
+        """The gain of every block's norm, then None."""
+        for i in range(part.start, self.config.layers if part.stop is None else part.stop):
+            if i not in part.skip_attention:
+                yield self.layers[i].attention_norm
+            if i not in part.skip_mlp:
+                yield self.layers[i].mlp_norm
+        yield None
+
+
+class _SmallBlocks:
+    def __init__(self, layers: FusedLayers, x: Tensor, rows: Rows, plane: Plane) -> None:
+        self.of, self.x, self.rows, self.plane = layers, x, rows, plane
+
+    def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
+        c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
+        cos, sin = self.of.ropes[layer.local]
+        q = fused.rotated(
+            entering.h, entering.squares, c.norm_eps, layer.qkv.weight, layer.qkv.bias, self.of._slices["qkv"],
+            cos, sin, rows.positions, rows.slots, *kv, c.heads,
+        )  # fmt: skip
+        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
+        return self._added(mixed, layer.out, self.of._slices["out"], gain)
+
+    def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
+        c, layer = self.of.config, self.of.layers[i]
+        middle = fused.activated(entering.h, entering.squares, c.norm_eps, layer.gate_up.weight, c.activation)
+        return self._added(middle, layer.down, self.of._slices["down"], gain)
+
+    def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None) -> Entering:
+        return Entering(*fused.added(x, by.weight, by.bias, slices, self.x, gain), None)
+
+
+class _WideBlocks:
+    def __init__(self, layers: FusedLayers, x: Tensor, rows: Rows, plane: Plane) -> None:
+        self.of, self.x, self.rows, self.plane = layers, x, rows, plane
+        self.ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in layers.ropes]  # [T, d/2] each
+
+    def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
+        c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
+        qkv = Parts(self._parts(entering.h, layer.qkv, "qkv"), layer.qkv.bias, entering.scale)
+        q = elementwise.rope_store(qkv, *self.ropes[layer.local], *kv, rows.slots, c.heads, c.kv_heads)
+        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
+        return self._added(mixed, layer.out, "out", gain)
+
+    def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
+        c, layer = self.of.config, self.of.layers[i]
+        up = layer.gate_up
+        whole = Tiling(up.tiling.outputs, 1, up.tiling.stages, up.tiling.warps)
+        middle = product(entering.h, up.weight, whole, None, True, c.activation, entering.scale)
+        return self._added(middle, layer.down, "down", gain)
+
+    def _parts(self, x: Tensor, by: Product, name: str) -> Tensor:
+        return product(x, by.weight, Tiling(by.tiling.outputs, self.of._slices[name].warps, by.tiling.stages))
+
+    def _added(self, x: Tensor, by: Product, name: str, gain: Tensor | None) -> Entering:
+        delta = Parts(self._parts(x, by, name), by.bias)
+        if gain is None:  # the last block: nothing reads what is prepared
+            gain = self.of.layers[0].attention_norm
+        return Entering(*elementwise.add_gain(self.x, delta, gain, self.of.config.norm_eps, x.dtype))
