@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import load_squares, sum_of_sixteen
-from .fused import row_scale as scale_of
+from .fused import load_squares, row_scale as scale_of, sum_of_sixteen
 from .matmul import Parts
 
 
@@ -145,9 +144,7 @@ def _rope_store(
     if head < HEADS + KV_HEADS:
         HALF: tl.constexpr = ROTARY // 2
         partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
-        other = _sum_parts(
-            parts, bias, row_scale, row, rows, width, head * DIM + partner, ok, PARTS, BIASED, SCALED
-        )
+        other = _sum_parts(parts, bias, row_scale, row, rows, width, head * DIM + partner, ok, PARTS, BIASED, SCALED)
         if NORMED:
             gains = q_norm if head < HEADS else k_norm
             scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
@@ -184,7 +181,8 @@ def rope_store(
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     launch: Any = _rope_store[(rows, heads + 2 * kv_heads)]
     launch(
-        qkv.parts, cos if qkv.bias is None else qkv.bias, cos if qkv.scale is None else qkv.scale, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
+        qkv.parts, cos if qkv.bias is None else qkv.bias, cos if qkv.scale is None else qkv.scale,
+        cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
         rows, eps,
         PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, SCALED=qkv.scale is not None, NORMED=norms is not None,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROTARY=2 * cos.shape[1],

@@ -12,7 +12,8 @@ of a warp. Its sixteen outputs are two groups of eight that lie `second` rows of
 halves of a rotated head, or gate and up.
 
 An RMS norm is applied in two parts: products read the stream times the norm's gain, and their sums are multiplied by
-1 / rms(stream), which depends on the row alone. Whoever writes the stream adds up its squares, sixteen outputs at a time.
+1 / rms(stream), which depends on the row alone. Whoever writes the stream adds up its squares, sixteen outputs at a
+time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .matmul import STEP
 MOST_ROWS = 16
 GROUP = 16  # outputs of one matrix instruction, and of one sum of squares
 DEPTH = 12  # matrix instructions whose weights a thread requests at once
+GATE_WARPS, GATE_DEPTH = 4, 8  # of gate and up
 
 
 @triton.jit
@@ -67,7 +69,8 @@ def _multiply(first, second, x, c0, c1, c2, c3, WARPS: tl.constexpr, DTYPE: tl.c
         mov.b64 {a0, a2}, $4;
         mov.b64 {a1, a3}, $5;
         mov.b64 {b0, b1}, $6;
-        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {a0, a1, a2, a3}, {b0, b1}, {$7, $8, $9, $10};
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {$0, $1, $2, $3}, {a0, a1, a2, a3}, {b0, b1}, {$7, $8, $9, $10};
         }""",
         "=f,=f,=f,=f,l,l,l,f,f,f,f", [first, second, x, c0, c1, c2, c3],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
@@ -76,7 +79,7 @@ def _multiply(first, second, x, c0, c1, c2, c3, WARPS: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
-    """The words of a thread for the next matrix instructions: w [T] pointers, `second` words apart; k: inputs so far."""
+    """A thread's words for the next matrix instructions. w [T]: pointers, `second` words apart; k: inputs so far."""
     found = ()
     for i in tl.static_range(DEPTH):
         if EVEN:
@@ -86,7 +89,7 @@ def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
             ok = k + 16 * i < end
             one = tl.load(w + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
             two = tl.load(w + second + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
-        found = found + (one, two)
+        found += (one, two)
     return found
 
 
@@ -102,9 +105,9 @@ def _advance(
         ok, more = row < rows, row + 8 < rows
         if not EVEN:
             ok, more = ok & (k + 16 * i < end), more & (k + 16 * i < end)
-        low = low + (tl.load(x + 4 * i, mask=ok, other=0),)
+        low += (tl.load(x + 4 * i, mask=ok, other=0),)
         if ROWS == 16:
-            high = high + (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)
+            high += (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)
     for i in tl.static_range(DEPTH):
         one, two = weights[2 * i], weights[2 * i + 1]
         a0, a1, a2, a3 = _multiply(one, two, low[i], a0, a1, a2, a3, WARPS, DTYPE, EMULATED)
@@ -178,7 +181,7 @@ def load_squares(squares, r, rows, GROUPS: tl.constexpr):
     found = ()
     for first in tl.static_range(0, GROUPS, 16):
         ok = (r < rows)[:, None] & (first + j < GROUPS)[None, :]
-        found = found + (tl.load(squares + r[:, None] * GROUPS + first + j[None, :], mask=ok, other=0.0),)
+        found += (tl.load(squares + r[:, None] * GROUPS + first + j[None, :], mask=ok, other=0.0),)
     return found
 
 
@@ -355,14 +358,14 @@ def slices(outs: int, ins: int) -> Slices:
     return Slices(warps, length, depth_of(length, DEPTH))
 
 
-def _constants(slices: Slices, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(kernel: str, slices: Slices, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Constants of a launch and its options."""
     constants = {
         "LENGTH": slices.length, "DEPTH": slices.depth, "WARPS": slices.warps, "ROWS": 8 if rows <= 8 else 16,
         "DTYPE": tl.bfloat16 if dtype is torch.bfloat16 else tl.float16, "EMULATED": EMULATED,
         "num_warps": slices.warps, "enable_fp_fusion": False,
     }  # fmt: skip
-    return constants | launch_options()
+    return constants | launch_options(kernel)
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -382,7 +385,7 @@ def rotated(
         _words(x), squares, _words(w), x if bias is None else bias, cos, sin, positions, slots, q, k_plane, v_plane,
         rows, ins, slices.split, eps,
         BIASED=bias is not None, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUPS=squares.shape[1],
-        EVEN=slices.split * slices.warps == ins, **_constants(slices, rows, x.dtype),
+        EVEN=slices.split * slices.warps == ins, **_constants("rotated", slices, rows, x.dtype),
     )  # fmt: skip
     return q
 
@@ -398,21 +401,19 @@ def added(
     launch(
         _words(x), _words(w), x if bias is None else bias, stream, stream if gain is None else gain, out, squares,
         rows, outs, ins, slices.split, BIASED=bias is not None, GAINED=gain is not None,
-        EVEN=slices.split * slices.warps == ins, **_constants(slices, rows, x.dtype),
+        EVEN=slices.split * slices.warps == ins, **_constants("added", slices, rows, x.dtype),
     )  # fmt: skip
     return out, squares
 
 
-def activated(
-    x: Tensor, squares: Tensor, eps: float, w: Tensor, activation: str = SILU, warps: int = 4, depth: int = 8
-) -> Tensor:
+def activated(x: Tensor, squares: Tensor, eps: float, w: Tensor, activation: str = SILU) -> Tensor:
     """activation(gate) * up [T, out] of rows x [T, H]; w [2 out, H]: the gate's rows, then those of `up`."""
     (rows, ins), outs = x.shape, w.shape[0] // 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    whole = Slices(warps, ins // 16, depth_of(ins // 16, depth))
-    launch: Any = _activated[(triton.cdiv(outs, 8 * warps),)]
+    whole = Slices(GATE_WARPS, ins // 16, depth_of(ins // 16, GATE_DEPTH))
+    launch: Any = _activated[(triton.cdiv(outs, 8 * GATE_WARPS),)]
     launch(
         _words(x), squares, _words(w), out, rows, outs, ins, eps,
-        GELU=activation == GELU, GROUPS=squares.shape[1], **_constants(whole, rows, x.dtype),
+        GELU=activation == GELU, GROUPS=squares.shape[1], **_constants("activated", whole, rows, x.dtype),
     )  # fmt: skip
     return out

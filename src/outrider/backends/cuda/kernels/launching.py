@@ -18,11 +18,14 @@ from triton.language.extra import cuda as tl_cuda
 EMULATED = bool(triton.knobs.runtime.interpret)
 
 
+EARLY = frozenset({"rotated", "attend", "added", "activated"})  # kernels that start so
+
+
 @dataclass
 class Launch:
-    """How kernels are launched."""
+    """How kernels are launched; a benchmark changes it."""
 
-    pdl: bool = True
+    early: frozenset[str] = EARLY
 
 
 LAUNCH = Launch()
@@ -36,6 +39,7 @@ def begin(PDL: tl.constexpr):
         tl_cuda.gdc_launch_dependents()
 
 
-def launch_options() -> dict[str, Any]:
+def launch_options(kernel: str) -> dict[str, Any]:
     """Constant and option of a kernel that calls `begin`."""
-    return {"PDL": False} if EMULATED or not LAUNCH.pdl else {"PDL": True, "launch_pdl": True}
+    early = kernel in LAUNCH.early and not EMULATED
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
