@@ -51,11 +51,12 @@ MODELS = {
 BIASED = {"qwen"}
 # name -> settings: whether layers are fused, what starts early, constants of `fused`
 VARIANTS: dict[str, dict[str, Any]] = {
-    "separate": {"fused": False},
+    "separate": {"fused": False, "early": frozenset()},
     "fused": {"early": frozenset()},
     "early": {},
     **{f"early-but-{name}": {"early": EARLY - {name}} for name in sorted(EARLY)},
     "depth-8": {"DEPTH": 8},
+    "attend-4": {"ATTEND_WARPS": 4},
     "gate-12": {"GATE_DEPTH": 12},
     "gate-6": {"GATE_DEPTH": 6},
     "gate-w8": {"GATE_WARPS": 8},
@@ -153,6 +154,7 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4}
     for name, value in defaults.items():
         setattr(fused, name, variant.get(name, value))
+    attention.WARPS = variant.get("ATTEND_WARPS", 8)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
     model.fused = scene.fused and (

@@ -71,6 +71,8 @@ class Layer:
 class Transformer(Model):
     """A causal decoder; all state between passes is in the plane."""
 
+    fused: Any  # `cuda.layers.FusedLayers`, where they suit the model
+
     def __init__(
         self,
         config: ModelConfig,
@@ -91,7 +93,8 @@ class Transformer(Model):
             return
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
-        self.fused = ops.fused_layers(config, self.layers, self.ropes, dtype) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            self.fused = ops.fused_layers(config, self.layers, self.ropes, dtype)
         if config.encoder is not None:
             source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
             self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
@@ -105,7 +108,7 @@ class Transformer(Model):
         self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
         self.reader: Encoder | None = None
-        self.fused: Any = None  # `cuda.layers.FusedLayers`, where they suit the model
+        self.fused = None
         self.add_vectors({}, length, False)
 
     def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:

@@ -116,7 +116,8 @@ class _WideBlocks:
     def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
         qkv = Parts(self._parts(entering.h, layer.qkv, "qkv"), layer.qkv.bias, entering.scale)
-        q = elementwise.rope_store(qkv, *self.ropes[layer.local], *kv, rows.slots, c.heads, c.kv_heads)
+        cos, sin = self.ropes[layer.local]
+        q = elementwise.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads)
         mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
         return self._added(mixed, layer.out, "out", gain)
 

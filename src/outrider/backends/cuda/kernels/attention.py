@@ -67,8 +67,17 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 
 @triton.jit
+def _slots(slots, tail, base, start, max_keys, SPAN: tl.constexpr):
+    """Where the keys of a span are [SPAN]."""
+    p = start + tl.arange(0, SPAN)
+    exists = p < max_keys
+    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
+    return slot + tl.load(tail + p - base, mask=exists & (p >= base), other=0)
+
+
+@triton.jit
 def _span(
-    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window, cap,
+    q, k_plane, v_plane, slot, head, start, max_keys, keys, scale, window, cap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +85,6 @@ def _span(
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
     exists = p < max_keys
-    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
-    slot += tl.load(tail + p - base, mask=exists & (p >= base), other=0)
     offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
     ok = exists[:, None] & (d < DIM)[None, :]
     k = tl.load(k_plane + offset, mask=ok, other=0.0)
@@ -109,6 +116,9 @@ def _attend(
     min_keys = tl.load(info + block * 8 + 4)
     max_keys = min_keys + rows - 1
     spans = tl.cdiv(max_keys, SPAN)
+    slots_of_line = table + line.to(tl.int64) * length
+    tail_of_block = tail + block.to(tl.int64) * depth
+    slot = _slots(slots_of_line, tail_of_block, base, split * SPAN, max_keys, SPAN)
     begin(PDL)  # what describes the blocks was written long before
     if (rows == 0) | (split >= spans):
         return
@@ -120,8 +130,6 @@ def _attend(
     index = row.to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
     ok = valid[:, None] & (d < DIM)[None, :]
     query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
-    slots_of_line = table + line.to(tl.int64) * length
-    tail_of_block = tail + block.to(tl.int64) * depth
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     if SINKS:  # as if it were a span before the first
@@ -131,9 +139,10 @@ def _attend(
     unsplit = (SPLITS == 1) | (spans == 1)
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
+            query, k_plane, v_plane, slot, head, span * SPAN, max_keys, keys, scale, window, cap,
+            KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
         )  # fmt: skip
+        slot = _slots(slots_of_line, tail_of_block, base, (span + SPLITS) * SPAN, max_keys, SPAN)
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:

@@ -89,7 +89,7 @@ def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
             ok = k + 16 * i < end
             one = tl.load(w + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
             two = tl.load(w + second + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
-        found += (one, two)
+        found += (one, two)  # type: ignore[assignment]
     return found
 
 
@@ -105,9 +105,9 @@ def _advance(
         ok, more = row < rows, row + 8 < rows
         if not EVEN:
             ok, more = ok & (k + 16 * i < end), more & (k + 16 * i < end)
-        low += (tl.load(x + 4 * i, mask=ok, other=0),)
+        low += (tl.load(x + 4 * i, mask=ok, other=0),)  # type: ignore[assignment]
         if ROWS == 16:
-            high += (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)
+            high += (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)  # type: ignore[assignment]
     for i in tl.static_range(DEPTH):
         one, two = weights[2 * i], weights[2 * i + 1]
         a0, a1, a2, a3 = _multiply(one, two, low[i], a0, a1, a2, a3, WARPS, DTYPE, EMULATED)
@@ -181,7 +181,7 @@ def load_squares(squares, r, rows, GROUPS: tl.constexpr):
     found = ()
     for first in tl.static_range(0, GROUPS, 16):
         ok = (r < rows)[:, None] & (first + j < GROUPS)[None, :]
-        found += (tl.load(squares + r[:, None] * GROUPS + first + j[None, :], mask=ok, other=0.0),)
+        found += (tl.load(squares + r[:, None] * GROUPS + first + j[None, :], mask=ok, other=0.0),)  # type: ignore[assignment]
     return found
 
 
