@@ -138,17 +138,14 @@ def _sums(
 
 
 @triton.jit
-def _ordered(sums, WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """The warps' sums, added in order: [ROWS, 16]."""
+def _ordered(sums, WARPS: tl.constexpr):
+    """The warps' sums, added in order: [16 rows, 16 outputs]."""
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
-    each = tl.join(tl.join(a0, a1), tl.join(a2, a3))  # [T, row, output]
-    if ROWS == 16:
-        each = tl.join(each, tl.join(tl.join(b0, b1), tl.join(b2, b3)))
-        each = tl.permute(tl.reshape(each, (WARPS, 8, 4, 2, 2, 2)), (5, 2, 3, 4, 1, 0))
-    else:
-        each = tl.permute(tl.reshape(each, (WARPS, 8, 4, 2, 2)), (2, 3, 4, 1, 0))
+    low = tl.join(tl.join(a0, a1), tl.join(a2, a3))  # [T, row, output]
+    each = tl.join(low, tl.join(tl.join(b0, b1), tl.join(b2, b3)))
+    each = tl.permute(tl.reshape(each, (WARPS, 8, 4, 2, 2, 2)), (5, 2, 3, 4, 1, 0))
     if WARPS == 8:
-        even, odd = tl.split(tl.reshape(each, (ROWS, 16, 2, 2, 2)))
+        even, odd = tl.split(tl.reshape(each, (16, 16, 2, 2, 2)))
         s04, s26 = tl.split(even)
         s15, s37 = tl.split(odd)
         s0, s4 = tl.split(s04)
@@ -157,7 +154,7 @@ def _ordered(sums, WARPS: tl.constexpr, ROWS: tl.constexpr):
         s3, s7 = tl.split(s37)
         total = s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7
     else:
-        even, odd = tl.split(tl.reshape(each, (ROWS, 16, 2, 2)))
+        even, odd = tl.split(tl.reshape(each, (16, 16, 2, 2)))
         s0, s2 = tl.split(even)
         s1, s3 = tl.split(odd)
         total = s0 + s1 + s2 + s3
@@ -207,7 +204,7 @@ def _rotated(
     thread = tl.arange(0, 32 * WARPS)
     g, t, k = thread % 32 // 4, thread % 4, thread // 32 * split
     words = ins // 4
-    r, i = tl.arange(0, ROWS), start + tl.arange(0, 8)
+    r, i = tl.arange(0, 16), start + tl.arange(0, 8)
     here = r < rows
     both = here[:, None] & (i < HALF)[None, :]
     slot = tl.load(slots + r, mask=here, other=0).to(tl.int64)
@@ -224,8 +221,8 @@ def _rotated(
         weights, w, HALF * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
         LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
     )  # fmt: skip
-    total = _ordered(sums, WARPS, ROWS) * row_scale(each, ins, eps, GROUPS, ROWS)[:, None]
-    first, second = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, 8)), (0, 2, 1)))  # [ROWS, 8] each
+    total = _ordered(sums, WARPS) * row_scale(each, ins, eps, GROUPS, 16)[:, None]
+    first, second = tl.split(tl.permute(tl.reshape(total, (16, 2, 8)), (0, 2, 1)))  # [16, 8] each
     if BIASED:
         first, second = first + first_bias[None, :], second + second_bias[None, :]
     turned, turned_second = first * c + (-second) * s, second * c + first * s
@@ -250,7 +247,7 @@ def _added(
     thread = tl.arange(0, 32 * WARPS)
     g, t, k = thread % 32 // 4, thread % 4, thread // 32 * split
     words = ins // 4
-    r, o = tl.arange(0, ROWS), group * 16 + tl.arange(0, 16)
+    r, o = tl.arange(0, 16), group * 16 + tl.arange(0, 16)
     at, ok = r[:, None] * outs + o[None, :], (r < rows)[:, None] & (o < outs)[None, :]
     value = tl.load(stream + at, mask=ok, other=0.0)  # written by an earlier kernel than the last: see above
     if BIASED:
@@ -264,14 +261,14 @@ def _added(
         weights, w, 8 * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
         LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
     )  # fmt: skip
-    total = _ordered(sums, WARPS, ROWS)
+    total = _ordered(sums, WARPS)
     if BIASED:
         total += added[None, :]
     value += total
     tl.store(stream + at, value, mask=ok)
     if GAINED:
         tl.store(out + at, (value * factor[None, :]).to(out.dtype.element_ty), mask=ok)
-        tl.store(squares + r * (outs // 16) + group, sum_of_sixteen(value * value, ROWS), mask=r < rows)
+        tl.store(squares + r * (outs // 16) + group, sum_of_sixteen(value * value, 16), mask=r < rows)
 
 
 @triton.jit
@@ -311,20 +308,18 @@ def _activated(
     w += tl.where(o < outs, o, 0) * words + t
     weights = _weights(w, outs * words, k, ins, DEPTH, True)
     begin(PDL)
-    each = load_squares(squares, tl.arange(0, ROWS), rows, GROUPS)
+    each = load_squares(squares, tl.arange(0, 16), rows, GROUPS)
     sums = _sums(
         weights, w, outs * words, x + g * words + t, g, rows, ins, k, ins,
         LENGTH, DEPTH, True, WARPS, ROWS, DTYPE, EMULATED,
     )  # fmt: skip
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
-    scale = row_scale(each, ins, eps, GROUPS, ROWS)
+    scale = row_scale(each, ins, eps, GROUPS, 16)
+    low, high = tl.split(tl.permute(tl.reshape(scale, (2, 8)), (1, 0)))
     if ROWS == 16:
-        low, high = tl.split(tl.permute(tl.reshape(scale, (2, 8)), (1, 0)))
         even, odd = _lanes(high, WARPS)
         _gate(b0, b2, even, out, 2 * t + 8, rows, outs, o, GELU)
         _gate(b1, b3, odd, out, 2 * t + 9, rows, outs, o, GELU)
-    else:
-        low = scale
     even, odd = _lanes(low, WARPS)
     _gate(a0, a2, even, out, 2 * t, rows, outs, o, GELU)
     _gate(a1, a3, odd, out, 2 * t + 1, rows, outs, o, GELU)
