@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.backends.cuda import layers as gpu_layers
 from outrider.backends.cuda.graphs import SAMPLING
-from outrider.backends.cuda.kernels import attention, fused, matmul, sampling
+from outrider.backends.cuda.kernels import attention, elementwise, fused, matmul, sampling
 from outrider.backends.cuda.kernels.launching import EARLY, LAUNCH
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
@@ -57,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"early-but-{name}": {"early": EARLY - {name}} for name in sorted(EARLY)},
     "depth-8": {"DEPTH": 8},
     "attend-4": {"ATTEND_WARPS": 4},
+    "gate-whole": {"SLICED_GATES": 0},
+    "gate-sliced": {"SLICED_GATES": 1 << 20},
     "gate-12": {"GATE_DEPTH": 12},
     "gate-6": {"GATE_DEPTH": 6},
     "gate-w8": {"GATE_WARPS": 8},
@@ -151,7 +153,7 @@ def milliseconds(graph: Any, seconds: float) -> float:
 
 
 def use(scene: Scene, variant: dict[str, Any]) -> None:
-    defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4}
+    defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4, "SLICED_GATES": 2048}
     for name, value in defaults.items():
         setattr(fused, name, variant.get(name, value))
     attention.WARPS = variant.get("ATTEND_WARPS", 8)
@@ -183,6 +185,11 @@ def different(a: Tensor, b: Tensor) -> float:
     return float((a != b).float().mean())
 
 
+def packed(x: Tensor) -> Tensor:
+    """Rows as small kernels read them."""
+    return elementwise.add_gain(x.float(), None, torch.ones(x.shape[1], device=DEVICE), 0.0, DTYPE, packs=True)[0]
+
+
 def product_bits(name: str) -> dict[str, float]:
     """Shares of sums that differ: instructions of a warp group against those of a warp, and against `fused`."""
     c = MODELS[name]
@@ -190,14 +197,13 @@ def product_bits(name: str) -> dict[str, float]:
     for ins, outs in ((c.hidden_size, c.hidden_size), (c.intermediate_size, c.hidden_size)):
         slices = fused.slices(outs, ins)
         x, w = (torch.randn(n, ins, dtype=DTYPE, device=DEVICE) for n in (16, outs))
-        parts = slices.warps
+        parts = slices.parts
         wide = matmul.Parts(matmul.product(x.repeat(16, 1), w, matmul.Tiling(64, parts, 5))).total()[:16]
         narrow = matmul.Parts(matmul.product(x, w, matmul.Tiling(64, parts, 5))).total()
         warp = matmul.Parts(matmul.product(x, w, matmul.Tiling(32, parts, 3))).total()
-        ours = torch.zeros(16, outs, device=DEVICE)
-        fused.added(x, w, None, slices, ours, None)
-        one = torch.zeros(1, outs, device=DEVICE)
-        fused.added(x[3:4].contiguous(), w, None, slices, one, None)
+        ours, one = torch.zeros(16, outs, device=DEVICE), torch.zeros(1, outs, device=DEVICE)
+        fused.added(packed(x), w, None, slices, ours, None)
+        fused.added(packed(x[3:4]), w, None, slices, one, None)
         exact = x.double() @ w.double().T
         found |= {
             f"{ins} wide-narrow": different(wide, narrow), f"{ins} warp-narrow": different(warp, narrow),

@@ -22,12 +22,14 @@ from ..rows import Rows
 from .kernels import attention, elementwise, fused
 from .kernels.matmul import Parts, Product, Tiling, product
 
+SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
+
 
 @dataclass(frozen=True)
 class Entering:
     """What a block reads of the stream: its norm in two parts."""
 
-    h: Tensor  # [T, H]: stream * gain
+    h: Tensor  # [T, H]: stream * gain; packed in a small pass
     squares: Tensor  # [T, H / 16]: sums of the stream's squares
     scale: Tensor | None  # [T]: 1 / rms; None in a small pass, whose kernels compute it
 
@@ -44,7 +46,7 @@ def suits(c: ModelConfig, layers: list[Any], dtype: torch.dtype) -> bool:
 
 def _suits(layer: Any) -> bool:
     products = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    whole = all(type(p) is Product and p.scale is None and p.in_features % 16 == 0 for p in products)
+    whole = all(type(p) is Product and p.scale is None and p.in_features % 32 == 0 for p in products)
     return whole and layer.experts is None and layer.gate_up.bias is None
 
 
@@ -57,6 +59,7 @@ class FusedLayers:
             name: fused.slices(weight.out_features, weight.in_features)
             for name, weight in ((name, getattr(layers[0], name)) for name in ("qkv", "out", "down"))
         }
+        self._slices["gate_up"] = fused.gate_slices(config.intermediate_size, config.hidden_size)
 
     def run(self, x: Tensor, rows: Rows, plane: Plane, part: Part, after: Callable[[int, Tensor], None]) -> None:
         """x [T, H] float32, in place; after(i, x) is called after layer i."""
@@ -66,7 +69,7 @@ class FusedLayers:
         first = next(gains)
         if first is None:
             return
-        h, squares, scale = elementwise.add_gain(x, None, first, eps, self.layers[0].qkv.weight.dtype)
+        h, squares, scale = elementwise.add_gain(x, None, first, eps, self.layers[0].qkv.weight.dtype, small)
         entering = Entering(h, squares, scale)
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
@@ -96,12 +99,14 @@ class _SmallBlocks:
             entering.h, entering.squares, c.norm_eps, layer.qkv.weight, layer.qkv.bias, self.of._slices["qkv"],
             cos, sin, rows.positions, rows.slots, *kv, c.heads,
         )  # fmt: skip
-        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
+        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks, True)
         return self._added(mixed, layer.out, self.of._slices["out"], gain)
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
-        middle = fused.activated(entering.h, entering.squares, c.norm_eps, layer.gate_up.weight, c.activation)
+        middle = fused.activated(
+            entering.h, entering.squares, c.norm_eps, layer.gate_up.weight, self.of._slices["gate_up"], c.activation
+        )
         return self._added(middle, layer.down, self.of._slices["down"], gain)
 
     def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None) -> Entering:
@@ -123,13 +128,15 @@ class _WideBlocks:
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
-        up = layer.gate_up
-        whole = Tiling(up.tiling.outputs, 1, up.tiling.stages, up.tiling.warps)
-        middle = product(entering.h, up.weight, whole, None, True, c.activation, entering.scale)
+        tiling = self._tiling(layer.gate_up, "gate_up")
+        middle = product(entering.h, layer.gate_up.weight, tiling, None, True, c.activation, entering.scale)
         return self._added(middle, layer.down, "down", gain)
 
     def _parts(self, x: Tensor, by: Product, name: str) -> Tensor:
-        return product(x, by.weight, Tiling(by.tiling.outputs, self.of._slices[name].warps, by.tiling.stages))
+        return product(x, by.weight, self._tiling(by, name), summed=x.shape[0] > SUMMED_ROWS)
+
+    def _tiling(self, by: Product, name: str) -> Tiling:
+        return Tiling(by.tiling.outputs, self.of._slices[name].parts, by.tiling.stages, by.tiling.warps)
 
     def _added(self, x: Tensor, by: Product, name: str, gain: Tensor | None) -> Entering:
         delta = Parts(self._parts(x, by, name), by.bias)

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import fused
+from .fused import packed_index
 from .launching import begin, launch_options
 
 QUERIES = 16  # of one block: its rows times the heads that share a key head
@@ -71,8 +73,8 @@ def _slots(slots, tail, base, start, max_keys, SPAN: tl.constexpr):
     """Where the keys of a span are [SPAN]."""
     p = start + tl.arange(0, SPAN)
     exists = p < max_keys
-    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
-    return slot + tl.load(tail + p - base, mask=exists & (p >= base), other=0)
+    slot = tl.load(slots + p, mask=exists & (p < base), other=0, cache_modifier=".cg")
+    return slot + tl.load(tail + p - base, mask=exists & (p >= base), other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -108,12 +110,13 @@ def _attend(
     scale, length, depth, max_spans, window, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
-    line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
-    min_keys = tl.load(info + block * 8 + 4)
+    info += block * 8
+    first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
+    line, base = tl.load(info + 2, cache_modifier=".cg"), tl.load(info + 3, cache_modifier=".cg")
+    min_keys = tl.load(info + 4, cache_modifier=".cg")
     max_keys = min_keys + rows - 1
     spans = tl.cdiv(max_keys, SPAN)
     slots_of_line = table + line.to(tl.int64) * length
@@ -162,21 +165,26 @@ def _attend(
             new_weight = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
             new_total = tl.load(sums + at[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
-    tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+    at = index[:, None] * DIM + d[None, :]
+    if TILES > 0:
+        at = packed_index(row[:, None], (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :], TILES)
+    tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, packs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type.
 
+    packs: the result's rows are packed (`fused.packed_index`).
     cap > 0: scores s become cap * tanh(s / cap). The kernel's scores are logarithms to the base 2, and so is its cap.
     sinks [heads] float32: a score of each head that takes its share of the weights and adds nothing.
     """
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
-    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
+    tiles = fused.tiles(rows) if packs else 0
+    out = torch.empty((8 * tiles if packs else rows, heads * dim), dtype=q.dtype, device=q.device)
     splits = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
     launch: Any = _attend[(n, kv_heads, splits)]
     launch(
@@ -186,7 +194,7 @@ def attend(
         cap * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None, **launch_options("attend"),
+        SINKS=sinks is not None, TILES=tiles, **launch_options("attend"),
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused import load_squares, row_scale as scale_of, sum_of_sixteen
+from . import fused
+from .fused import load_squares, packed_index, row_scale as scale_of, sum_of_sixteen
 from .matmul import Parts
 
 
@@ -69,7 +70,7 @@ def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str,
 @triton.jit(do_not_specialize=["rows"])
 def _add_gain(
     x, parts, bias, weight, out, squares, row_scale, rows, width, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
@@ -78,7 +79,10 @@ def _add_gain(
         value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
     gain = tl.load(weight + i, mask=ok, other=0.0)
-    tl.store(out + row * width + i, (value * gain).to(out.dtype.element_ty), mask=ok)
+    at = row * width + i
+    if TILES > 0:
+        at = packed_index(row, i, TILES)
+    tl.store(out + at, (value * gain).to(out.dtype.element_ty), mask=ok)
     group = tl.arange(0, WIDE // 16)
     sums = sum_of_sixteen(tl.reshape(value * value, (WIDE // 16, 16)), WIDE // 16)
     tl.store(squares + row * GROUPS + group, sums, mask=group < GROUPS)
@@ -89,18 +93,19 @@ def _add_gain(
 
 
 def add_gain(
-    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype, packs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] float32 += delta in place; returns x * weight [T, H] of `dtype`, x's squares by groups of sixteen
-    [T, H / 16], and 1 / rms(x) [T]: an RMS norm in two parts, as `fused` reads it.
+    [T, H / 16], and 1 / rms(x) [T]: an RMS norm in two parts, as `fused` reads it. packs: the rows are packed.
     """
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=dtype, device=x.device)
+    tiles = fused.tiles(rows) if packs else 0
+    out = torch.empty((8 * tiles if packs else rows, width), dtype=dtype, device=x.device)
     squares, scale = x.new_empty((rows, width // 16)), x.new_empty((rows,))
     parts, bias, constants = _operands(x, delta)
     launch: Any = _add_gain[(rows,)]
     launch(
-        x, parts, bias, weight, out, squares, scale, rows, width, eps, **constants, GROUPS=width // 16,
+        x, parts, bias, weight, out, squares, scale, rows, width, eps, **constants, GROUPS=width // 16, TILES=tiles,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return out, squares, scale

@@ -33,7 +33,8 @@ from .matmul import STEP
 MOST_ROWS = 16
 GROUP = 16  # outputs of one matrix instruction, and of one sum of squares
 DEPTH = 12  # matrix instructions whose weights a thread requests at once
-GATE_WARPS, GATE_DEPTH = 4, 8  # of gate and up
+GATE_WARPS, GATE_DEPTH = 4, 8  # of gate and up, where each warp has sums of its own
+SLICED_GATES = 2048  # the most outputs for which the warps of a program share a sum of gate and up
 
 
 @triton.jit
@@ -94,47 +95,67 @@ def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def packed_index(row, k, TILES: tl.constexpr):
+    """Where input k of a row is in a packed matrix of 8 TILES rows: what a warp reads for two matrix instructions lies
+    together, eight numbers of each lane."""
+    lane = row % 8 * 4 + k % 16 // 4
+    return (((k // 32 * TILES + row // 8) * 32 + lane) * 2 + k % 32 // 16) * 4 + k % 4
+
+
+@triton.jit
+def _inputs(x, row, rows, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr, TILES: tl.constexpr):
+    """A thread's words of packed rows for the next matrix instructions. x [T, 2]: pointers; eight rows at a time."""
+    found = ()
+    for i in tl.static_range(DEPTH // 2):
+        for tile in tl.static_range(TILES):
+            ok = row + 8 * tile < rows
+            if not EVEN:
+                ok = ok & (k + 32 * i < end)
+            pair = tl.load(x + (i * TILES + tile) * 64, mask=ok[:, None], other=0)
+            found += tl.split(pair)
+    return found
+
+
+@triton.jit
 def _advance(
-    weights, sums, x, row, rows, ins, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    WARPS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
+    weights, inputs, sums, DEPTH: tl.constexpr, TILES: tl.constexpr,
+    WARPS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """The sums after the matrix instructions for which the weights are here."""
+    """The sums after the matrix instructions for which weights and inputs are here."""
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
-    low, high = (), ()
-    for i in tl.static_range(DEPTH):
-        ok, more = row < rows, row + 8 < rows
-        if not EVEN:
-            ok, more = ok & (k + 16 * i < end), more & (k + 16 * i < end)
-        low += (tl.load(x + 4 * i, mask=ok, other=0),)  # type: ignore[assignment]
-        if ROWS == 16:
-            high += (tl.load(x + 2 * ins + 4 * i, mask=more, other=0),)  # type: ignore[assignment]
     for i in tl.static_range(DEPTH):
         one, two = weights[2 * i], weights[2 * i + 1]
-        a0, a1, a2, a3 = _multiply(one, two, low[i], a0, a1, a2, a3, WARPS, DTYPE, EMULATED)
-        if ROWS == 16:
-            b0, b1, b2, b3 = _multiply(one, two, high[i], b0, b1, b2, b3, WARPS, DTYPE, EMULATED)
+        x = inputs[i // 2 * 2 * TILES + i % 2]
+        a0, a1, a2, a3 = _multiply(one, two, x, a0, a1, a2, a3, WARPS, DTYPE, EMULATED)
+        if TILES == 2:
+            x = inputs[i // 2 * 2 * TILES + i % 2 + 2]
+            b0, b1, b2, b3 = _multiply(one, two, x, b0, b1, b2, b3, WARPS, DTYPE, EMULATED)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @triton.jit
 def _sums(
-    weights, w, second, x, row, rows, ins, k, end, LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    WARPS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
+    weights, w, second, x, thread, rows, k, end, LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr, TILES: tl.constexpr, DTYPE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """Each warp's sums over its inputs, LENGTH matrix instructions in their order: those of `_multiply` for the first
     eight rows, then for the others.
 
-    weights: the first ones; w, x [T]: pointers to a thread's first words; k: its first input; end: the first that it
-    does not read.
+    weights: the first ones; w [T]: pointers to a thread's first words; x: packed rows; k: a thread's first input; end:
+    the first that none reads.
     """
+    lane = thread % 32
+    row = lane // 4
+    x += (k * (2 * TILES) + 2 * lane)[:, None] + tl.arange(0, 2)[None, :]
     zero = (row * 0).to(tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    inputs = _inputs(x, row, rows, k, end, DEPTH, EVEN, TILES)
     for _ in tl.range(0, LENGTH // DEPTH - 1, num_stages=1):
-        w += 4 * DEPTH
-        following = _weights(w, second, k + 16 * DEPTH, end, DEPTH, EVEN)
-        sums = _advance(weights, sums, x, row, rows, ins, k, end, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED)
-        x, k, weights = x + 4 * DEPTH, k + 16 * DEPTH, following
-    return _advance(weights, sums, x, row, rows, ins, k, end, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED)
+        w, x, k = w + 4 * DEPTH, x + 32 * TILES * DEPTH, k + 16 * DEPTH
+        more, further = _weights(w, second, k, end, DEPTH, EVEN), _inputs(x, row, rows, k, end, DEPTH, EVEN, TILES)
+        sums = _advance(weights, inputs, sums, DEPTH, TILES, WARPS, DTYPE, EMULATED)
+        weights, inputs = more, further
+    return _advance(weights, inputs, sums, DEPTH, TILES, WARPS, DTYPE, EMULATED)
 
 
 @triton.jit
@@ -195,7 +216,7 @@ def row_scale(squares, width, eps, GROUPS: tl.constexpr, ROWS: tl.constexpr):
 def _rotated(
     x, squares, w, bias, cos, sin, positions, slots, q, k_plane, v_plane, rows, ins, split, eps,
     BIASED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr,
-    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q, k and v of eight pairs of dimensions: i and i + DIM / 2 of one head."""
@@ -207,8 +228,8 @@ def _rotated(
     r, i = tl.arange(0, 16), start + tl.arange(0, 8)
     here = r < rows
     both = here[:, None] & (i < HALF)[None, :]
-    slot = tl.load(slots + r, mask=here, other=0).to(tl.int64)
-    angle = tl.load(positions + r, mask=here, other=0)[:, None] * HALF + i[None, :]
+    slot = tl.load(slots + r, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
+    angle = tl.load(positions + r, mask=here, other=0, cache_modifier=".cg")[:, None] * HALF + i[None, :]
     c, s = tl.load(cos + angle, mask=both, other=1.0), tl.load(sin + angle, mask=both, other=0.0)
     if BIASED:
         first_bias = tl.load(bias + head * DIM + i).to(tl.float32)
@@ -217,10 +238,7 @@ def _rotated(
     weights = _weights(w, HALF * words, k, ins, DEPTH, EVEN)
     begin(PDL)
     each = load_squares(squares, r, rows, GROUPS)
-    sums = _sums(
-        weights, w, HALF * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
-        LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
-    )  # fmt: skip
+    sums = _sums(weights, w, HALF * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
     total = _ordered(sums, WARPS) * row_scale(each, ins, eps, GROUPS, 16)[:, None]
     first, second = tl.split(tl.permute(tl.reshape(total, (16, 2, 8)), (0, 2, 1)))  # [16, 8] each
     if BIASED:
@@ -239,7 +257,7 @@ def _rotated(
 def _added(
     x, w, bias, stream, gain, out, squares, rows, outs, ins, split,
     BIASED: tl.constexpr, GAINED: tl.constexpr,
-    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """stream += x wᵀ + bias for sixteen outputs; then out = stream * gain, and the sum of the stream's squares."""
@@ -249,7 +267,7 @@ def _added(
     words = ins // 4
     r, o = tl.arange(0, 16), group * 16 + tl.arange(0, 16)
     at, ok = r[:, None] * outs + o[None, :], (r < rows)[:, None] & (o < outs)[None, :]
-    value = tl.load(stream + at, mask=ok, other=0.0)  # written by an earlier kernel than the last: see above
+    value = tl.load(stream + at, mask=ok, other=0.0, cache_modifier=".cg")
     if BIASED:
         added = tl.load(bias + o).to(tl.float32)
     if GAINED:
@@ -257,17 +275,15 @@ def _added(
     w += (group * 16 + g) * words + k // 4 + t
     weights = _weights(w, 8 * words, k, ins, DEPTH, EVEN)
     begin(PDL)
-    sums = _sums(
-        weights, w, 8 * words, x + g * words + k // 4 + t, g, rows, ins, k, ins,
-        LENGTH, DEPTH, EVEN, WARPS, ROWS, DTYPE, EMULATED,
-    )  # fmt: skip
+    sums = _sums(weights, w, 8 * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
     total = _ordered(sums, WARPS)
     if BIASED:
         total += added[None, :]
     value += total
     tl.store(stream + at, value, mask=ok)
     if GAINED:
-        tl.store(out + at, (value * factor[None, :]).to(out.dtype.element_ty), mask=ok)
+        packed = out + packed_index(r[:, None], o[None, :], TILES)
+        tl.store(packed, (value * factor[None, :]).to(out.dtype.element_ty), mask=ok)
         tl.store(squares + r * (outs // 16) + group, sum_of_sixteen(value * value, 16), mask=r < rows)
 
 
@@ -283,46 +299,53 @@ def _lanes(value, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate, up, scale, out, row, rows, outs, o, GELU: tl.constexpr):
+def _gate(gate, up, scale, out, row, rows, outs, o, GELU: tl.constexpr, TILES: tl.constexpr):
     gate, up = gate * scale, up * scale
     steepness = gate
     if GELU:
         steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     value = gate / (1.0 + tl.exp(-steepness)) * up
-    tl.store(out + row * outs + o, value.to(out.dtype.element_ty), mask=(row < rows) & (o < outs))
+    packed = out + packed_index(row, o, TILES)
+    tl.store(packed, value.to(out.dtype.element_ty), mask=(row < rows) & (o < outs))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _activated(
-    x, squares, w, out, rows, outs, ins, eps,
-    GELU: tl.constexpr, GROUPS: tl.constexpr,
-    LENGTH: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    x, squares, w, out, rows, outs, ins, split, eps,
+    GELU: tl.constexpr, GROUPS: tl.constexpr, SLICED: tl.constexpr,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up for eight outputs of each warp, which has all inputs: there is nothing to add up."""
+    """activation(gate) * up for eight outputs: of the program, or, unless SLICED, of each of its warps."""
     thread = tl.arange(0, 32 * WARPS)
-    g, t = thread % 32 // 4, thread % 4
-    o = (tl.program_id(0) * WARPS + thread // 32) * 8 + g
+    g, t, warp = thread % 32 // 4, thread % 4, thread // 32
+    if SLICED:
+        group, k = tl.program_id(0) + 0 * warp, warp * split
+    else:
+        group, k = tl.program_id(0) * WARPS + warp, 0 * warp
+    o = group * 8 + g
     words = ins // 4
-    k = 0 * t
-    w += tl.where(o < outs, o, 0) * words + t
-    weights = _weights(w, outs * words, k, ins, DEPTH, True)
+    w += tl.where(o < outs, o, 0) * words + k // 4 + t
+    weights = _weights(w, outs * words, k, ins, DEPTH, EVEN)
     begin(PDL)
     each = load_squares(squares, tl.arange(0, 16), rows, GROUPS)
-    sums = _sums(
-        weights, w, outs * words, x + g * words + t, g, rows, ins, k, ins,
-        LENGTH, DEPTH, True, WARPS, ROWS, DTYPE, EMULATED,
-    )  # fmt: skip
-    a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    sums = _sums(weights, w, outs * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
     scale = row_scale(each, ins, eps, GROUPS, 16)
-    low, high = tl.split(tl.permute(tl.reshape(scale, (2, 8)), (1, 0)))
-    if ROWS == 16:
-        even, odd = _lanes(high, WARPS)
-        _gate(b0, b2, even, out, 2 * t + 8, rows, outs, o, GELU)
-        _gate(b1, b3, odd, out, 2 * t + 9, rows, outs, o, GELU)
-    even, odd = _lanes(low, WARPS)
-    _gate(a0, a2, even, out, 2 * t, rows, outs, o, GELU)
-    _gate(a1, a3, odd, out, 2 * t + 1, rows, outs, o, GELU)
+    if SLICED:
+        total = tl.permute(tl.reshape(_ordered(sums, WARPS), (16, 2, 8)), (0, 2, 1))
+        gate, up = tl.split(total)  # [16, 8] each
+        column = tl.program_id(0) * 8 + tl.arange(0, 8)
+        _gate(gate, up, scale[:, None], out, tl.arange(0, 16)[:, None], rows, outs, column[None, :], GELU, TILES)
+    else:
+        a0, a1, a2, a3, b0, b1, b2, b3 = sums
+        low, high = tl.split(tl.permute(tl.reshape(scale, (2, 8)), (1, 0)))
+        if TILES == 2:
+            even, odd = _lanes(high, WARPS)
+            _gate(b0, b2, even, out, 2 * t + 8, rows, outs, o, GELU, TILES)
+            _gate(b1, b3, odd, out, 2 * t + 9, rows, outs, o, GELU, TILES)
+        even, odd = _lanes(low, WARPS)
+        _gate(a0, a2, even, out, 2 * t, rows, outs, o, GELU, TILES)
+        _gate(a1, a3, odd, out, 2 * t + 1, rows, outs, o, GELU, TILES)
 
 
 # ------------------------------------------------------------ launches
@@ -332,6 +355,7 @@ def _activated(
 class Slices:
     """How the sum of one weight is divided: between the warps of a program, or between the parts of a wide product."""
 
+    parts: int  # of a sum: one for each warp of a program, or one in all
     warps: int
     length: int  # matrix instructions of one warp
     depth: int  # of those, how many have their weights requested at once
@@ -341,22 +365,46 @@ class Slices:
         """Inputs of a slice."""
         return 16 * self.length
 
+    def even(self, ins: int) -> bool:
+        """Whether every slice has inputs, and as many as the others."""
+        return self.split * self.parts == ins
+
 
 def depth_of(length: int, most: int) -> int:
-    return max(n for n in range(1, most + 1) if length % n == 0)
+    return max(n for n in range(2, most + 1, 2) if length % n == 0)
+
+
+def tiles(rows: int) -> int:
+    """Groups of eight rows that a matrix instruction takes."""
+    return 1 if rows <= 8 else 2
+
+
+def packed(rows: int, width: int, like: Tensor) -> Tensor:
+    """Room for packed rows."""
+    return torch.empty((8 * tiles(rows), width), dtype=like.dtype, device=like.device)
 
 
 def slices(outs: int, ins: int) -> Slices:
     """Eight warps share a sum, four where there are programs for all processors anyway. The same for any rows."""
-    warps = 8 if outs <= 132 * GROUP else 4
+    return _sliced(8 if outs <= 132 * GROUP else 4, ins)
+
+
+def gate_slices(outs: int, ins: int) -> Slices:
+    """Gate and up of a small model are shared in the same way. In a large one each warp has sums of its own."""
+    if outs <= SLICED_GATES:
+        return _sliced(8, ins)
+    return Slices(1, GATE_WARPS, ins // 16, depth_of(ins // 16, GATE_DEPTH))
+
+
+def _sliced(warps: int, ins: int) -> Slices:
     length = triton.cdiv(triton.cdiv(ins, STEP), warps) * STEP // 16
-    return Slices(warps, length, depth_of(length, DEPTH))
+    return Slices(warps, warps, length, depth_of(length, DEPTH))
 
 
 def _constants(kernel: str, slices: Slices, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Constants of a launch and its options."""
     constants = {
-        "LENGTH": slices.length, "DEPTH": slices.depth, "WARPS": slices.warps, "ROWS": 8 if rows <= 8 else 16,
+        "LENGTH": slices.length, "DEPTH": slices.depth, "WARPS": slices.warps, "TILES": tiles(rows),
         "DTYPE": tl.bfloat16 if dtype is torch.bfloat16 else tl.float16, "EMULATED": EMULATED,
         "num_warps": slices.warps, "enable_fp_fusion": False,
     }  # fmt: skip
@@ -372,15 +420,15 @@ def rotated(
     x: Tensor, squares: Tensor, eps: float, w: Tensor, bias: Tensor | None, slices: Slices,
     cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_plane: Tensor, v_plane: Tensor, heads: int,
 ) -> Tensor:  # fmt: skip
-    """q [T, heads, d] of rows x [T, H]; k and v go to their slots. cos, sin: of every position [L, d/2]."""
-    (rows, ins), (_, kv_heads, dim) = x.shape, k_plane.shape
+    """q [T, heads, d] of packed rows x [T, H]; k and v go to their slots. cos, sin: of every position [L, d/2]."""
+    rows, ins, (_, kv_heads, dim) = squares.shape[0], x.shape[1], k_plane.shape
     q = torch.empty((rows, heads, dim), dtype=k_plane.dtype, device=x.device)
     launch: Any = _rotated[((heads + 2 * kv_heads) * dim // GROUP,)]
     launch(
         _words(x), squares, _words(w), x if bias is None else bias, cos, sin, positions, slots, q, k_plane, v_plane,
         rows, ins, slices.split, eps,
         BIASED=bias is not None, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUPS=squares.shape[1],
-        EVEN=slices.split * slices.warps == ins, **_constants("rotated", slices, rows, x.dtype),
+        EVEN=slices.even(ins), **_constants("rotated", slices, rows, x.dtype),
     )  # fmt: skip
     return q
 
@@ -388,27 +436,31 @@ def rotated(
 def added(
     x: Tensor, w: Tensor, bias: Tensor | None, slices: Slices, stream: Tensor, gain: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """stream [T, H] += x wᵀ + bias; returns stream * gain [T, H] in x's type and its squares [T, H / 16]."""
-    (rows, ins), outs = x.shape, stream.shape[1]
-    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    """stream [T, H] += x wᵀ + bias for packed rows x; returns stream * gain in x's type, packed, and its squares
+    [T, H / 16]."""
+    (rows, outs), ins = stream.shape, x.shape[1]
+    out = packed(rows, outs, x)
     squares = torch.empty((rows, outs // GROUP), dtype=torch.float32, device=x.device)
     launch: Any = _added[(outs // GROUP,)]
     launch(
         _words(x), _words(w), x if bias is None else bias, stream, stream if gain is None else gain, out, squares,
         rows, outs, ins, slices.split, BIASED=bias is not None, GAINED=gain is not None,
-        EVEN=slices.split * slices.warps == ins, **_constants("added", slices, rows, x.dtype),
+        EVEN=slices.even(ins), **_constants("added", slices, rows, x.dtype),
     )  # fmt: skip
     return out, squares
 
 
-def activated(x: Tensor, squares: Tensor, eps: float, w: Tensor, activation: str = SILU) -> Tensor:
-    """activation(gate) * up [T, out] of rows x [T, H]; w [2 out, H]: the gate's rows, then those of `up`."""
-    (rows, ins), outs = x.shape, w.shape[0] // 2
-    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
-    whole = Slices(GATE_WARPS, ins // 16, depth_of(ins // 16, GATE_DEPTH))
-    launch: Any = _activated[(triton.cdiv(outs, 8 * GATE_WARPS),)]
+def activated(
+    x: Tensor, squares: Tensor, eps: float, w: Tensor, slices: Slices, activation: str = SILU
+) -> Tensor:  # fmt: skip
+    """activation(gate) * up [T, out] of rows x [T, H], both packed; w [2 out, H]: the gate's rows, then up's."""
+    rows, ins, outs = squares.shape[0], x.shape[1], w.shape[0] // 2
+    out = packed(rows, outs, x)
+    sliced = slices.parts > 1
+    launch: Any = _activated[(triton.cdiv(outs, 8 if sliced else 8 * slices.warps),)]
     launch(
-        _words(x), squares, _words(w), out, rows, outs, ins, eps,
-        GELU=activation == GELU, GROUPS=squares.shape[1], **_constants("activated", whole, rows, x.dtype),
+        _words(x), squares, _words(w), out, rows, outs, ins, slices.split, eps,
+        GELU=activation == GELU, GROUPS=squares.shape[1], SLICED=sliced, EVEN=slices.even(ins),
+        **_constants("activated", slices, rows, x.dtype),
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it is still running.
 
 The rule of all kernels that are launched so: before `begin` a kernel reads only what was complete two kernels earlier
-(weights, tables, what describes the rows) and writes nothing; `begin` waits until everything before is complete, and
+(weights, tables, what describes the rows; what is not constant past the first-level cache, which may be older) and
+writes nothing; `begin` waits until everything before is complete, and
 only then lets the next kernel start. So at most two kernels run at a time, in their order, and a kernel that is
 launched without this is an ordinary one. It changes no bits. In triton's interpreter it does nothing.
 """

@@ -58,37 +58,58 @@ class Tiling:
     step: int = STEP
 
 
+@triton.jit
+def _chain(
+    total, other, x_ptr, w_ptr, second, o_in, r_in, i, begin, split, ins,
+    STEP: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both sums after the inputs from `begin` on. The gate's weights and those of `up` are `second` numbers apart."""
+    for at in range(0, split, STEP):
+        w_ok, x_ok = o_in, r_in
+        if not EVEN:
+            left = (begin + at + i) < ins
+            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
+        columns = tl.load(x_ptr + begin + at, mask=x_ok, other=0.0)
+        block = tl.load(w_ptr + begin + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(block.to(DTYPE), columns, total, input_precision=PRECISION)
+        if GATED:
+            block = tl.load(w_ptr + second + begin + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+            other = tl.dot(block.to(DTYPE), columns, other, input_precision=PRECISION)
+    return total, other
+
+
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _product(
     x, w, scale, row_scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLICES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
+    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up.
 
+    SLICES parts of a sum are added in one program.
     Both activations are g * sigmoid(s): s is g (silu), or twice gelu's inner polynomial.
     """
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, STEP)
-    start = tl.program_id(1) * split
-    w_ptr = w + o[:, None] * ins + start + i[None, :]  # [OUTS, STEP]
-    x_ptr = x + r[None, :] * ins + start + i[:, None]  # [STEP, ROWS]
+    start = tl.program_id(1) * SLICES * split
+    w_ptr = w + o[:, None] * ins + i[None, :]  # [OUTS, STEP]
+    x_ptr = x + r[None, :] * ins + i[:, None]  # [STEP, ROWS]
+    second = outs.to(tl.int64) * ins
     o_in, r_in = (o < outs)[:, None], (r < rows)[None, :]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    other = tl.zeros((OUTS, ROWS), tl.float32)
-    for at in range(0, split, STEP):
-        w_ok, x_ok = o_in, r_in
-        if not EVEN:
-            left = (start + at + i) < ins
-            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        columns = tl.load(x_ptr + at, mask=x_ok, other=0.0)
-        block = tl.load(w_ptr + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(block.to(x.dtype.element_ty), columns, total, input_precision=PRECISION)
-        if GATED:
-            block = tl.load(w_ptr + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
-            other = tl.dot(block.to(x.dtype.element_ty), columns, other, input_precision=PRECISION)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    zero = tl.zeros((OUTS, ROWS), tl.float32)
+    total, other = _chain(
+        zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start, split, ins, STEP, EVEN, GATED, DTYPE, PRECISION
+    )
+    for part in range(1, SLICES):
+        more, further = _chain(
+            zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start + part * split, split, ins,
+            STEP, EVEN, GATED, DTYPE, PRECISION,
+        )  # fmt: skip
+        total += more
+        other += further
     if SCALED:
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
         if GATED:
@@ -109,24 +130,27 @@ def _product(
 
 def product(
     x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU,
-    row_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, summed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
+    summed: the parts are added up, in order: [1, T, out]; gated ones always are.
     scale [out] and row_scale [T] float32: factors of the sums.
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
-    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
+    slices = tiling.splits if gated or summed else 1
+    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits // slices, rows, outs), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
-    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
+    tile = min(tile, 128) if slices > 1 else tile  # two sums at a time
+    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits // slices, triton.cdiv(rows, tile))
     _product[grid](
         x, w, x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
-        ROW_SCALED=row_scale is not None, PRECISION="ieee", enable_fp_fusion=False,
+        ROW_SCALED=row_scale is not None, SLICES=slices, PRECISION="ieee", enable_fp_fusion=False,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out
