@@ -78,19 +78,25 @@ def _slots(slots, tail, base, start, max_keys, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _span(
-    q, k_plane, v_plane, slot, head, start, max_keys, keys, scale, window, cap,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
+def _keys(
+    k_plane, v_plane, slot, head, start, first, last, k, v,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
+    """K and V of a span [SPAN, d]: of keys from `first` on and before `last`; the others stay as they are."""
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
-    exists = p < max_keys
-    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
-    ok = exists[:, None] & (d < DIM)[None, :]
-    k = tl.load(k_plane + offset, mask=ok, other=0.0)
-    v = tl.load(v_plane + offset, mask=ok, other=0.0)
+    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]
+    ok = ((p >= first) & (p < last))[:, None] & (d < DIM)[None, :]
+    return (
+        tl.load(k_plane + offset, mask=ok, other=k, cache_modifier=".cg"),
+        tl.load(v_plane + offset, mask=ok, other=v, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
+def _span(q, k, v, start, keys, scale, window, cap, SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr):
+    """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
+    p = start + tl.arange(0, SPAN)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
@@ -104,10 +110,10 @@ def _span(
     return high, tl.sum(weights, 1), tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pending"])
 def _attend(
     q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks,
-    scale, length, depth, max_spans, window, cap,
+    scale, length, depth, max_spans, window, cap, pending,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
@@ -122,7 +128,11 @@ def _attend(
     slots_of_line = table + line.to(tl.int64) * length
     tail_of_block = tail + block.to(tl.int64) * depth
     slot = _slots(slots_of_line, tail_of_block, base, split * SPAN, max_keys, SPAN)
-    begin(PDL)  # what describes the blocks was written long before
+    nothing = tl.zeros((SPAN, DIM_PAD), k_plane.dtype.element_ty)
+    # Of a row's keys at most `pending` were written by this pass, and they are its last ones.
+    settled = max_keys - pending
+    k, v = _keys(k_plane, v_plane, slot, head, split * SPAN, 0, settled, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN)
+    begin(PDL)
     if (rows == 0) | (split >= spans):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -140,12 +150,16 @@ def _attend(
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     unsplit = (SPLITS == 1) | (spans == 1)
+    k, v = _keys(k_plane, v_plane, slot, head, split * SPAN, settled, max_keys, k, v, KV_HEADS, DIM, DIM_PAD, SPAN)
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slot, head, span * SPAN, max_keys, keys, scale, window, cap,
-            KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
-        )  # fmt: skip
-        slot = _slots(slots_of_line, tail_of_block, base, (span + SPLITS) * SPAN, max_keys, SPAN)
+            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED
+        )
+        following = (span + SPLITS) * SPAN
+        slot = _slots(slots_of_line, tail_of_block, base, following, max_keys, SPAN)
+        k, v = _keys(
+            k_plane, v_plane, slot, head, following, 0, max_keys, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN
+        )
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:
@@ -191,7 +205,7 @@ def attend(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
         q if sinks is None else sinks, scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1],
         scratch.spans, window,
-        cap * 1.4426950408889634,
+        cap * 1.4426950408889634, rows,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
         SINKS=sinks is not None, TILES=tiles, **launch_options("attend"),
