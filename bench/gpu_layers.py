@@ -57,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"early-but-{name}": {"early": EARLY - {name}} for name in sorted(EARLY)},
     "depth-8": {"DEPTH": 8},
     "attend-4": {"ATTEND_WARPS": 4},
+    "small-8": {"MOST_ROWS": 8},
+    "small-0": {"MOST_ROWS": 0},
     "gate-whole": {"SLICED_GATES": 0},
     "gate-sliced": {"SLICED_GATES": 1 << 20},
     "gate-12": {"GATE_DEPTH": 12},
@@ -93,7 +95,7 @@ class Scene:
         torch.manual_seed(1)
         self.config, self.length = replace(MODELS[name], context_length=length), length
         self.model = Transformer(self.config, DeviceWeights(self.config, name in BIASED), DTYPE, DEVICE)
-        self.fused = self.model.fused
+        self.default, self.fused = self.model.fused, gpu_layers.suits(self.model)
         device = self.model.device
         self.plane = Cache(length, 1, length, device).add_plane(*self.model.plane_shape)
         for plane in (*self.plane.k, *self.plane.v):
@@ -159,9 +161,8 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     attention.WARPS = variant.get("ATTEND_WARPS", 8)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
-    model.fused = scene.fused and (
-        gpu_layers.FusedLayers(scene.config, model.layers, model.ropes) if variant.get("fused", True) else None
-    )
+    gpu_layers.MOST_ROWS = variant.get("MOST_ROWS", 16)
+    model.fused = gpu_layers.FusedLayers(model) if variant.get("fused", True) and scene.fused else None
 
 
 def profile(graph: Any) -> list[tuple[str, int, float]]:
@@ -300,7 +301,9 @@ def main() -> None:
                 for rows in (1, 16):
                     scene.work(rows, options.context)()
             continue
-        print(f"{name}: floor {floor_ms(scene):.3f} ms, fused layers: {scene.fused is not None}", flush=True)
+        print(
+            f"{name}: floor {floor_ms(scene):.3f} ms, fused layers by default: {scene.default is not None}", flush=True
+        )
         found = results[name] = timings(scene, options)
         if options.check:
             use(scene, VARIANTS["early"])

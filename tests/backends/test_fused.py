@@ -138,8 +138,8 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
         self.model = Transformer(CONFIG, RandomWeights(CONFIG, 1), HALF, DEVICE)
-        assert layers.suits(CONFIG, self.model.layers, HALF)
-        self.fused = layers.FusedLayers(CONFIG, self.model.layers, self.model.ropes)
+        assert layers.suits(self.model)
+        self.fused = layers.FusedLayers(self.model)
         self.plane = Cache(64, 1, 64, DEVICE).add_plane(*self.model.plane_shape._replace(dtype=HALF))
         self.scratch = attention.Scratch(64, 2, 16, 64, DEVICE)
         self.tokens = torch.arange(40, device=DEVICE) * 7 % 48

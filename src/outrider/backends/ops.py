@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.config import CLAMPED, ERF_GELU, GELU, RELU, SILU, ModelConfig
+from ..models.config import CLAMPED, ERF_GELU, GELU, RELU, SILU
 from ..models.stages import stage
 from .cpu import native
 from .rows import Rows
@@ -161,10 +161,10 @@ def as_delta(total: Tensor) -> Any:
     return _gpu("matmul").Parts(total[None]) if on_gpu(total) else total
 
 
-def fused_layers(config: ModelConfig, layers: list[Any], ropes: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Any:
-    """The layers of a decoder on a GPU with fewer kernels (`cuda.layers`), or None where they do not suit it."""
+def fused_layers(model: Any) -> Any:
+    """The layers of a `Transformer` on a GPU with fewer kernels (`cuda.layers`), or None where they do not suit it."""
     module = importlib.import_module(".cuda.layers", __package__)
-    return module.FusedLayers(config, layers, ropes) if module.suits(config, layers, dtype) else None
+    return module.FusedLayers(model) if module.suits(model) and module.pays(model.config) else None
 
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:

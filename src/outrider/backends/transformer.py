@@ -94,7 +94,7 @@ class Transformer(Model):
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
         if self.device.type == "cuda":
-            self.fused = ops.fused_layers(config, self.layers, self.ropes, dtype)
+            self.fused = ops.fused_layers(self)
         if config.encoder is not None:
             source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
             self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
@@ -105,7 +105,7 @@ class Transformer(Model):
         """Everything but weights. compute: the dtype of what products read."""
         self.config, self.device, self.compute = config, with_index(device), compute
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
-        self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
+        self.scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
         self.reader: Encoder | None = None
         self.fused = None
@@ -172,21 +172,27 @@ class Transformer(Model):
         if self.reader is not None and rows.sources is not None:
             self.reader.read(rows.sources, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
-        x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
-        delta: Delta = None
         hidden: dict[int, Tensor] = {}
         if self.fused is not None:
-
-            def after(i: int, x: Tensor) -> None:
-                if i in plane.streams:
-                    ops.keep_stream(x, None, plane.streams[i], rows.slots)
-                if i in taps:
-                    hidden[i] = x.clone()
-
-            self.fused.run(x, rows, plane, part, after)
+            x, delta = self._fused(None if x is None else x.clone(), rows, plane, part, taps, hidden), None
         else:
+            x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
             x, delta = self._layers(x, rows, plane, part, taps, hidden)
         return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+
+    def _fused(
+        self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> Tensor:
+        """As `_layers`, with embedding: the stream to which everything was added."""
+
+        def after(i: int, x: Tensor) -> None:
+            if i in plane.streams:
+                ops.keep_stream(x, None, plane.streams[i], rows.slots)
+            if i in taps:
+                hidden[i] = x.clone()
+
+        stream: Tensor = self.fused.run(x, rows, plane, part, after)
+        return stream
 
     def _layers(
         self, x: Tensor, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
@@ -213,7 +219,7 @@ class Transformer(Model):
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
         x = self.embedding[tokens].to(self.stream)
-        x = x if self._scale_embedding == 1.0 else x * self._scale_embedding
+        x = x if self.scale_embedding == 1.0 else x * self.scale_embedding
         if self.positions is not None:
             assert positions is not None
             x = x + self.positions[positions]

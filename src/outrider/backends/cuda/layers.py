@@ -22,6 +22,8 @@ from ..rows import Rows
 from .kernels import attention, elementwise, fused
 from .kernels.matmul import Parts, Product, Tiling, product
 
+MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
+MOST_ROWS = fused.MOST_ROWS  # of a small pass
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
 
@@ -34,14 +36,21 @@ class Entering:
     scale: Tensor | None  # [T]: 1 / rms; None in a small pass, whose kernels compute it
 
 
-def suits(c: ModelConfig, layers: list[Any], dtype: torch.dtype) -> bool:
-    """Whether these layers can run so. layers: as `transformer.Layer`."""
+def suits(model: Any) -> bool:
+    """Whether a `Transformer` can run so."""
+    c, layers = model.config, model.layers
     plain = c.pre_norm and not (c.post_norm or c.stream_norm or c.layer_norm or c.qk_norm or c.distance_buckets)
     whole = c.encoder is None and c.gated and c.activation in (SILU, GELU) and c.residual_scale == 1.0
     rotates = not c.no_rope_layers and c.rotary_dim == c.head_dim and c.head_dim % 16 == 0
-    if not (plain and whole and rotates and dtype in (torch.bfloat16, torch.float16)):
+    embeds = not c.positions and not c.embedding_norm
+    if not (plain and whole and rotates and embeds and model.compute in (torch.bfloat16, torch.float16)):
         return False
-    return c.hidden_size % 16 == 0 and all(_suits(layer) for layer in layers)
+    return c.hidden_size % 32 == 0 and all(_suits(layer) for layer in layers)
+
+
+def pays(c: ModelConfig) -> bool:
+    """Whether a pass is faster so. Large products are bound by memory, not by latency."""
+    return c.hidden_size * c.intermediate_size <= MOST_WEIGHTS
 
 
 def _suits(layer: Any) -> bool:
@@ -51,32 +60,41 @@ def _suits(layer: Any) -> bool:
 
 
 class FusedLayers:
-    """The layers of one model. ropes: cos and sin of every position, as `Transformer.ropes`."""
+    """The embedding and the layers of one model: a `Transformer`."""
 
-    def __init__(self, config: ModelConfig, layers: list[Any], ropes: list[tuple[Tensor, Tensor]]) -> None:
-        self.config, self.layers, self.ropes = config, layers, ropes
+    def __init__(self, model: Any) -> None:
+        self.config, self.layers, self.ropes, self.embedding = model.config, model.layers, model.ropes, model.embedding
+        self._scale_embedding: float = model.scale_embedding
         self._slices = {
             name: fused.slices(weight.out_features, weight.in_features)
-            for name, weight in ((name, getattr(layers[0], name)) for name in ("qkv", "out", "down"))
+            for name, weight in ((name, getattr(self.layers[0], name)) for name in ("qkv", "out", "down"))
         }
-        self._slices["gate_up"] = fused.gate_slices(config.intermediate_size, config.hidden_size)
+        self._slices["gate_up"] = fused.gate_slices(self.config.intermediate_size, self.config.hidden_size)
 
-    def run(self, x: Tensor, rows: Rows, plane: Plane, part: Part, after: Callable[[int, Tensor], None]) -> None:
-        """x [T, H] float32, in place; after(i, x) is called after layer i."""
+    def run(
+        self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, after: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        """The stream after these layers [T, H] float32: from x, which is overwritten, or from the rows' tokens.
+
+        after(i, x) is called after layer i.
+        """
+        small, eps, dtype = rows.count <= MOST_ROWS, self.config.norm_eps, self.embedding.dtype
         gains = self._gains(part)
-        small, eps = x.shape[0] <= fused.MOST_ROWS, self.config.norm_eps
-        blocks = _SmallBlocks(self, x, rows, plane) if small else _WideBlocks(self, x, rows, plane)
         first = next(gains)
-        if first is None:
-            return
-        h, squares, scale = elementwise.add_gain(x, None, first, eps, self.layers[0].qkv.weight.dtype, small)
-        entering = Entering(h, squares, scale)
+        first = self.layers[0].attention_norm if first is None else first  # without blocks it is not read
+        if x is None:
+            x, gained = elementwise.embed_gain(rows.tokens, self.embedding, self._scale_embedding, first, eps, small)
+        else:
+            gained = elementwise.add_gain(x, None, first, eps, dtype, small)
+        entering = Entering(*gained)
+        blocks = _SmallBlocks(self, x, rows, plane) if small else _WideBlocks(self, x, rows, plane)
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 entering = blocks.attention(i, entering, next(gains))
             if i not in part.skip_mlp:
                 entering = blocks.mlp(i, entering, next(gains))
             after(i, x)
+        return x
 
     def _gains(self, part: Part) -> Iterator[Tensor | None]:
         """The gain of every block's norm, then None."""

@@ -69,12 +69,17 @@ def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str,
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_gain(
-    x, parts, bias, weight, out, squares, row_scale, rows, width, eps,
+    x, parts, bias, tokens, table, factor, weight, out, squares, row_scale, rows, width, eps,
     PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EMBEDS: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
-    value = tl.load(x + row * width + i, mask=ok, other=0.0)
+    if EMBEDS:
+        value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * factor
+        tl.store(x + row * width + i, value, mask=ok)
+    else:
+        value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
         value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
@@ -92,12 +97,30 @@ def _add_gain(
     tl.store(row_scale + one, scale)
 
 
+Gained = tuple[Tensor, Tensor, Tensor]  # stream * gain [T, H], squares [T, H / 16], 1 / rms [T]
+
+
 def add_gain(
     x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype, packs: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gained:
     """x [T, H] float32 += delta in place; returns x * weight [T, H] of `dtype`, x's squares by groups of sixteen
     [T, H / 16], and 1 / rms(x) [T]: an RMS norm in two parts, as `fused` reads it. packs: the rows are packed.
     """
+    return _gained(x, delta, (x, x, 1.0), False, weight, eps, dtype, packs)
+
+
+def embed_gain(
+    tokens: Tensor, table: Tensor, factor: float, weight: Tensor, eps: float, packs: bool
+) -> tuple[Tensor, Gained]:
+    """The stream of these tokens [T, H] float32, rows of table [V, H] times the factor, and what `add_gain` returns."""
+    x = torch.empty((tokens.shape[0], table.shape[1]), dtype=torch.float32, device=table.device)
+    return x, _gained(x, None, (tokens, table, factor), True, weight, eps, table.dtype, packs)
+
+
+def _gained(
+    x: Tensor, delta: Parts | None, lookup: tuple[Tensor, Tensor, float], embeds: bool, weight: Tensor, eps: float,
+    dtype: torch.dtype, packs: bool,
+) -> Gained:  # fmt: skip
     rows, width = x.shape
     tiles = fused.tiles(rows) if packs else 0
     out = torch.empty((8 * tiles if packs else rows, width), dtype=dtype, device=x.device)
@@ -105,8 +128,8 @@ def add_gain(
     parts, bias, constants = _operands(x, delta)
     launch: Any = _add_gain[(rows,)]
     launch(
-        x, parts, bias, weight, out, squares, scale, rows, width, eps, **constants, GROUPS=width // 16, TILES=tiles,
-        num_warps=8, enable_fp_fusion=False,
+        x, parts, bias, *lookup, weight, out, squares, scale, rows, width, eps, **constants,
+        GROUPS=width // 16, TILES=tiles, EMBEDS=embeds, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return out, squares, scale
 
