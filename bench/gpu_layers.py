@@ -66,6 +66,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gate-w8": {"GATE_WARPS": 8},
     "gate-w2": {"GATE_WARPS": 2},
     "gate-w1": {"GATE_WARPS": 1},
+    "gate-w1-12": {"GATE_WARPS": 1, "GATE_DEPTH": 12},
+    "gate-w1-16": {"GATE_WARPS": 1, "GATE_DEPTH": 16},
 }
 
 

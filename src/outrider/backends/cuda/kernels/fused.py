@@ -79,17 +79,34 @@ def _multiply(first, second, x, c0, c1, c2, c3, WARPS: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+def _word(pointer, ok, EVEN: tl.constexpr, EMULATED: tl.constexpr):
+    """Weights that are read once: past the first-level cache, which keeps the rows. A row of weights continues in the
+    next loads of the same thread: 256 bytes of it come to the second-level cache at once."""
+    if EMULATED:
+        return tl.load(pointer, mask=ok, other=0)
+    if EVEN:
+        return tl.inline_asm_elementwise(
+            "ld.global.L1::no_allocate.L2::256B.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $2, 0;
+        mov.b64 $0, 0;
+        @p ld.global.L1::no_allocate.L2::256B.b64 $0, [$1];
+        }""",
+        "=l,l,r", [pointer.to(tl.int64), ok.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weights(w, second, k, end, DEPTH: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl.constexpr):
     """A thread's words for the next matrix instructions. w [T]: pointers, `second` words apart; k: inputs so far."""
     found = ()
     for i in tl.static_range(DEPTH):
-        if EVEN:
-            one = tl.load(w + 4 * i, eviction_policy="evict_first")
-            two = tl.load(w + second + 4 * i, eviction_policy="evict_first")
-        else:
-            ok = k + 16 * i < end
-            one = tl.load(w + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
-            two = tl.load(w + second + 4 * i, mask=ok, other=0, eviction_policy="evict_first")
+        ok = k + 16 * i < end
+        one, two = _word(w + 4 * i, ok, EVEN, EMULATED), _word(w + second + 4 * i, ok, EVEN, EMULATED)
         found += (one, two)  # type: ignore[assignment]
     return found
 
@@ -152,7 +169,8 @@ def _sums(
     inputs = _inputs(x, row, rows, k, end, DEPTH, EVEN, TILES)
     for _ in tl.range(0, LENGTH // DEPTH - 1, num_stages=1):
         w, x, k = w + 4 * DEPTH, x + 32 * TILES * DEPTH, k + 16 * DEPTH
-        more, further = _weights(w, second, k, end, DEPTH, EVEN), _inputs(x, row, rows, k, end, DEPTH, EVEN, TILES)
+        more = _weights(w, second, k, end, DEPTH, EVEN, EMULATED)
+        further = _inputs(x, row, rows, k, end, DEPTH, EVEN, TILES)
         sums = _advance(weights, inputs, sums, DEPTH, TILES, WARPS, DTYPE, EMULATED)
         weights, inputs = more, further
     return _advance(weights, inputs, sums, DEPTH, TILES, WARPS, DTYPE, EMULATED)
@@ -235,7 +253,7 @@ def _rotated(
         first_bias = tl.load(bias + head * DIM + i).to(tl.float32)
         second_bias = tl.load(bias + head * DIM + HALF + i).to(tl.float32)
     w += (head * DIM + start + g) * words + k // 4 + t
-    weights = _weights(w, HALF * words, k, ins, DEPTH, EVEN)
+    weights = _weights(w, HALF * words, k, ins, DEPTH, EVEN, EMULATED)
     begin(PDL)
     each = load_squares(squares, r, rows, GROUPS)
     sums = _sums(weights, w, HALF * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
@@ -273,7 +291,7 @@ def _added(
     if GAINED:
         factor = tl.load(gain + o)
     w += (group * 16 + g) * words + k // 4 + t
-    weights = _weights(w, 8 * words, k, ins, DEPTH, EVEN)
+    weights = _weights(w, 8 * words, k, ins, DEPTH, EVEN, EMULATED)
     begin(PDL)
     sums = _sums(weights, w, 8 * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
     total = _ordered(sums, WARPS)
@@ -326,7 +344,7 @@ def _activated(
     o = group * 8 + g
     words = ins // 4
     w += tl.where(o < outs, o, 0) * words + k // 4 + t
-    weights = _weights(w, outs * words, k, ins, DEPTH, EVEN)
+    weights = _weights(w, outs * words, k, ins, DEPTH, EVEN, EMULATED)
     begin(PDL)
     each = load_squares(squares, tl.arange(0, 16), rows, GROUPS)
     sums = _sums(weights, w, outs * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
