@@ -52,9 +52,19 @@ BIASED = {"qwen"}
 # name -> settings: whether layers are fused, what starts early, constants of `fused`
 VARIANTS: dict[str, dict[str, Any]] = {
     "separate": {"fused": False, "early": frozenset()},
+    "separate-early": {"fused": False},
+    **{
+        f"separate-but-{name}": {"fused": False, "early": EARLY - {name}}
+        for name in ("attend", "norm", "product", "rope")
+    },
+    "separate-ahead-0": {"fused": False, "AHEAD": 0},
+    "separate-ahead-16": {"fused": False, "AHEAD": 16},
     "fused": {"early": frozenset()},
     "early": {},
-    **{f"early-but-{name}": {"early": EARLY - {name}} for name in sorted(EARLY)},
+    **{
+        f"early-but-{name}": {"early": EARLY - {name}}
+        for name in ("activated", "added", "attend", "product", "rotated")
+    },
     "depth-8": {"DEPTH": 8},
     "attend-4": {"ATTEND_WARPS": 4},
     "small-8": {"MOST_ROWS": 8},
@@ -160,6 +170,7 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4, "SLICED_GATES": 2048}
     for name, value in defaults.items():
         setattr(fused, name, variant.get(name, value))
+    matmul.AHEAD = variant.get("AHEAD", 8)
     attention.WARPS = variant.get("ATTEND_WARPS", 8)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model

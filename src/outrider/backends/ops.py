@@ -163,8 +163,7 @@ def as_delta(total: Tensor) -> Any:
 
 def fused_layers(model: Any) -> Any:
     """The layers of a `Transformer` on a GPU with fewer kernels (`cuda.layers`), or None where they do not suit it."""
-    module = importlib.import_module(".cuda.layers", __package__)
-    return module.FusedLayers(model) if module.suits(model) and module.pays(model.config) else None
+    return importlib.import_module(".cuda.layers", __package__).prepared(model)
 
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:

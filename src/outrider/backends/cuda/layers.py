@@ -36,6 +36,14 @@ class Entering:
     scale: Tensor | None  # [T]: 1 / rms; None in a small pass, whose kernels compute it
 
 
+def prepared(model: Any) -> FusedLayers | None:
+    """Layers of a `Transformer` that run so, if they suit it and pay; otherwise its products learn what they follow."""
+    for follows_small in (model.head, *(p for layer in model.layers for p in (layer.qkv, layer.out))):
+        if isinstance(follows_small, Product):
+            follows_small.early = True
+    return FusedLayers(model) if suits(model) and pays(model.config) else None
+
+
 def suits(model: Any) -> bool:
     """Whether a `Transformer` can run so."""
     c, layers = model.config, model.layers
@@ -147,11 +155,11 @@ class _WideBlocks:
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
         tiling = self._tiling(layer.gate_up, "gate_up")
-        middle = product(entering.h, layer.gate_up.weight, tiling, None, True, c.activation, entering.scale)
+        middle = product(entering.h, layer.gate_up.weight, tiling, None, True, c.activation, entering.scale, early=True)
         return self._added(middle, layer.down, "down", gain)
 
     def _parts(self, x: Tensor, by: Product, name: str) -> Tensor:
-        return product(x, by.weight, self._tiling(by, name), summed=x.shape[0] > SUMMED_ROWS)
+        return product(x, by.weight, self._tiling(by, name), summed=x.shape[0] > SUMMED_ROWS, early=name != "down")
 
     def _tiling(self, by: Product, name: str) -> Tiling:
         return Tiling(by.tiling.outputs, self.of._slices[name].parts, by.tiling.stages, by.tiling.warps)

@@ -208,7 +208,7 @@ def attend(
         cap * 1.4426950408889634, rows,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None, TILES=tiles, **launch_options("attend"),
+        SINKS=sinks is not None, TILES=tiles, **launch_options("attend", rows),
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

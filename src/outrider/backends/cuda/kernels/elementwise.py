@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import fused
 from .fused import load_squares, packed_index, row_scale as scale_of, sum_of_sixteen
+from .launching import begin, launch_options
 from .matmul import Parts
 
 
@@ -36,16 +37,17 @@ def _sum_parts(
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _add_norm(
     x, parts, bias, weight, out, rows, width, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    begin(PDL)
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
         value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    gain = tl.load(weight + i, mask=ok, other=0.0)
     tl.store(out + row * width + i, (value * scale * gain).to(out.dtype.element_ty), mask=ok)
 
 
@@ -55,7 +57,7 @@ def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: 
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     parts, bias, constants = _operands(x, delta)
     launch: Any = _add_norm[(rows,)]
-    launch(x, parts, bias, weight, out, rows, width, eps, **constants, num_warps=8)
+    launch(x, parts, bias, weight, out, rows, width, eps, **constants, **launch_options("norm", rows), num_warps=8)
     return out
 
 
@@ -71,10 +73,12 @@ def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str,
 def _add_gain(
     x, parts, bias, tokens, table, factor, weight, out, squares, row_scale, rows, width, eps,
     PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
-    EMBEDS: tl.constexpr,
+    EMBEDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    begin(PDL)
     if EMBEDS:
         value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * factor
         tl.store(x + row * width + i, value, mask=ok)
@@ -83,7 +87,6 @@ def _add_gain(
     if PARTS > 0:
         value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
-    gain = tl.load(weight + i, mask=ok, other=0.0)
     at = row * width + i
     if TILES > 0:
         at = packed_index(row, i, TILES)
@@ -129,7 +132,8 @@ def _gained(
     launch: Any = _add_gain[(rows,)]
     launch(
         x, parts, bias, *lookup, weight, out, squares, scale, rows, width, eps, **constants,
-        GROUPS=width // 16, TILES=tiles, EMBEDS=embeds, num_warps=8, enable_fp_fusion=False,
+        GROUPS=width // 16, TILES=tiles, EMBEDS=embeds, **launch_options("norm", rows),
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return out, squares, scale
 
@@ -162,8 +166,10 @@ def _rope_store(
     parts, bias, row_scale, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
     PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row. Dimensions i and i + ROTARY/2 are rotated together, for i < ROTARY/2."""
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
     ok = d < DIM
@@ -214,7 +220,7 @@ def rope_store(
         rows, eps,
         PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, SCALED=qkv.scale is not None, NORMED=norms is not None,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROTARY=2 * cos.shape[1],
-        num_warps=1, enable_fp_fusion=False,
+        **launch_options("rope", rows), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

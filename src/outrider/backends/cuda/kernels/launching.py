@@ -2,9 +2,9 @@
 
 The rule of all kernels that are launched so: before `begin` a kernel reads only what was complete two kernels earlier
 (weights, tables, what describes the rows; what is not constant past the first-level cache, which may be older) and
-writes nothing; `begin` waits until everything before is complete, and
-only then lets the next kernel start. So at most two kernels run at a time, in their order, and a kernel that is
-launched without this is an ordinary one. It changes no bits. In triton's interpreter it does nothing.
+writes nothing; `begin` waits until everything before is complete, and only then lets the next kernel start. So at most
+two kernels run at a time, in their order. Whether a kernel starts early is an option of its launch; without it the wait
+takes no time. It changes no bits. In triton's interpreter it does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from triton.language.extra import cuda as tl_cuda
 EMULATED = bool(triton.knobs.runtime.interpret)
 
 
-EARLY = frozenset({"rotated", "attend", "added", "activated"})  # kernels that start so
+# The kernels that start so. "product" is one that follows a small kernel: after another product its programs would
+# gather on the processors that are free first.
+EARLY = frozenset({"rotated", "attend", "added", "activated", "norm", "rope", "product"})
+EARLY_ROWS = 64  # of a pass; with more rows kernels are long, and what starts early is in their way
 
 
 @dataclass
@@ -40,7 +43,7 @@ def begin(PDL: tl.constexpr):
         tl_cuda.gdc_launch_dependents()
 
 
-def launch_options(kernel: str) -> dict[str, Any]:
-    """Constant and option of a kernel that calls `begin`."""
-    early = kernel in LAUNCH.early and not EMULATED
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+def launch_options(kernel: str, rows: int = 1) -> dict[str, Any]:
+    """Constant and option of a kernel that calls `begin`, in a pass of so many rows."""
+    early = kernel in LAUNCH.early and rows <= EARLY_ROWS and not EMULATED
+    return {"PDL": not EMULATED, **({"launch_pdl": True} if early else {})}

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from ... import ops
+from .launching import begin, launch_options
 
 STEP = 64  # inputs of one step of a sum
+AHEAD = 8  # steps whose weights a product that starts early requests before it waits
 ROW_TILES = (16, 32, 64, 128, 256)
 _STAGES = {128: 3, 256: 4}  # of wide tiles, limited by registers and shared memory
 
@@ -60,22 +62,30 @@ class Tiling:
 
 @triton.jit
 def _chain(
-    total, other, x_ptr, w_ptr, second, o_in, r_in, i, begin, split, ins,
+    total, other, x_ptr, w_ptr, second, o_in, r_in, i, first, split, ins,
     STEP: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both sums after the inputs from `begin` on. The gate's weights and those of `up` are `second` numbers apart."""
+    """Both sums after the inputs from `first` on. The gate's weights and those of `up` are `second` numbers apart."""
     for at in range(0, split, STEP):
         w_ok, x_ok = o_in, r_in
         if not EVEN:
-            left = (begin + at + i) < ins
+            left = (first + at + i) < ins
             w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        columns = tl.load(x_ptr + begin + at, mask=x_ok, other=0.0)
-        block = tl.load(w_ptr + begin + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+        columns = tl.load(x_ptr + first + at, mask=x_ok, other=0.0)
+        block = tl.load(w_ptr + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
         total = tl.dot(block.to(DTYPE), columns, total, input_precision=PRECISION)
         if GATED:
-            block = tl.load(w_ptr + second + begin + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+            block = tl.load(w_ptr + second + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
             other = tl.dot(block.to(DTYPE), columns, other, input_precision=PRECISION)
     return total, other
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring these lines to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
@@ -83,7 +93,7 @@ def _product(
     x, w, scale, row_scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
-    SLICES: tl.constexpr, PRECISION: tl.constexpr,
+    SLICES: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up.
 
@@ -100,6 +110,13 @@ def _product(
     o_in, r_in = (o < outs)[:, None], (r < rows)[None, :]
     DTYPE: tl.constexpr = x.dtype.element_ty
     zero = tl.zeros((OUTS, ROWS), tl.float32)
+    if AHEAD > 0:
+        first = tl.minimum(start + STEP * tl.arange(0, AHEAD), ins - 1)
+        line = w + tl.minimum(o, outs - 1)[:, None] * ins + first[None, :]
+        _prefetch(line)
+        if GATED:
+            _prefetch(line + second)
+    begin(PDL)
     total, other = _chain(
         zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start, split, ins, STEP, EVEN, GATED, DTYPE, PRECISION
     )
@@ -130,13 +147,13 @@ def _product(
 
 def product(
     x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU,
-    row_scale: Tensor | None = None, summed: bool = False,
+    row_scale: Tensor | None = None, summed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
     summed: the parts are added up, in order: [1, T, out]; gated ones always are.
-    scale [out] and row_scale [T] float32: factors of the sums.
+    scale [out] and row_scale [T] float32: factors of the sums. early: it follows a small kernel (`launching`).
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     slices = tiling.splits if gated or summed else 1
@@ -144,13 +161,16 @@ def product(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
-    tile = min(tile, 128) if slices > 1 else tile  # two sums at a time
+    if slices > 1:  # there are two sums at a time
+        tile = min(tile, 64 if gated else 128)
+    options = launch_options("product" if early else "", rows)
     grid = (triton.cdiv(outs, tiling.outputs), tiling.splits // slices, triton.cdiv(rows, tile))
     _product[grid](
         x, w, x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
         ROW_SCALED=row_scale is not None, SLICES=slices, PRECISION="ieee", enable_fp_fusion=False,
+        AHEAD=AHEAD if "launch_pdl" in options else 0, **options,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out
@@ -160,6 +180,7 @@ class Product:
     """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are int8 times one scale."""
 
     exact = True  # rows do not depend on each other
+    early = False  # whether it follows a small kernel (`launching`), as gate and up always do
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -172,7 +193,7 @@ class Product:
         self.tiling = tiling(self.out_features, self.in_features, processors(weight.device))
 
     def __call__(self, x: Tensor) -> Parts:
-        return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
+        return Parts(product(x, self.weight, self.tiling, self.scale, early=self.early), self.bias)
 
     def first(self, x: Tensor, outputs: int) -> Tensor:
         """The first outputs only [T, outputs], summed."""
@@ -181,7 +202,7 @@ class Product:
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         if self.bias is None:
-            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
+            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation, early=True)
         gate, up = self(x).total().chunk(2, dim=1)
         return ops.gated(gate, up, activation).to(x.dtype)
 
