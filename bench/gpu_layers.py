@@ -174,8 +174,9 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     attention.WARPS = variant.get("ATTEND_WARPS", 8)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
-    gpu_layers.MOST_ROWS = variant.get("MOST_ROWS", 16)
     model.fused = gpu_layers.FusedLayers(model) if variant.get("fused", True) and scene.fused else None
+    if model.fused is not None:
+        model.fused.most_rows = variant.get("MOST_ROWS", 16)
 
 
 def profile(graph: Any) -> list[tuple[str, int, float]]:
@@ -319,6 +320,7 @@ def main() -> None:
         )
         found = results[name] = timings(scene, options)
         if options.check:
+            found["agrees"] = gpu_layers.FusedLayers(scene.model).agrees()
             use(scene, VARIANTS["early"])
             found["bits"] = product_bits(name) | pass_bits(scene)
             print("  bits that differ:", {k: f"{v:.2g}" for k, v in found["bits"].items()}, flush=True)

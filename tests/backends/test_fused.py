@@ -6,7 +6,6 @@ every order gives the same bits, and those are compared there too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,8 +86,7 @@ def test_a_product_added_to_the_stream(outs: int, ins: int, biased: bool) -> Non
             assert same(summed[0], Parts(delta.parts).total(), exactly)
 
 
-@pytest.mark.parametrize("activation", [SILU, GELU])
-@pytest.mark.parametrize(("outs", "ins"), [(64, 192), (32, 96)])
+@pytest.mark.parametrize(("outs", "ins", "activation"), [(32, 192, SILU), (32, 96, GELU)])
 def test_gate_and_up(outs: int, ins: int, activation: str) -> None:
     w, gain = drawn(2 * outs, ins) / ins**0.5, torch.rand(ins, device=DEVICE)
     for rows in ROWS:
@@ -175,10 +173,12 @@ def test_passes_of_fused_layers_are_those_of_separate_ones(monkeypatch: pytest.M
         for ours, other in zip(scene.run(each, True), separate, strict=True):
             assert error(ours, other) < 2e-2
     if GPU:  # the interpreter adds in other orders
+        assert scene.fused.agrees()
         first, *others = (scene.run(each, True) for each in sizes)
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_and_tapped_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     for part in (Part(skip_mlp=frozenset({0})), Part(skip_attention=frozenset({1})), Part(stop=1, head=False)):
@@ -200,10 +200,18 @@ def _late(source, target, n, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(target + i, value, mask=i < n)
 
 
+def late(source: Tensor, target: Tensor) -> None:
+    """target = source, late, by a kernel after which others may start early."""
+    torch.cuda.synchronize()
+    launch: Any = _late[(1,)]
+    launch(source, target, source.numel(), BLOCK=1024, launch_pdl=True)
+
+
 @gpu_only
-def test_no_kernel_reads_before_the_last_one_has_written() -> None:
+@pytest.mark.parametrize("kernel", ["rotated", "added", "activated"])
+def test_no_product_reads_before_the_last_kernel_has_written(kernel: str) -> None:
     heads, dim, ins, outs = 2, 64, 128, 256
-    angles, w = torch.rand(40, dim // 2, device=DEVICE), drawn(outs, ins) / 11
+    angles, w, square = torch.rand(40, dim // 2, device=DEVICE), drawn(outs, ins) / 11, drawn(ins, ins)
     stream, gain, at = (
         drawn(4, ins, dtype=torch.float32),
         torch.rand(ins, device=DEVICE),
@@ -211,29 +219,34 @@ def test_no_kernel_reads_before_the_last_one_has_written() -> None:
     )
     source, squares, _ = elementwise.add_gain(stream.clone(), None, gain, 1e-5, HALF, packs=True)
     planes = [torch.zeros(20, 1, dim, device=DEVICE, dtype=HALF) for _ in range(2)]
-    square = drawn(ins, ins)
 
     def run(x: Tensor) -> list[Tensor]:
-        slices = fused.slices(outs, ins)
-        q = fused.rotated(x, squares, 1e-5, w, None, slices, angles.cos(), angles.sin(), at, at, *planes, heads)
-        total = stream.clone()
-        return [q, *planes, *fused.added(x, square, None, fused.slices(ins, ins), total, gain), total]
-
-    def late(go: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        target = torch.full_like(source, 3.0)
-        torch.cuda.synchronize()
-        launch: Any = _late[(1,)]
-        launch(source, target, source.numel(), BLOCK=1024, launch_pdl=True)
-        return go(target)
-
-    def gated(x: Tensor) -> list[Tensor]:
-        return [fused.activated(x, squares, 1e-5, w, fused.gate_slices(outs // 2, ins))]
-
-    def summed(x: Tensor) -> list[Tensor]:
+        if kernel == "rotated":
+            tables, slices = (angles.cos(), angles.sin()), fused.slices(outs, ins)
+            return [fused.rotated(x, squares, 1e-5, w, None, slices, *tables, at, at, *planes, heads), *planes]
+        if kernel == "activated":
+            return [fused.activated(x, squares, 1e-5, w, fused.gate_slices(outs // 2, ins))]
         total = stream.clone()
         return [*fused.added(x, square, None, fused.slices(ins, ins), total, gain), total]
 
-    for go in (run, gated, summed):
-        expected = [each.clone() for each in go(source)]
-        for ours, other in zip(late(go), expected, strict=True):
-            assert torch.equal(ours, other)
+    expected = [each.clone() for each in run(source)]
+    target = torch.full_like(source, 3.0)
+    late(source, target)
+    assert all(torch.equal(ours, other) for ours, other in zip(run(target), expected, strict=True))
+
+
+@gpu_only
+@pytest.mark.parametrize("context", [40, 200])
+def test_attention_does_not_read_keys_before_the_last_kernel_has_written_them(context: int) -> None:
+    rows, heads, dim = 4, 2, 64
+    k, v, q = drawn(256, 1, dim), drawn(256, 1, dim), drawn(rows, heads, dim)
+    table = torch.arange(256, dtype=torch.int32, device=DEVICE)[None]
+    info = torch.tensor([[0, rows, 0, 256, context - rows + 1, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    tail = torch.zeros(1, 16, dtype=torch.int32, device=DEVICE)
+    blocks = Blocks(info, tail, table, attention.Scratch(16, heads, dim, 256, DEVICE))
+    new = slice(context - rows, context)
+    source = k[new].clone()
+    expected = attention.attend(q, k, v, blocks, dim**-0.5).clone()
+    k[new] = 7.0
+    late(source, k[new])
+    assert torch.equal(attention.attend(q, k, v, blocks, dim**-0.5), expected)

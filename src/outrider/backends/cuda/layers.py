@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from ...models.config import GELU, SILU, ModelConfig
 from .. import Part
 from ..rows import Rows
 from .kernels import attention, elementwise, fused
+from .kernels.launching import can_start_early
 from .kernels.matmul import Parts, Product, Tiling, product
 
 MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
-MOST_ROWS = fused.MOST_ROWS  # of a small pass
+MOST_ROWS = 8  # of a small pass, where a model is not very small
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
 
@@ -41,7 +43,10 @@ def prepared(model: Any) -> FusedLayers | None:
     for follows_small in (model.head, *(p for layer in model.layers for p in (layer.qkv, layer.out))):
         if isinstance(follows_small, Product):
             follows_small.early = True
-    return FusedLayers(model) if suits(model) and pays(model.config) else None
+    if not (suits(model) and pays(model.config) and can_start_early()):
+        return None
+    made = FusedLayers(model)
+    return made if made.agrees() else None
 
 
 def suits(model: Any) -> bool:
@@ -61,6 +66,11 @@ def pays(c: ModelConfig) -> bool:
     return c.hidden_size * c.intermediate_size <= MOST_WEIGHTS
 
 
+def most_rows(c: ModelConfig) -> int:
+    """Rows up to which small kernels are faster; both have the same bits."""
+    return fused.MOST_ROWS if c.intermediate_size <= fused.SLICED_GATES else MOST_ROWS
+
+
 def _suits(layer: Any) -> bool:
     products = (layer.qkv, layer.out, layer.gate_up, layer.down)
     whole = all(type(p) is Product and p.scale is None and p.in_features % 32 == 0 for p in products)
@@ -73,6 +83,7 @@ class FusedLayers:
     def __init__(self, model: Any) -> None:
         self.config, self.layers, self.ropes, self.embedding = model.config, model.layers, model.ropes, model.embedding
         self._scale_embedding: float = model.scale_embedding
+        self.most_rows = most_rows(model.config)  # of a small pass
         self._slices = {
             name: fused.slices(weight.out_features, weight.in_features)
             for name, weight in ((name, getattr(self.layers[0], name)) for name in ("qkv", "out", "down"))
@@ -86,7 +97,7 @@ class FusedLayers:
 
         after(i, x) is called after layer i.
         """
-        small, eps, dtype = rows.count <= MOST_ROWS, self.config.norm_eps, self.embedding.dtype
+        small, eps, dtype = rows.count <= self.most_rows, self.config.norm_eps, self.embedding.dtype
         gains = self._gains(part)
         first = next(gains)
         first = self.layers[0].attention_norm if first is None else first  # without blocks it is not read
@@ -104,6 +115,20 @@ class FusedLayers:
             after(i, x)
         return x
 
+    def agrees(self) -> bool:
+        """Whether small and wide passes have the same bits on this device: on another one a warp's matrix instructions
+        may not add as those of a warp group do, or not all of their sixteen inputs at once."""
+        gain, eps, dtype = self.layers[0].mlp_norm, self.config.norm_eps, self.embedding.dtype
+        x = torch.linspace(-2, 2, fused.MOST_ROWS * self.config.hidden_size, device=gain.device).sin()
+        x = x.view(fused.MOST_ROWS, -1)
+        results = []
+        for kind, small in ((_SmallBlocks, True), (_WideBlocks, False)):
+            stream = x.clone()
+            entering = Entering(*elementwise.add_gain(stream, None, gain, eps, dtype, small))
+            kind(self, stream, None, None).mlp(0, entering, gain)
+            results.append(stream)
+        return torch.equal(*results)
+
     def _gains(self, part: Part) -> Iterator[Tensor | None]:
         """The gain of every block's norm, then None."""
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
@@ -115,7 +140,7 @@ class FusedLayers:
 
 
 class _SmallBlocks:
-    def __init__(self, layers: FusedLayers, x: Tensor, rows: Rows, plane: Plane) -> None:
+    def __init__(self, layers: FusedLayers, x: Tensor, rows: Any, plane: Any) -> None:
         self.of, self.x, self.rows, self.plane = layers, x, rows, plane
 
     def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
@@ -140,9 +165,13 @@ class _SmallBlocks:
 
 
 class _WideBlocks:
-    def __init__(self, layers: FusedLayers, x: Tensor, rows: Rows, plane: Plane) -> None:
+    def __init__(self, layers: FusedLayers, x: Tensor, rows: Any, plane: Any) -> None:
         self.of, self.x, self.rows, self.plane = layers, x, rows, plane
-        self.ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in layers.ropes]  # [T, d/2] each
+
+    @cached_property
+    def ropes(self) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of the rows [T, d/2] each."""
+        return [(cos[self.rows.positions], sin[self.rows.positions]) for cos, sin in self.of.ropes]
 
     def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows

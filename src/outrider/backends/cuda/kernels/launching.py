@@ -10,8 +10,10 @@ takes no time. It changes no bits. In triton's interpreter it does nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
@@ -19,9 +21,10 @@ from triton.language.extra import cuda as tl_cuda
 EMULATED = bool(triton.knobs.runtime.interpret)
 
 
-# The kernels that start so. "product" is one that follows a small kernel: after another product its programs would
+# The kernels that can start so. "product" is one that follows a small kernel: after another product its programs would
 # gather on the processors that are free first.
 EARLY = frozenset({"rotated", "attend", "added", "activated", "norm", "rope", "product"})
+DEFAULT = frozenset({"rotated", "attend", "added", "activated"})  # as measured
 EARLY_ROWS = 64  # of a pass; with more rows kernels are long, and what starts early is in their way
 
 
@@ -29,7 +32,7 @@ EARLY_ROWS = 64  # of a pass; with more rows kernels are long, and what starts e
 class Launch:
     """How kernels are launched; a benchmark changes it."""
 
-    early: frozenset[str] = EARLY
+    early: frozenset[str] = DEFAULT
 
 
 LAUNCH = Launch()
@@ -43,7 +46,14 @@ def begin(PDL: tl.constexpr):
         tl_cuda.gdc_launch_dependents()
 
 
+@cache
+def can_start_early() -> bool:
+    """Whether this device has programmatic dependent launch."""
+    return not EMULATED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def launch_options(kernel: str, rows: int = 1) -> dict[str, Any]:
     """Constant and option of a kernel that calls `begin`, in a pass of so many rows."""
-    early = kernel in LAUNCH.early and rows <= EARLY_ROWS and not EMULATED
-    return {"PDL": not EMULATED, **({"launch_pdl": True} if early else {})}
+    can = can_start_early()
+    early = can and kernel in LAUNCH.early and rows <= EARLY_ROWS
+    return {"PDL": can, **({"launch_pdl": True} if early else {})}
