@@ -197,6 +197,11 @@ def as_delta(total: Tensor) -> Any:
     return _gpu("matmul").Parts(total[None]) if on_gpu(total) else total
 
 
+def fused_layers(model: Any) -> Any:
+    """The layers of a `Transformer` on a GPU with fewer kernels (`cuda.layers`), or None where they do not suit it."""
+    return importlib.import_module(".cuda.layers", __package__).prepared(model)
+
+
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's largest value [R] and its first index [R], from [R, V]. A NaN makes its row NaN."""
     highest, index, _ = _top(logits, shares=False)

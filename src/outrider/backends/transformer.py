@@ -71,6 +71,8 @@ class Layer:
 class Transformer(Model):
     """A causal decoder; all state between passes is in the plane."""
 
+    fused: Any  # `cuda.layers.FusedLayers`, where they suit the model
+
     def __init__(
         self,
         config: ModelConfig,
@@ -91,6 +93,8 @@ class Transformer(Model):
             return
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
+        if self.device.type == "cuda":
+            self.fused = ops.fused_layers(self)
         if config.encoder is not None:
             source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
             self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
@@ -101,8 +105,9 @@ class Transformer(Model):
         """Everything but weights. compute: the dtype of what products read."""
         self.config, self.device, self.compute = config, with_index(device), compute
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
-        self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
+        self.scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
+        self.fused = None
         self.add_vectors({}, length, False)
 
     def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:
@@ -168,11 +173,35 @@ class Transformer(Model):
         if self.reader is not None and rows.sources is not None:
             self.reader.read(rows.sources.listed, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
-        x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
+        hidden: dict[int, Tensor] = {}
+        if self.fused is not None:
+            x, delta = self._fused(None if x is None else x.clone(), rows, plane, part, taps, hidden), None
+        else:
+            x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
+            x, delta = self._layers(x, rows, plane, part, taps, hidden)
+        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+
+    def _fused(
+        self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> Tensor:
+        """As `_layers`, with embedding: the stream to which everything was added."""
+
+        def after(i: int, x: Tensor) -> None:
+            if i in plane.streams:
+                ops.keep_stream(x, None, plane.streams[i], rows.slots)
+            if i in taps:
+                hidden[i] = x.clone()
+
+        stream: Tensor = self.fused.run(x, rows, plane, part, after)
+        return stream
+
+    def _layers(
+        self, x: Tensor, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> tuple[Tensor, Delta]:
+        """The stream after these layers, and what is to be added to it. hidden: the tapped layers' outputs."""
         ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in self.ropes]  # [T, rotary/2] each
         delta: Delta = None
         across = None if self.config.encoder is None else rows.on_sources
-        hidden: dict[int, Tensor] = {}
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 delta = self._attention(i, x, delta, rows, plane, ropes)
@@ -187,11 +216,11 @@ class Transformer(Model):
                 if not (delta is None or self.config.stream_norm):
                     x, delta = x + summed(delta), None
                 hidden[i] = x.clone()
-        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+        return x, delta
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
-        x = ops.embed(tokens, self.embedding, self._scale_embedding, self.stream, positions, self.positions)
+        x = ops.embed(tokens, self.embedding, self.scale_embedding, self.stream, positions, self.positions)
         if self.embedding_norm is None:
             return x
         return ops.add_norm(x, None, self.embedding_norm, self.config.norm_eps, self.stream)

@@ -21,6 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import fused
+from .fused import packed_index
+from .launching import begin, launch_options
+
 QUERIES = 16  # of one block: its rows times the heads that share a key head
 SPAN = 128  # keys of one sum
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
@@ -77,24 +81,40 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 
 @triton.jit
+def _slots(slots, tail, base, start, max_keys, SPAN: tl.constexpr):
+    """Where the keys of a span are [SPAN]."""
+    p = start + tl.arange(0, SPAN)
+    exists = p < max_keys
+    slot = tl.load(slots + p, mask=exists & (p < base), other=0, cache_modifier=".cg")
+    return slot + tl.load(tail + p - base, mask=exists & (p >= base), other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _keys(
+    k_plane, v_plane, slot, head, start, first, last, k, v,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """K and V of a span [SPAN, d]: of keys from `first` on and before `last`; the others stay as they are."""
+    p = start + tl.arange(0, SPAN)
+    d = tl.arange(0, DIM_PAD)
+    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]
+    ok = ((p >= first) & (p < last))[:, None] & (d < DIM)[None, :]
+    return (
+        tl.load(k_plane + offset, mask=ok, other=k, cache_modifier=".cg"),
+        tl.load(v_plane + offset, mask=ok, other=v, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
 def _span(
-    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, bias, shift, scale, window, cap,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr, BIASED: tl.constexpr,
+    q, k, v, start, keys, bias, shift, scale, window, cap,
+    SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
 
     bias [M]: where each query's row of the table begins; shift [M]: key p adds number shift - p of it.
     """
     p = start + tl.arange(0, SPAN)
-    d = tl.arange(0, DIM_PAD)
-    exists = p < max_keys
-    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
-    slot += tl.load(tail + p - base, mask=exists & (p >= base), other=0)
-    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
-    ok = exists[:, None] & (d < DIM)[None, :]
-    k = tl.load(k_plane + offset, mask=ok, other=0.0)
-    v = tl.load(v_plane + offset, mask=ok, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
@@ -111,24 +131,33 @@ def _span(
     return high, tl.sum(weights, 1), tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pending"])
 def _attend(
     q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks, lengths, bias, shift,
-    scale, length, depth, max_spans, window, cap, distances,
+    scale, length, depth, max_spans, window, cap, distances, pending,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr,
+    SINKS: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
-    line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
-    min_keys = tl.load(info + block * 8 + 4)
+    info += block * 8
+    first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
+    line, base = tl.load(info + 2, cache_modifier=".cg"), tl.load(info + 3, cache_modifier=".cg")
+    min_keys = tl.load(info + 4, cache_modifier=".cg")
     max_keys = min_keys + rows - 1
     if WHOLE:  # a line may have no keys: its rows are zeros
         max_keys = tl.load(lengths + line, mask=rows > 0, other=0)
         base = max_keys
     spans = tl.cdiv(max_keys, SPAN)
     programs = tl.maximum(spans, 1) if WHOLE else spans
+    slots_of_line = table + line.to(tl.int64) * length
+    tail_of_block = tail + block.to(tl.int64) * depth
+    slot = _slots(slots_of_line, tail_of_block, base, split * SPAN, max_keys, SPAN)
+    nothing = tl.zeros((SPAN, DIM_PAD), k_plane.dtype.element_ty)
+    # Of a row's keys at most `pending` were written by this pass, and they are its last ones.
+    settled = max_keys - pending
+    k, v = _keys(k_plane, v_plane, slot, head, split * SPAN, 0, settled, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN)
+    begin(PDL)
     if (rows == 0) | (split >= programs):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -143,8 +172,6 @@ def _attend(
     if BIASED:
         bias_of_head += (head * GROUP + m % GROUP) * distances
         shift_of_row = tl.load(shift + row, mask=valid, other=0).to(tl.int32)
-    slots_of_line = table + line.to(tl.int64) * length
-    tail_of_block = tail + block.to(tl.int64) * depth
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     if SINKS:  # as if it were a span before the first
@@ -152,11 +179,29 @@ def _attend(
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     unsplit = (SPLITS == 1) | (spans <= 1)
+    k, v = _keys(k_plane, v_plane, slot, head, split * SPAN, settled, max_keys, k, v, KV_HEADS, DIM, DIM_PAD, SPAN)
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys,
-            bias_of_head, shift_of_row, scale, window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, BIASED,
-        )  # fmt: skip
+            query,
+            k,
+            v,
+            span * SPAN,
+            keys,
+            bias_of_head,
+            shift_of_row,
+            scale,
+            window,
+            cap,
+            SPAN,
+            PRECISION,
+            CAPPED,
+            BIASED,
+        )
+        following = (span + SPLITS) * SPAN
+        slot = _slots(slots_of_line, tail_of_block, base, following, max_keys, SPAN)
+        k, v = _keys(
+            k_plane, v_plane, slot, head, following, 0, max_keys, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN
+        )
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:
@@ -178,22 +223,27 @@ def _attend(
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     if WHOLE:
         weight = tl.where(spans == 0, 1.0, weight)
-    tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+    at = index[:, None] * DIM + d[None, :]
+    if TILES > 0:
+        at = packed_index(row[:, None], (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :], TILES)
+    tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
-    sinks: Tensor | None = None, bias: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None, bias: tuple[Tensor, Tensor] | None = None, packs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type.
 
+    packs: the result's rows are packed (`fused.packed_index`).
     cap > 0: scores s become cap * tanh(s / cap). The kernel's scores are logarithms to the base 2, and so is its cap.
     sinks [heads] float32: a score of each head that takes its share of the weights and adds nothing.
     bias: [heads, distances] float32 and shift [T]; key j of a row adds column shift - j to its score.
     """
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
-    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
+    tiles = fused.tiles(rows) if packs else 0
+    out = torch.empty((8 * tiles if packs else rows, heads * dim), dtype=q.dtype, device=q.device)
     splits = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
     added, shift = bias or (q, q)
     lengths = blocks.info if blocks.lengths is None else blocks.lengths
@@ -202,10 +252,11 @@ def attend(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
         q if sinks is None else sinks, lengths, added, shift,
         scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, window,
-        cap * 1.4426950408889634, added.shape[1],
+        cap * 1.4426950408889634, added.shape[1], rows,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None, WHOLE=blocks.lengths is not None, BIASED=bias is not None,
+        SINKS=sinks is not None, WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=tiles,
+        **launch_options("attend", rows),
         num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

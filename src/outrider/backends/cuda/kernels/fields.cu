@@ -163,16 +163,11 @@ __device__ __forceinline__ void inputs(uint4 (&in)[2], const uint4* from, bool t
   }
 }
 
-// A kernel may start before the one before it has ended: until `depend` it reads nothing but weights.
+// A kernel may start before the one before it has ended (`launching.py` has the rule): until here it reads weights alone.
 __device__ __forceinline__ void begin() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void depend() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
@@ -259,10 +254,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
     const int next = step + SLICES, slice = (step - first) % SLICES;
     return next < stop ? next : slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
   };
-  begin();
   Step now;
   now.load(words, highs, scales, factors, tile, blocks, first, lane);
-  depend();
+  begin();
   int step = first, into = 0;
   fetch(step, into);
   float sum[M][NT][4] = {};
@@ -326,10 +320,9 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
   const int tile[M] = {tile_of(group, 0, tiles), tile_of(group, 1, tiles)};
   const int first = blockIdx.z * split, stop = first + split < steps ? first + split : steps;
   float total[M][NT][4] = {};
-  begin();
   Step now;
   if (first + slice < stop) now.load(words, highs, scales, factors, tile, blocks, first + slice, lane);
-  depend();
+  begin();
   for (int step = first + slice; step < stop; step += SLICES) {
     if (step != first + slice) now.load(words, highs, scales, factors, tile, blocks, step, lane);
     float part[M][NT][4], plain[NT][4];

@@ -21,27 +21,31 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from ... import ops
+from .launching import begin, launch_options
 
 STEP = 64  # inputs of one step of a sum
+AHEAD = 8  # steps whose weights a product that starts early requests before it waits
 ROW_TILES = (16, 32, 64, 128, 256)
 _STAGES = {128: 3, 256: 4}  # of wide tiles, limited by registers and shared memory
 
 
 @dataclass(frozen=True)
 class Parts:
-    """An unsummed result: its value is the sum over the first dimension, in order, plus the bias."""
+    """An unsummed result: its value is the sum over the first dimension, in order, times the scale, plus the bias."""
 
     parts: Tensor  # [S, T, out] float32
     bias: Tensor | None = None  # [out]
+    scale: Tensor | None = None  # [T] float32
 
     def __getitem__(self, rows: Tensor) -> Parts:
-        return Parts(self.parts[:, rows], self.bias)
+        return Parts(self.parts[:, rows], self.bias, None if self.scale is None else self.scale[rows])
 
     def total(self) -> Tensor:
         """[T, out] float32."""
         total = self.parts[0]
         for part in self.parts[1:]:
             total = total + part
+        total = total if self.scale is None else total * self.scale[:, None]
         return total if self.bias is None else total + self.bias.float()
 
 
@@ -56,40 +60,82 @@ class Tiling:
     step: int = STEP
 
 
+@triton.jit
+def _chain(
+    total, other, x_ptr, w_ptr, second, o_in, r_in, i, first, split, ins,
+    STEP: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both sums after the inputs from `first` on. The gate's weights and those of `up` are `second` numbers apart."""
+    for at in range(0, split, STEP):
+        w_ok, x_ok = o_in, r_in
+        if not EVEN:
+            left = (first + at + i) < ins
+            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
+        columns = tl.load(x_ptr + first + at, mask=x_ok, other=0.0)
+        block = tl.load(w_ptr + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(block.to(DTYPE), columns, total, input_precision=PRECISION)
+        if GATED:
+            block = tl.load(w_ptr + second + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+            other = tl.dot(block.to(DTYPE), columns, other, input_precision=PRECISION)
+    return total, other
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring these lines to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _product(
-    x, w, scale, out, rows, outs, ins, split,
+    x, w, scale, row_scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
+    SLICES: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
+    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up.
 
+    SLICES parts of a sum are added in one program.
     Both activations are g * sigmoid(s): s is g (silu), or twice gelu's inner polynomial.
     """
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, STEP)
-    start = tl.program_id(1) * split
-    w_ptr = w + o[:, None] * ins + start + i[None, :]  # [OUTS, STEP]
-    x_ptr = x + r[None, :] * ins + start + i[:, None]  # [STEP, ROWS]
+    start = tl.program_id(1) * SLICES * split
+    w_ptr = w + o[:, None] * ins + i[None, :]  # [OUTS, STEP]
+    x_ptr = x + r[None, :] * ins + i[:, None]  # [STEP, ROWS]
+    second = outs.to(tl.int64) * ins
     o_in, r_in = (o < outs)[:, None], (r < rows)[None, :]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    other = tl.zeros((OUTS, ROWS), tl.float32)
-    for at in range(0, split, STEP):
-        w_ok, x_ok = o_in, r_in
-        if not EVEN:
-            left = (start + at + i) < ins
-            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        columns = tl.load(x_ptr + at, mask=x_ok, other=0.0)
-        block = tl.load(w_ptr + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(block.to(x.dtype.element_ty), columns, total, input_precision=PRECISION)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    zero = tl.zeros((OUTS, ROWS), tl.float32)
+    if AHEAD > 0:
+        first = tl.minimum(start + STEP * tl.arange(0, AHEAD), ins - 1)
+        line = w + tl.minimum(o, outs - 1)[:, None] * ins + first[None, :]
+        _prefetch(line)
         if GATED:
-            block = tl.load(w_ptr + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
-            other = tl.dot(block.to(x.dtype.element_ty), columns, other, input_precision=PRECISION)
+            _prefetch(line + second)
+    begin(PDL)
+    total, other = _chain(
+        zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start, split, ins, STEP, EVEN, GATED, DTYPE, PRECISION
+    )
+    for part in range(1, SLICES):
+        more, further = _chain(
+            zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start + part * split, split, ins,
+            STEP, EVEN, GATED, DTYPE, PRECISION,
+        )  # fmt: skip
+        total += more
+        other += further
     if SCALED:
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
         if GATED:
             other *= tl.load(scale + outs + o, mask=o < outs, other=0.0)[:, None]
+    if ROW_SCALED:
+        factor = tl.load(row_scale + r, mask=r < rows, other=0.0)[None, :]
+        total *= factor
+        if GATED:
+            other *= factor
     if GATED:
         steepness = total
         if GELU:
@@ -100,23 +146,31 @@ def _product(
 
 
 def product(
-    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU
-) -> Tensor:
+    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU,
+    row_scale: Tensor | None = None, summed: bool = False, early: bool = False,
+) -> Tensor:  # fmt: skip
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
+    summed: the parts are added up, in order: [1, T, out]; gated ones always are.
+    scale [out] and row_scale [T] float32: factors of the sums. early: it follows a small kernel (`launching`).
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
-    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
+    slices = tiling.splits if gated or summed else 1
+    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits // slices, rows, outs), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
-    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
+    if slices > 1:  # there are two sums at a time
+        tile = min(tile, 64 if gated else 128)
+    options = launch_options("product" if early else "", rows)
+    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits // slices, triton.cdiv(rows, tile))
     _product[grid](
-        x, w, x if scale is None else scale, out, rows, outs, ins, split,
+        x, w, x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
-        PRECISION="ieee",
+        ROW_SCALED=row_scale is not None, SLICES=slices, PRECISION="ieee", enable_fp_fusion=False,
+        AHEAD=AHEAD if "launch_pdl" in options else 0, **options,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out
@@ -180,6 +234,7 @@ class Product:
     """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are int8 times one scale."""
 
     exact = True  # rows do not depend on each other
+    early = False  # whether it follows a small kernel (`launching`), as gate and up always do
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -192,7 +247,7 @@ class Product:
         self.tiling = tiling(self.out_features, self.in_features, processors(weight.device))
 
     def __call__(self, x: Tensor) -> Parts:
-        return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
+        return Parts(product(x, self.weight, self.tiling, self.scale, early=self.early), self.bias)
 
     def first(self, x: Tensor, outputs: int) -> Tensor:
         """The first outputs only [T, outputs], summed."""
@@ -201,7 +256,7 @@ class Product:
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
         if self.bias is None and activation in (SILU, GELU):
-            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
+            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation, early=True)
         return activate(self(x), activation, True, x.dtype)
 
 
