@@ -287,10 +287,11 @@ def head_for(target: Any) -> Path | None:
 def configured_head(space: Workspace) -> Any:
     """The option `head`, else the head that belongs to the target, else the target's own layer (`mtp`) if it is whole;
     None if there is none, or with `head=none`."""
-    option, own = space.option("head", default=None), space.target.mtp
-    if option is None:
-        return head_for(space.target) or (MTP if own is not None and not own.problem() else None)
-    return None if option == "none" else option
+    option = space.option("head", default=None)
+    if option is not None:
+        return None if option == "none" else option
+    own = space.target.mtp
+    return head_for(space.target) or (MTP if own is not None and not own.problem() else None)
 
 
 @dataclass(frozen=True)
