@@ -123,7 +123,7 @@ def _attend(
     first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
     line, base = tl.load(info + 2, cache_modifier=".cg"), tl.load(info + 3, cache_modifier=".cg")
     min_keys = tl.load(info + 4, cache_modifier=".cg")
-    max_keys = min_keys + rows - 1
+    max_keys = tl.where(rows > 0, min_keys + rows - 1, 0)  # padding may describe anything
     spans = tl.cdiv(max_keys, SPAN)
     slots_of_line = table + line.to(tl.int64) * length
     tail_of_block = tail + block.to(tl.int64) * depth
