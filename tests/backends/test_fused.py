@@ -6,6 +6,7 @@ every order gives the same bits, and those are compared there too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
 from outrider.engine.cache import Cache
-from outrider.models.config import GELU, SILU, ModelConfig
+from outrider.models.config import GELU, RELU, SILU, ModelConfig
 
 from support.kernels import DEVICE, GPU, HALF
 
@@ -163,6 +164,25 @@ class Scene:
         at = torch.arange(start, start + count, device=DEVICE)
         want = torch.arange(count, device=DEVICE)
         return Rows(self.tokens[at].clone(), at, at.clone(), at, at, table, None, want, blocks=blocks)
+
+
+def test_which_models_suit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+
+    def suits(dtype: torch.dtype = HALF, **changes: Any) -> bool:
+        config = replace(CONFIG, **changes)
+        return layers.suits(Transformer(config, RandomWeights(config, 1), dtype, DEVICE))
+
+    assert suits()
+    assert suits(activation=GELU)
+    assert not suits(torch.float32)
+    for changes in (
+        {"hidden_size": 24}, {"head_dim": 24}, {"intermediate_size": 48}, {"rotary_dim": 8}, {"residual_scale": 0.5},
+        {"no_rope_layers": frozenset({1})}, {"activation": RELU}, {"gated": False},
+    ):  # fmt: skip
+        assert not suits(**changes), changes
+    assert layers.pays(replace(CONFIG, hidden_size=1536, intermediate_size=8960))
+    assert not layers.pays(replace(CONFIG, hidden_size=4608, intermediate_size=13824))
 
 
 def test_passes_of_fused_layers_are_those_of_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:

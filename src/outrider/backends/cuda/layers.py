@@ -56,7 +56,7 @@ def suits(model: Any) -> bool:
     whole = c.encoder is None and c.gated and c.activation in (SILU, GELU) and c.residual_scale == 1.0
     rotates = not c.no_rope_layers and c.rotary_dim == c.head_dim and c.head_dim % 16 == 0
     embeds = not c.positions and not c.embedding_norm
-    if not (plain and whole and rotates and embeds and model.compute in (torch.bfloat16, torch.float16)):
+    if not (plain and whole and rotates and embeds and model.compute is fused.DTYPE):
         return False
     return c.hidden_size % 32 == 0 and all(_suits(layer) for layer in layers)
 

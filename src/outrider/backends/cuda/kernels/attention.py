@@ -144,9 +144,9 @@ def _attend(
     first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
     line, base = tl.load(info + 2, cache_modifier=".cg"), tl.load(info + 3, cache_modifier=".cg")
     min_keys = tl.load(info + 4, cache_modifier=".cg")
-    max_keys = min_keys + rows - 1
+    max_keys = tl.where(rows > 0, min_keys + rows - 1, 0)  # padding may describe anything
     if WHOLE:  # a line may have no keys: its rows are zeros
-        max_keys = tl.load(lengths + line, mask=rows > 0, other=0)
+        max_keys = tl.load(lengths + line, mask=rows > 0, other=0, cache_modifier=".cg")
         base = max_keys
     spans = tl.cdiv(max_keys, SPAN)
     programs = tl.maximum(spans, 1) if WHOLE else spans

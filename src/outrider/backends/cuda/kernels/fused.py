@@ -31,6 +31,7 @@ from .launching import EMULATED, begin, launch_options
 from .matmul import STEP
 
 MOST_ROWS = 16
+DTYPE = torch.float16 if EMULATED else torch.bfloat16  # of weights and rows; triton's interpreter lacks bfloat16
 GROUP = 16  # outputs of one matrix instruction, and of one sum of squares
 DEPTH = 12  # matrix instructions whose weights a thread requests at once
 GATE_WARPS, GATE_DEPTH = 4, 8  # of gate and up, where each warp has sums of its own
@@ -419,11 +420,11 @@ def _sliced(warps: int, ins: int) -> Slices:
     return Slices(warps, warps, length, depth_of(length, DEPTH))
 
 
-def _constants(kernel: str, slices: Slices, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(kernel: str, slices: Slices, rows: int) -> dict[str, Any]:
     """Constants of a launch and its options."""
     constants = {
         "LENGTH": slices.length, "DEPTH": slices.depth, "WARPS": slices.warps, "TILES": tiles(rows),
-        "DTYPE": tl.bfloat16 if dtype is torch.bfloat16 else tl.float16, "EMULATED": EMULATED,
+        "DTYPE": tl.float16 if EMULATED else tl.bfloat16, "EMULATED": EMULATED,
         "num_warps": slices.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return constants | launch_options(kernel)
@@ -446,7 +447,7 @@ def rotated(
         _words(x), squares, _words(w), x if bias is None else bias, cos, sin, positions, slots, q, k_plane, v_plane,
         rows, ins, slices.split, eps,
         BIASED=bias is not None, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUPS=squares.shape[1],
-        EVEN=slices.even(ins), **_constants("rotated", slices, rows, x.dtype),
+        EVEN=slices.even(ins), **_constants("rotated", slices, rows),
     )  # fmt: skip
     return q
 
@@ -463,7 +464,7 @@ def added(
     launch(
         _words(x), _words(w), x if bias is None else bias, stream, stream if gain is None else gain, out, squares,
         rows, outs, ins, slices.split, BIASED=bias is not None, GAINED=gain is not None,
-        EVEN=slices.even(ins), **_constants("added", slices, rows, x.dtype),
+        EVEN=slices.even(ins), **_constants("added", slices, rows),
     )  # fmt: skip
     return out, squares
 
@@ -479,6 +480,6 @@ def activated(
     launch(
         _words(x), squares, _words(w), out, rows, outs, ins, slices.split, eps,
         GELU=activation == GELU, GROUPS=squares.shape[1], SLICED=sliced, EVEN=slices.even(ins),
-        **_constants("activated", slices, rows, x.dtype),
+        **_constants("activated", slices, rows),
     )  # fmt: skip
     return out
