@@ -373,7 +373,7 @@ def test_acceptance_is_reported_by_drafter_and_kind(llm: LLM) -> None:
     assert any(kind == "greetings" for _, kind in before)
     rates = [line for line in text.splitlines() if line.startswith("outrider:spec_decode_acceptance_rate{")]
     assert any('kind="greetings"' in line and 0 <= float(line.rsplit(" ", 1)[1]) <= 1 for line in rates)
-    assert 'outrider:spec_decode_acceptance_stale{drafter=' in text
+    assert "outrider:spec_decode_acceptance_stale{drafter=" in text
     assert refused.status_code == 400
 
 
