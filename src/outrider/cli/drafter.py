@@ -22,7 +22,7 @@ def drafter_show(
 ) -> None:
     """Print what a drafter learnt from how much text, and whether its acceptance has dropped since."""
     from ..drafters import _drift as drift
-    from ..drafters.online import store
+    from ..drafters._learning import store
 
     path = folder or store.kept_folder(model_name(model), {})
     if folder is None and not (path / store.FACTS).exists():
@@ -72,7 +72,7 @@ def drafter_encode(
 
 def drafter_save(folder: Annotated[Path, Argument(help="The folder to write.")], model: Model = None) -> None:
     """Copy the kept weights of a model's drafter to a folder, for --learn-from here or on another machine."""
-    from ..drafters.online import store
+    from ..drafters._learning import store
 
     store.copy(store.kept_folder(model_name(model), {}), folder)
     note(f"Saved to {folder}; `outrider generate --learn-from {folder} …` uses it.")
@@ -86,7 +86,7 @@ def drafter_forget(
     if everything:
         folders = [cache_folder() / "learnt", cache_folder() / "drift"]
     else:
-        from ..drafters.online import store
+        from ..drafters._learning import store
 
         folders = [store.kept_folder(model_name(model), {})]
     kept = [folder for folder in folders if folder.exists()]

@@ -147,7 +147,7 @@ class EngineOptions(TargetOptions):
                 return given  # it does not learn anyway
             drafter = given["drafter"]
             raise ConfigError(f"The drafter '{drafter}' cannot learn: leave --drafter out, or choose online or head.")
-        from ..drafters.online import store  # loads torch
+        from ..drafters._learning import store  # loads torch
 
         source = self.learn_from
         if source is None and self.learns and self.learn_to is None:
@@ -159,7 +159,7 @@ class EngineOptions(TargetOptions):
         """Write the drafter's weights, if it learns, and its record of acceptance."""
         llm.drift.save()
         if self.learns and llm.learning is not None:
-            from ..drafters.online import store
+            from ..drafters._learning import store
 
             try:
                 llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.drafters.online import store
+from outrider.drafters._learning import store
 
 from support import tiny
 
