@@ -36,7 +36,7 @@ from .network import Head
 from .rollout import HeadRollout
 
 KINDS = 8  # kinds of text with weights of their own; others share those of requests that name none
-_PHASES = ("draft", "verify", "judge")  # of a step's time; learning is part of the second
+_LONGEST = 0.25  # seconds from one step to the next that count as serving; more is idleness
 _NEVER = 1 << 62  # updates
 _GATHERED = 32  # rows that are read from a GPU's slots together
 PLAN = LearningPlan(rate=7e-4, rank=64, kept=8, top=8, schedule=Schedule(warm=_NEVER))
@@ -149,6 +149,7 @@ class HeadLearning:
         self.learners: dict[str, Learner] = {}
         self.active: Weights | None = None  # what drafts; None: the bare head
         self.proposals: dict[int, Proposal] = {}
+        self.observed = time.perf_counter()  # the latest step
         self.gathered: dict[int, int] = {}  # sequence -> rows of it that were read from a GPU's slots
         initial = self.output.initial(self.plan.rank)
         folder = space.option("learn_from", default=None)
@@ -222,7 +223,8 @@ class HeadLearning:
                 taught.append((learner, nodes))
         for learner, nodes in taught:
             learner.add(nodes)
-        seconds, own = sum(step.clock.get(phase, 0.0) for phase in _PHASES), time.thread_time() - begin
+        now, own = time.perf_counter(), time.thread_time() - begin
+        seconds, self.observed = min(now - self.observed, _LONGEST), now
         for turn in step.turns:  # each kind may spend its share of the time that its own sequences took
             self.learner_of(turn.seq).account(seconds / len(step.turns), own / len(step.turns))
         if self.output.table is not None:
