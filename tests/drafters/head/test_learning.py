@@ -188,7 +188,7 @@ def test_while_nothing_is_gained_less_time_is_spent() -> None:
 
 def test_a_request_may_opt_out() -> None:
     engine = engine_of()
-    alpha(engine, stream(6), learn=False)
+    alpha(engine, stream(6), learn=False, kind="secret")
     learning = learning_of(engine)
     (learner,) = learning.learners.values()
     assert (learner.report.records, learner.report.updates, len(learner.inbox)) == (0, 0, 0)
@@ -234,7 +234,7 @@ def test_what_was_learnt_is_saved_loaded_and_forgotten_by_kind(tmp_path: Path) -
         assert again.learners[kind].differs == bool(kind)
     store.forget_kind(tmp_path / "learnt", "law")
     assert set(learning_of(engine_of(learn_from=str(tmp_path / "learnt"))).learners) == {"", "code"}
-    with pytest.raises(OutriderError, match="Nothing has been learnt of the kind 'law'; .* code"):
+    with pytest.raises(OutriderError, match=r"Nothing has been learnt of the kind 'law'; .* code"):
         store.forget_kind(tmp_path / "learnt", "law")
     with pytest.raises(ModelError, match="belong to another drafter"):
         engine_of(head=head(size=44), learn_from=str(tmp_path / "learnt"))

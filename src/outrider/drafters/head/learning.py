@@ -166,9 +166,9 @@ class HeadLearning:
         return made
 
     def learner_of(self, seq: Sequence) -> Learner:
-        """That of the sequence's kind of text."""
+        """That of the sequence's kind of text, which a request that must leave no trace does not create."""
         kind = seq.params.kind
-        if kind not in self.learners and len(self.learners) > KINDS:
+        if kind not in self.learners and (len(self.learners) > KINDS or not _learns(seq)):
             kind = ""
         if kind not in self.learners:
             costs = next(iter(self.learners.values())).costs
