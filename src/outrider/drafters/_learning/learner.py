@@ -31,7 +31,7 @@ _TOO_SLOW = 64  # slices of the smallest size in a row that exceed the cap, unti
 _SMALLEST = 4  # records of the smallest slice
 _FORGET = 0.98  # decay per slice of the remembered time of a larger one
 _MARGIN = 3.0  # times the mean time of a slice: an occasional one takes this long
-_BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be reset
+_WORSE = 2.0  # standard deviations by which trained weights must be worse to be reset
 _ROWS, _FEWEST_ROWS = 512, 32  # table rows of the largest and the smallest slice of a comparison
 _WARM = 64  # upper bound on the calls that one update needs
 _SMOOTH = 0.99  # weight of the past in the baseline
@@ -55,6 +55,9 @@ class LearningPlan:
     top: int = 16  # of those, candidates of an update
     judge_every: int = 8  # updates between two comparisons with the live weights
     holdout: int = 64  # records of such a comparison, the latest: nothing was learnt from them before
+    proof: float = 1.0  # standard deviations by which trained weights must be better to draft
+    memory: float = 0.0  # weight of earlier comparisons in that
+    patience: float = 2.0  # standard deviations by which the initial weights must be better to draft again
     decay: float = 0.01
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -110,6 +113,24 @@ class SideStream:
             self.done.record(self.stream)
 
 
+@dataclass
+class Evidence:
+    """How many records only the one, or only the other of two weights predicts, recent comparisons first."""
+
+    better: float = 0.0
+    worse: float = 0.0
+
+    def add(self, one: Tensor, other: Tensor, memory: float) -> None:
+        """Which records [n] each of them predicts."""
+        self.better = memory * self.better + int((one & ~other).sum())
+        self.worse = memory * self.worse + int((other & ~one).sum())
+
+    @property
+    def deviations(self) -> float:
+        """By how many standard deviations the one is better; a sign test."""
+        return (self.better - self.worse) / math.sqrt(max(self.better + self.worse, 1.0))
+
+
 class Learner:
     """Trains a copy of the live weights."""
 
@@ -125,7 +146,7 @@ class Learner:
         self.live, self.initial = copied(weights), copied(frozen.initial(weights["up"].shape[1]))
         self.unchanged = all(torch.equal(w, self.initial[name]) for name, w in weights.items())  # what drafts next
         self.differs = not self.unchanged  # whether the live weights differ from the initial ones
-        self.won = self.lost = 0.0  # recent records that only the drafting, or only the initial weights predict
+        self.gain, self.lead = Evidence(), Evidence()  # of trained over drafting, of drafting over initial weights
         self.share = plan.share  # less while nothing new is learnt
         self.ring = Ring(plan.capacity, frozen.norm.shape[0], frozen.norm, min(plan.kept, frozen.vocabulary))
         self.side = SideStream(frozen.norm.device)
@@ -291,28 +312,29 @@ class Learner:
 
     def _compare(self, trained: Tensor, drafting: Tensor, initial: Tensor | None = None) -> None:
         """Sign tests on the same records, so that a change of text does not count as a change of weights."""
-        better, worse = _disagreement(trained, drafting)
-        deviation, adopts = math.sqrt(better + worse), False
+        plan, adopts = self.plan, False
+        self.gain.add(trained, drafting, plan.memory)
         if initial is not None:
-            won, lost = _disagreement(drafting, initial)
-            self.won, self.lost = _RECENT * self.won + won, _RECENT * self.lost + lost
-        if self.lost - self.won > _WORSE * math.sqrt(self.lost + self.won):
+            self.lead.add(drafting, initial, _RECENT)
+        if self.lead.deviations < -plan.patience:
             self._switch_off()
-        elif worse - better > _WORSE * deviation:
+        elif self.gain.deviations < -_WORSE:
             self._roll_back("acceptance fell")
-        elif better - worse > _BETTER * deviation:
+        elif self.gain.deviations > plan.proof:
             self._ready, self.unchanged, adopts = copied(self.trained), False, True
             self.report.adopted += 1
+            self.gain, self.lead = Evidence(), Evidence()
         self.share = self.plan.share if adopts else max(_TIRE * self.share, self.plan.share / _TIRED)
 
     def _switch_off(self) -> None:
         """On recent text what was learnt is accepted less often than what there was before: draft with that."""
-        self._ready, self.unchanged, self.won, self.lost = copied(self.initial), True, 0.0, 0.0
+        self._ready, self.unchanged, self.lead = copied(self.initial), True, Evidence()
         self._roll_back("what was learnt does not suit the recent text")
 
     def _roll_back(self, why: str) -> None:
         self.report.rollbacks += 1
         self.report.why = why
+        self.gain = Evidence()
         self._restart(self._drafting)
 
     def _fail(self, why: str) -> None:
@@ -364,11 +386,6 @@ class Learner:
         """Shrink slices of a comparison that exceed the cap."""
         while self.judge_rows > _FEWEST_ROWS and _MARGIN * self.costs.get("judge", 0.0) > self.plan.cap:
             self.judge_rows, self.costs["judge"] = self.judge_rows // 2, self.costs["judge"] / 2
-
-
-def _disagreement(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """How many records [n] only the first, and only the second predicts."""
-    return int((a & ~b).sum()), int((b & ~a).sum())
 
 
 def warm(learner: Learner) -> None:

@@ -39,7 +39,10 @@ KINDS = 8  # kinds of text with weights of their own; others share those of requ
 _LONGEST = 0.25  # seconds from one step to the next that count as serving; more is idleness
 _NEVER = 1 << 62  # updates
 _GATHERED = 32  # rows that are read from a GPU's slots together
-PLAN = LearningPlan(rate=7e-4, rank=64, kept=8, top=8, schedule=Schedule(warm=_NEVER))
+# A trained head has more to lose than an untrained one: weights must prove more, and are given up sooner.
+PLAN = LearningPlan(
+    rate=7e-4, rank=64, kept=8, top=8, holdout=96, proof=1.5, memory=0.7, patience=1.0, schedule=Schedule(warm=_NEVER)
+)
 
 
 class HeadOutput:
