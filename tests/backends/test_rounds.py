@@ -147,6 +147,26 @@ def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str)
 # ------------------------------------------------------------ what went wrong in other overlapped loops
 
 
+@pytest.mark.slow
+def test_a_head_learns_from_rounds(plain: dict[str, list[list[int]]]) -> None:
+    """Its rows' outputs stay in their slots, what it learns goes into rows that recorded passes read: no other text."""
+    eager = {"learn": True, "learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}
+    made = engine("head", 3, head=head_of(model()), tree=False, **eager)
+    drafter: Any = made.drafter
+    learner, heard = drafter.learning.learners[""], list[Any]()
+    add = learner.add
+    learner.add = lambda nodes: (heard.append(nodes), add(nodes))[1]
+    assert run(made) == plain["greedy"]
+    labels = [label for nodes in heard for label in nodes.labels]
+    assert labels
+    assert set(labels) <= {token for text in plain["greedy"] for token in text}
+    assert all(nodes.states.isfinite().all() and nodes.states.abs().sum() > 0 for nodes in heard)
+    learner.live = {name: w + 0.3 * torch.randn_like(w) for name, w in learner.live.items()}
+    learner.differs = True
+    assert run(made) == plain["greedy"]
+    assert drafter.learning.active is learner.live
+
+
 class ScriptedDrafter(Drafter):
     """Proposes what it was told: texts by sequence id, wrong where `spoil` says so. Its drafts are taken late."""
 

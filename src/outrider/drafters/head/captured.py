@@ -90,6 +90,7 @@ class HeadGraphs:
         self.slots: list[list[int]] = self.lanes.tolist()  # the same on the host
         self.every = torch.arange(self.state.lanes * LANE, device=device)  # row numbers
         self.ids: Tensor = self.head.device_ids  # [D]
+        self.outputs: Tensor | None = None  # [S, H] every row's output, in its slot
         self.captured: dict[HeadShape, HeadPass] = {}
         self.misses: dict[HeadShape, int] = {}
 
@@ -193,7 +194,14 @@ class HeadGraphs:
         blocks = Blocks(info, tail, self.state.table, self.state.scratch(self.head))
         rows = Rows(tokens, positions, slots, slots, slots, self.state.table, None, want, blocks=blocks)
         scores, outputs = self.head.scores(rows, self.graphs.plane, features, masked)
+        if self.outputs is not None:
+            self.outputs.index_copy_(0, slots, outputs.to(self.outputs.dtype))
         return scores, outputs
+
+    def keep_outputs(self) -> None:
+        """From now on passes leave every row's output in its slot; call it before any is captured."""
+        slots, width = self.graphs.plane.k[0].shape[0], self.head.config.hidden_size
+        self.outputs = torch.zeros(slots, width, dtype=self.head.compute, device=self.state.device)
 
     def _replay(
         self, shape: HeadShape, kind: type[Kind], packed: HeadBatch, seqs: list[Sequence], lengths: list[int],

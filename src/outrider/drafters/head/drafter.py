@@ -39,9 +39,11 @@ from ...models.speculators import (
 )
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Forecast, Memory, Prices, Traits, Workspace, register
+from .._learning.options import OPTIONS
 from .._trained import insist_on_target, precision
 from .dflash import DFlashHead, DFlashRollout
 from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
+from .learning import HeadLearning
 from .mtp import MtpHead, mtp_readings
 from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
@@ -101,11 +103,12 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 @register("head")
 class TrainedHead(Drafter):
     """Options: head (a folder, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends),
-    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU).
-    """
+    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU),
+    learn (the head itself learns from what the target emits), learn_from, learn_every, learn_cap_ms, learn_share,
+    learn_rate."""
 
     traits = Traits(
-        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
+        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary", *OPTIONS),
         auto=lambda workspace: configured_head(workspace) is not None,
         trial=lambda target: _trial(target),
     )
@@ -162,8 +165,21 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
-        on_cpu = head.device.type == "cpu"  # a GPU's rounds have not been timed with it
-        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=on_cpu) else None
+        self.learning = self._learning(head)
+        follows = head.device.type == "cpu" or self.learning is not None  # alone it has not been timed on a GPU
+        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=follows) else None
+
+    def _learning(self, head: Head | PerPositionHead) -> HeadLearning | None:
+        """What learns, with the option `learn`, or with weights to start from."""
+        space, rollout = self.space, self.rollout
+        if not space.option("learn", default=False) and space.option("learn_from", default=None) is None:
+            return None
+        learns = isinstance(head, Head) and head.config.kind in HEADS
+        if not isinstance(head, Head) or not learns or not isinstance(rollout, HeadRollout):
+            raise ConfigError(f"{self.about.format} cannot learn while it serves: leave learn out.")
+        learning = HeadLearning(head, rollout, space)
+        self.traits = replace(self.traits, learning=learning)
+        return learning
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
@@ -179,6 +195,8 @@ class TrainedHead(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
+        if self.learning is not None:
+            self.learning.choose(request.seqs)
         if request.in_round:
             return request.asked(self.unread, self.name)
         seqs, budgets = request.seqs, request.budgets
@@ -188,6 +206,8 @@ class TrainedHead(Drafter):
             draft = self._roll(part)
             for tree in draft.trees:
                 self.pace.drafted(tree)
+            if self.learning is not None:
+                self.learning.proposed(part.seqs, [tree.tokens if tree.is_chain else [] for tree in draft.trees])
             return draft
 
         return request.answer(ready, roll)
@@ -225,6 +245,14 @@ class TrainedHead(Drafter):
         self.features.retain(self.space.cache.rows.keys())
         if self.vocabulary is not None:
             self.vocabulary.observe(step)
+        if self.learning is not None:
+            self.learning.observe(step)
+            if self.learning.due != self.traits.overlaps:
+                self.traits = replace(self.traits, overlaps=self.learning.due and not self.rollout.graphs)
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        if self.learning is not None:
+            self.learning.work()
 
     def begin(self, seq: Sequence) -> None:
         if self.vocabulary is not None:
@@ -233,9 +261,13 @@ class TrainedHead(Drafter):
     def inherit(self, old: Drafter) -> None:
         if isinstance(old, TrainedHead) and old.vocabulary is not None and self.vocabulary is not None:
             self.vocabulary.see(old.vocabulary.learnt)
+        if isinstance(old, TrainedHead) and old.learning is not None and self.learning is not None:
+            self.learning.inherit(old.learning)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
+        if self.learning is not None:
+            self.learning.end(seq)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has read all but the last token, and the feature of the last but one is there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,16 @@ class HeadRollout(DraftVocabularyRollout):
         self.head, self.graphs = head, graphs
         self.committed = CommittedRows(head, cache, plane, features)
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the feature of its children
+        self.node_scores: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [D], where they are kept
+        self._keeps: Callable[[Sequence], bool] | None = None
         self.passes_run = 0  # eager passes of the current draft
         self.in_order = False  # a block's scores depend on the tokens chosen before
+
+    def keep_states(self, of: Callable[[Sequence], bool]) -> None:
+        """Keep what tokens are chosen from, for these sequences: scores, or on a GPU every row's output in its slot."""
+        self._keeps = of
+        if self.graphs is not None:
+            self.graphs.keep_outputs()
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
         block = self.head.config.parallel
@@ -127,6 +136,9 @@ class HeadRollout(DraftVocabularyRollout):
         """Bring the plane up to date with every sequence; scores of the next token. [B, D]"""
         scores, outputs = self._forward_committed(seqs, [0] * len(seqs))
         self.outputs = {seq.id: {-1: output} for seq, output in zip(seqs, outputs, strict=True)}
+        if self._keeps is not None:
+            rows = zip(seqs, scores, strict=True)
+            self.node_scores = {seq.id: {-1: row} for seq, row in rows if self._keeps(seq)}
         return scores
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
@@ -139,9 +151,12 @@ class HeadRollout(DraftVocabularyRollout):
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
         self.passes_run += 1
         scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
-        rows = iter(outputs)
+        rows, scored = iter(outputs), iter(scores)
         for growth, nodes in batch:
             self.outputs[growth.seq.id] |= {node: next(rows) for node in nodes}
+            named = {node: next(scored) for node in nodes}
+            if growth.seq.id in self.node_scores:
+                self.node_scores[growth.seq.id] |= named
         return scores.cpu()
 
     def _forward_committed(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
