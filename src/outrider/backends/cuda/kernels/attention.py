@@ -68,29 +68,42 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 def _span(
     q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window, cap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One span's sum for every query [M, d], with its highest score [M] and its weight [M]."""
+    """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
+
+    WHOLE: every query sees every key of the span, and all of them are in the table.
+    """
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
-    exists = p < max_keys
-    slot = tl.load(slots + p, mask=exists & (p < base), other=0)
-    slot += tl.load(tail + p - base, mask=exists & (p >= base), other=0)
+    if WHOLE:
+        slot = tl.load(slots + p)
+    else:
+        slot = tl.load(slots + p, mask=(p < max_keys) & (p < base), other=0)
+        slot += tl.load(tail + p - base, mask=(p < max_keys) & (p >= base), other=0)
     offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
-    ok = exists[:, None] & (d < DIM)[None, :]
-    k = tl.load(k_plane + offset, mask=ok, other=0.0)
-    v = tl.load(v_plane + offset, mask=ok, other=0.0)
+    if WHOLE and DIM == DIM_PAD:
+        k = tl.load(k_plane + offset)
+        v = tl.load(v_plane + offset)
+    else:
+        ok = (p < max_keys)[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_plane + offset, mask=ok, other=0.0)
+        v = tl.load(v_plane + offset, mask=ok, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
-    sees = p[None, :] < keys[:, None]
-    if window > 0:
-        sees = sees & (p[None, :] >= keys[:, None] - window)
-    scores = tl.where(sees, scores, float("-inf"))
+    if not WHOLE:
+        sees = p[None, :] < keys[:, None]
+        if window > 0:
+            sees = sees & (p[None, :] >= keys[:, None] - window)
+        scores = tl.where(sees, scores, float("-inf"))
     high = tl.max(scores, 1)
     anchor = tl.where(high == float("-inf"), 0.0, high)
-    weights = tl.exp2(scores - anchor[:, None])  # 0 for keys that are not seen
-    return high, tl.sum(weights, 1), tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    weights = tl.exp2(scores - anchor[:, None]).to(v.dtype)  # 0 for keys that are not seen
+    # The weights' sum is a product too: a reduction's order would depend on the size of the block.
+    ones = tl.full((SPAN, 16), 1.0, v.dtype)
+    weight = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)  # sixteen times the same
+    return high, weight, tl.dot(weights, v, input_precision=PRECISION)
 
 
 @triton.jit
@@ -129,7 +142,7 @@ def _attend(
     for span in range(split, spans, SPLITS):
         new_high, new_weight, new_total = _span(
             query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED,
+            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
         )  # fmt: skip
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
@@ -151,6 +164,69 @@ def _attend(
             new_total = tl.load(sums + at[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _attend_prompt(
+    q, k_plane, v_plane, out, table, info, tail, sinks, scale, length, depth, window, cap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    QUERIES: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of many rows, one program for each block and key head. Every sum stays in registers."""
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest contexts first
+    first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
+    line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
+    min_keys = tl.load(info + block * 8 + 4)
+    max_keys = min_keys + rows - 1
+    if rows == 0:
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
+    valid = m // GROUP < rows
+    keys = tl.where(valid, min_keys + m // GROUP, 0)
+    index = (first + m // GROUP).to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
+    ok = valid[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
+    slots_of_line = table + line.to(tl.int64) * length
+    tail_of_block = tail + block.to(tl.int64) * depth
+    high = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    if SINKS:  # as if it were a span before the first
+        high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
+        weight += 1.0
+    total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
+    begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
+    whole = begin if window > 0 else tl.minimum(min_keys, base) // SPAN  # spans that every row sees
+    for span in range(begin, whole):
+        new_high, new_weight, new_total = _span(
+            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
+            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, True,
+        )  # fmt: skip
+        high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
+    for span in range(whole, tl.cdiv(max_keys, SPAN)):
+        new_high, new_weight, new_total = _span(
+            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
+            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
+        )  # fmt: skip
+        high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
+    tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+
+
+def attend_prompt(
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
+    sinks: Tensor | None = None, queries: int = 128, warps: int = 8, stages: int = 3,
+) -> Tensor:  # fmt: skip
+    rows, heads, dim = q.shape
+    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
+    launch: Any = _attend_prompt[(blocks.info.shape[0], k_plane.shape[1])]
+    launch(
+        q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, q if sinks is None else sinks,
+        scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], window, cap * 1.4426950408889634,
+        HEADS=heads, KV_HEADS=k_plane.shape[1], DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        QUERIES=queries, SPAN=SPAN, PRECISION="ieee", CAPPED=cap > 0, SINKS=sinks is not None,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
 
 
 def attend(

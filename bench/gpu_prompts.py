@@ -1,0 +1,229 @@
+"""Prompts on a GPU: products of many rows beside cuBLAS, attention beside torch's, time to the first token, exactness.
+
+python bench/gpu_prompts.py --sections products,attention,prompt,exact
+python bench/gpu_prompts.py --sections sweep          # candidates for tiles, when a card or triton is new
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.backends.cuda.kernels import attention, matmul, wide
+from outrider.backends.cuda.kernels.attention import Blocks, Scratch
+from outrider.backends.cuda.kernels.wide import MEMORY, OUTSIDE, REGISTERS, Tiles
+
+SHAPES = {  # name -> outputs, inputs, gated
+    "7b qkv": (3840, 4608, False), "7b out": (4608, 2304, False), "7b gate_up": (27648, 4608, True),
+    "7b down": (4608, 13824, False),
+    "qwen qkv": (2048, 1536, False), "qwen out": (1536, 1536, False), "qwen gate_up": (17920, 1536, True),
+    "qwen down": (1536, 8960, False),
+}  # fmt: skip
+ROWS = (64, 256, 2048, 8192)
+HEADS = {"7b": (36, 12, 64), "qwen": (12, 2, 128)}  # query heads, key heads, dimension
+CANDIDATES = [
+    Tiles(128, 256, OUTSIDE, 3), Tiles(128, 256, OUTSIDE, 4), Tiles(128, 256, MEMORY, 3), Tiles(128, 256, MEMORY, 4),
+    Tiles(256, 128, MEMORY, 3), Tiles(128, 128, REGISTERS, 3), Tiles(128, 128, REGISTERS, 4),
+    Tiles(128, 128, REGISTERS, 3, left=True), Tiles(128, 128, OUTSIDE, 3), Tiles(128, 128, OUTSIDE, 4),
+    Tiles(64, 128, OUTSIDE, 4, 4), Tiles(64, 256, OUTSIDE, 4, 8), Tiles(64, 128, REGISTERS, 4, 4),
+    Tiles(128, 64, OUTSIDE, 4, 4), Tiles(64, 64, OUTSIDE, 5, 4), Tiles(128, 256, MEMORY, 3, group=16),
+]  # fmt: skip
+GATED = [
+    Tiles(128, 128, OUTSIDE, 3), Tiles(128, 128, OUTSIDE, 4), Tiles(128, 128, OUTSIDE, 3, left=True),
+    Tiles(128, 128, OUTSIDE, 3, group=16), Tiles(128, 64, OUTSIDE, 4), Tiles(256, 64, OUTSIDE, 3),
+    Tiles(64, 128, OUTSIDE, 4, 4), Tiles(64, 128, OUTSIDE, 4, 8), Tiles(64, 64, OUTSIDE, 4, 4),
+]  # fmt: skip
+ATTENTION = [(128, 8, 3), (128, 8, 2), (64, 4, 3), (64, 4, 2), (128, 8, 1), (64, 4, 1), (32, 2, 1), (32, 2, 3)]
+
+
+def seconds(run: Callable[[], Any], budget: float = 0.02) -> float:
+    """Seconds of a call on the device: the median of as many as fit into the budget, at least three."""
+    run()
+    torch.cuda.synchronize()
+    taken: list[float] = []
+    until = time.perf_counter() + budget
+    while len(taken) < 3 or (time.perf_counter() < until and len(taken) < 50):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return sorted(taken)[len(taken) // 2]
+
+
+def operands(name: str, rows: int) -> tuple[Tensor, Tensor]:
+    outs, ins, _ = SHAPES[name]
+    torch.manual_seed(rows)
+    x, w = torch.randn(rows, ins, device="cuda"), torch.randn(outs, ins, device="cuda") / ins**0.5
+    return x.to(torch.bfloat16), w.to(torch.bfloat16)
+
+
+def run_tiles(x: Tensor, w: Tensor, gated: bool, tiles: Tiles) -> Tensor:
+    splits = 1 if gated else tiling(w, gated).splits
+    return wide.wide_product(x, w, splits, split_of(w, splits), tiles, gated=gated)
+
+
+def tiling(w: Tensor, gated: bool) -> matmul.Tiling:
+    return matmul.tiling(w.shape[0], w.shape[1], matmul.processors(w.device))
+
+
+def split_of(w: Tensor, splits: int) -> int:
+    return -(-(-(-w.shape[1] // 64)) // splits) * 64
+
+
+def summed(parts: Tensor) -> Tensor:
+    return matmul.Parts(parts).total()
+
+
+def sweep_products(report: dict[str, Any]) -> None:
+    for name, (_, _, gated) in SHAPES.items():
+        for rows in ROWS:
+            x, w = operands(name, rows)
+            own = tiling(w, gated)
+            if gated:
+                own = matmul.Tiling(own.outputs, 1, own.stages)
+            few = [matmul.product(x[i : i + 16].contiguous(), w, own, gated=gated) for i in (0, rows - 16)]
+            found: dict[str, Any] = {"cublas": seconds(lambda x=x, w=w: x @ w.T)}
+            found["few"] = seconds(lambda x=x, w=w, own=own, g=gated: matmul.product(x, w, own, gated=g))
+            for tiles in GATED if gated else CANDIDATES:
+                if tiles.adds and own.splits == 1:
+                    continue
+                try:
+                    out = run_tiles(x, w, gated, tiles)
+                    bits = [out[:16], out[-16:]] if gated else [out[:, :16], out[:, -16:]]
+                    same = all(
+                        torch.equal(a, b) if gated else torch.equal(summed(a), summed(b))
+                        for a, b in zip(bits, few, strict=True)
+                    )
+                    took = seconds(lambda x=x, w=w, g=gated, t=tiles: run_tiles(x, w, g, t))
+                    found[str(astuple(tiles))] = took if same else [took, "OTHER BITS"]
+                except Exception as error:  # a candidate that does not fit
+                    found[str(astuple(tiles))] = f"{type(error).__name__}: {error}"[:80]
+            if gated or own.splits == 1:
+                tiles = Tiles(128, 128 if gated else 256)
+                out = wide.persistent(x, w, tiles, gated)
+                same = torch.equal(out[:16] if gated else out[:, :16], few[0])
+                took = seconds(lambda x=x, w=w, g=gated, t=tiles: wide.persistent(x, w, t, g))
+                found["persistent"] = took if same else [took, "OTHER BITS"]
+            report[f"{name} {rows}"] = {
+                key: round(1e6 * value, 1) if isinstance(value, float) else value for key, value in found.items()
+            }
+            print(name, rows, report[f"{name} {rows}"], file=sys.stderr, flush=True)
+
+
+def scene(shape: str, rows: int, context: int, per_block: int) -> tuple[Tensor, Tensor, Tensor, Blocks]:
+    """The last rows of a prompt in scattered slots."""
+    heads, kv_heads, dim = HEADS[shape]
+    torch.manual_seed(1)
+    q = torch.randn(rows, heads, dim, device="cuda").to(torch.bfloat16)
+    k, v = (torch.randn(context + 1, kv_heads, dim, device="cuda").to(torch.bfloat16) for _ in range(2))
+    table = torch.randperm(context, device="cuda", dtype=torch.int32)[None]
+    blocks = [
+        [i, min(per_block, rows - i), 0, context, context - rows + i + 1, 0, 0, 0] for i in range(0, rows, per_block)
+    ]
+    info = torch.tensor(blocks, dtype=torch.int32, device="cuda")
+    tail = torch.zeros(len(blocks), 1, dtype=torch.int32, device="cuda")
+    return q, k, v, Blocks(info, tail, table, Scratch(16, heads, dim, context, torch.device("cuda")))
+
+
+def sdpa(shape: str, rows: int) -> float:
+    """Seconds of torch's own attention, causal, over as many keys as rows."""
+    heads, kv_heads, dim = HEADS[shape]
+    q = torch.randn(1, heads, rows, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, kv_heads, rows, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+
+
+def sweep_attention(report: dict[str, Any]) -> None:
+    for shape, (heads, kv_heads, dim) in HEADS.items():
+        for rows, context in ((2048, 2048), (8192, 8192), (2048, 32768)):
+            found: dict[str, Any] = {}
+            if rows == context:
+                found["sdpa"] = sdpa(shape, rows)
+            few = scene(shape, rows, context, attention.rows_per_block(heads, kv_heads))
+            alike = attention.attend(*few, dim**-0.5)
+            if context <= 2048:
+                found["few"] = seconds(lambda few=few, dim=dim: attention.attend(*few, dim**-0.5))
+            for queries, warps, stages in ATTENTION:
+                many = scene(shape, rows, context, queries // (heads // kv_heads))
+
+                def run(many: Any = many, how: Any = (queries, warps, stages), dim: int = dim) -> Tensor:
+                    return attention.attend_prompt(*many, dim**-0.5, 0, 0.0, None, *how)
+
+                try:
+                    same = torch.equal(run(), alike)
+                    took = seconds(run)
+                    found[f"{queries} {warps} {stages}"] = took if same else [took, "OTHER BITS"]
+                except Exception as error:  # a candidate that does not fit
+                    found[f"{queries} {warps} {stages}"] = f"{type(error).__name__}: {error}"[:80]
+            report[f"{shape} {rows} of {context}"] = {
+                key: round(1e6 * value, 1) if isinstance(value, float) else value for key, value in found.items()
+            }
+            print(shape, rows, context, report[f"{shape} {rows} of {context}"], file=sys.stderr, flush=True)
+
+
+def compile_some(part: int, parts: int) -> None:
+    """Compile the candidates number part, part + parts, …: the results are cached."""
+    work: list[Callable[[], Any]] = []
+    x = torch.randn(128, 512, device="cuda").to(torch.bfloat16)
+    for gated, candidates in ((False, CANDIDATES), (True, GATED)):
+        for tiles in candidates:
+            work.append(lambda t=tiles, g=gated: wide.wide_product(x, weight(512), 1 if g else 2, 256, t, gated=g))
+        work.append(lambda g=gated: wide.persistent(x, weight(512), Tiles(128, 128 if g else 256), g))
+        for rows in (16, 64, 256):
+            few = torch.randn(rows, 512, device="cuda").to(torch.bfloat16)
+            own = matmul.Tiling(64, 1, 5)
+            work.append(lambda f=few, o=own, g=gated: matmul.product(f, weight(512), o, gated=g))
+    for shape, (heads, kv_heads, dim) in HEADS.items():
+        few_rows = scene(shape, 128, 2048, attention.rows_per_block(heads, kv_heads))
+        work.append(lambda m=few_rows, d=dim: attention.attend(*m, d**-0.5))
+        for how in ATTENTION:
+            many = scene(shape, 128, 2048, how[0] // (heads // kv_heads))
+            work.append(lambda m=many, h=how, d=dim: attention.attend_prompt(*m, d**-0.5, 0, 0.0, None, *h))
+    for one in work[part::parts]:
+        try:
+            one()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
+def weight(outs: int) -> Tensor:
+    return torch.randn(outs, 512, device="cuda").to(torch.bfloat16)
+
+
+def sweep(report: dict[str, Any]) -> None:
+    start = time.perf_counter()
+    workers = [subprocess.Popen([sys.executable, __file__, "--compile", str(i), "12"]) for i in range(12)]
+    for worker in workers:
+        worker.wait()
+    report["compile_s"] = round(time.perf_counter() - start, 1)
+    sweep_attention(report.setdefault("attention_us", {}))
+    sweep_products(report.setdefault("products_us", {}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sections", default="products,attention,prompt,exact")
+    parser.add_argument("--compile", nargs=2, type=int)
+    options = parser.parse_args()
+    if options.compile:
+        return compile_some(*options.compile)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for section in options.sections.split(","):
+        globals()[section](report.setdefault(section, {}))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
