@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from outrider.backends.cuda.kernels import attention, matmul, wide
@@ -79,7 +81,7 @@ def tiling(w: Tensor, gated: bool) -> matmul.Tiling:
 
 
 def split_of(w: Tensor, splits: int) -> int:
-    return -(-(-(-w.shape[1] // 64)) // splits) * 64
+    return triton.cdiv(triton.cdiv(w.shape[1], 64), splits) * 64
 
 
 def summed(parts: Tensor) -> Tensor:
@@ -122,19 +124,18 @@ def sweep_products(report: dict[str, Any]) -> None:
             print(name, rows, report[f"{name} {rows}"], file=sys.stderr, flush=True)
 
 
-def scene(shape: str, rows: int, context: int, per_block: int) -> tuple[Tensor, Tensor, Tensor, Blocks]:
+def scene(shape: str, rows: int, context: int, prompts: bool = False) -> tuple[Tensor, Tensor, Tensor, Blocks]:
     """The last rows of a prompt in scattered slots."""
     heads, kv_heads, dim = HEADS[shape]
     torch.manual_seed(1)
     q = torch.randn(rows, heads, dim, device="cuda").to(torch.bfloat16)
     k, v = (torch.randn(context + 1, kv_heads, dim, device="cuda").to(torch.bfloat16) for _ in range(2))
     table = torch.randperm(context, device="cuda", dtype=torch.int32)[None]
-    blocks = [
-        [i, min(per_block, rows - i), 0, context, context - rows + i + 1, 0, 0, 0] for i in range(0, rows, per_block)
-    ]
+    per, before = attention.rows_per_block(heads, kv_heads), context - rows
+    blocks = [[i, min(per, rows - i), 0, context, before + i + 1, 0, 0, 0] for i in range(0, rows, per)]
     info = torch.tensor(blocks, dtype=torch.int32, device="cuda")
     tail = torch.zeros(len(blocks), 1, dtype=torch.int32, device="cuda")
-    return q, k, v, Blocks(info, tail, table, Scratch(16, heads, dim, context, torch.device("cuda")))
+    return q, k, v, Blocks(info, tail, table, Scratch(16, heads, dim, context, torch.device("cuda")), prompts)
 
 
 def sdpa(shape: str, rows: int) -> float:
@@ -146,20 +147,21 @@ def sdpa(shape: str, rows: int) -> float:
 
 
 def sweep_attention(report: dict[str, Any]) -> None:
-    for shape, (heads, kv_heads, dim) in HEADS.items():
+    for shape, (_, _, dim) in HEADS.items():
         for rows, context in ((2048, 2048), (8192, 8192), (2048, 32768)):
             found: dict[str, Any] = {}
             if rows == context:
                 found["sdpa"] = sdpa(shape, rows)
-            few = scene(shape, rows, context, attention.rows_per_block(heads, kv_heads))
+            few = scene(shape, rows, context)
             alike = attention.attend(*few, dim**-0.5)
             if context <= 2048:
                 found["few"] = seconds(lambda few=few, dim=dim: attention.attend(*few, dim**-0.5))
             for queries, warps, stages in ATTENTION:
-                many = scene(shape, rows, context, queries // (heads // kv_heads))
+                attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES = queries, warps, stages
+                many = scene(shape, rows, context, prompts=True)
 
-                def run(many: Any = many, how: Any = (queries, warps, stages), dim: int = dim) -> Tensor:
-                    return attention.attend_prompt(*many, dim**-0.5, 0, 0.0, None, *how)
+                def run(many: Any = many, dim: int = dim) -> Tensor:
+                    return attention.attend(*many, dim**-0.5)
 
                 try:
                     same = torch.equal(run(), alike)
@@ -185,17 +187,21 @@ def compile_some(part: int, parts: int) -> None:
             few = torch.randn(rows, 512, device="cuda").to(torch.bfloat16)
             own = matmul.Tiling(64, 1, 5)
             work.append(lambda f=few, o=own, g=gated: matmul.product(f, weight(512), o, gated=g))
-    for shape, (heads, kv_heads, dim) in HEADS.items():
-        few_rows = scene(shape, 128, 2048, attention.rows_per_block(heads, kv_heads))
+    for shape, (_, _, dim) in HEADS.items():
+        few_rows = scene(shape, 128, 2048)
         work.append(lambda m=few_rows, d=dim: attention.attend(*m, d**-0.5))
         for how in ATTENTION:
-            many = scene(shape, 128, 2048, how[0] // (heads // kv_heads))
-            work.append(lambda m=many, h=how, d=dim: attention.attend_prompt(*m, d**-0.5, 0, 0.0, None, *h))
+            work.append(partial(_compile_attention, scene(shape, 128, 2048, prompts=True), how, dim))
     for one in work[part::parts]:
         try:
             one()
         except Exception as error:
             print(f"{type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
+def _compile_attention(many: Any, how: tuple[int, int, int], dim: int) -> None:
+    attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES = how
+    attention.attend(*many, dim**-0.5)
 
 
 def weight(outs: int) -> Tensor:
@@ -218,7 +224,8 @@ def main() -> None:
     parser.add_argument("--compile", nargs=2, type=int)
     options = parser.parse_args()
     if options.compile:
-        return compile_some(*options.compile)
+        compile_some(*options.compile)
+        return
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for section in options.sections.split(","):
         globals()[section](report.setdefault(section, {}))

@@ -1,4 +1,4 @@
-"""Attention over slots: a few query rows of each sequence against a long context.
+"""Attention over slots: a few query rows of each sequence against a long context, or many rows of a prompt.
 
 Promise: a row's result depends on its own query and its own keys in their order, and on nothing else: neither on the
 rows that share its block nor on how many programs share the work. Keys are taken in spans that begin at multiples of
@@ -6,6 +6,9 @@ SPAN positions; each span is one sum, and spans are merged from the first to the
 changes none of its bits. A drafted node's ancestors count as the positions they would have, so chains, trees and plain
 decoding add the same numbers in the same order. Query heads that share a key head are processed together. Padding may
 hold anything, NaN included.
+
+With a few rows, programs share a context, and the last one merges their sums. A prompt's blocks, which follow each
+other, become tiles of many queries: a tile reads each key once for all of them, and keeps its sums in registers.
 """
 
 from __future__ import annotations
@@ -19,11 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 QUERIES = 16  # of one block: its rows times the heads that share a key head
+TILE = 128  # queries of a prompt's tile, which is several blocks
+TILE_WARPS, TILE_STAGES = 8, 3
 SPAN = 128  # keys of one sum
+LOG2_E = 1.4426950408889634
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
 PROGRAMS = 1024  # that one call is spread over; those without work end at once
+PROMPT_PROGRAMS = 8192  # the same beside a prompt, most of whose blocks are computed in tiles
 WARPS = 8
-SCRATCH_ROWS = 256  # passes with more rows than this keep every sum in registers
+SCRATCH_ROWS = 256  # of a pass; later ones keep every sum in registers
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Blocks:
     tail: Tensor  # [N, D] int32 slots of the keys from the base on
     table: Tensor  # [lines, length] int32
     scratch: Scratch
+    prompts: bool = False  # whether there may be prompts among them
 
 
 def rows_per_block(heads: int, kv_heads: int) -> int:
@@ -53,6 +61,30 @@ class Scratch:
         self.sums = torch.empty((rows, heads, spans, dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((rows, heads, spans, 2), dtype=torch.float32, device=device)  # highest score, weight
         self.finished = torch.zeros((rows * heads,), dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _rows_together(info, group, blocks, PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """The number of rows of PER_TILE blocks, if they follow each other in one sequence and have no tails; else 0.
+
+    The last ones may be padding. A single block is no tile.
+    """
+    j = tl.arange(0, 16)
+    at = group * PER_TILE + j
+    inside = (j < PER_TILE) & (at < blocks)
+    rows = tl.load(info + at * 8 + 1, mask=inside, other=0)
+    used = rows > 0
+    first = tl.load(info + at * 8, mask=used, other=0)
+    line = tl.load(info + at * 8 + 2, mask=used, other=0)
+    base = tl.load(info + at * 8 + 3, mask=used, other=0)
+    keys = tl.load(info + at * 8 + 4, mask=used, other=0)
+    start = tl.sum(tl.where(j == 0, first, 0), 0)
+    follows = (line == tl.sum(tl.where(j == 0, line, 0), 0)) & (first == start + j * PER_BLOCK)
+    follows = follows & (keys == tl.sum(tl.where(j == 0, keys, 0), 0) + j * PER_BLOCK) & (keys + rows - 1 <= base)
+    count, end = tl.sum(rows, 0), tl.max(tl.where(used, first + rows, 0), 0)
+    several = tl.sum(used.to(tl.int32), 0) > 1
+    gapless = (end - start == count) & (tl.sum(tl.where(j == 0, rows, 0), 0) > 0)
+    return tl.where(several & gapless & (tl.min((follows | ~used).to(tl.int32), 0) > 0), count, 0)
 
 
 @triton.jit
@@ -109,19 +141,25 @@ def _span(
 @triton.jit
 def _attend(
     q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks,
-    scale, length, depth, max_spans, window, cap,
+    scale, length, depth, max_spans, scratch_rows, window, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One block and key head; its spans in turn by SPLITS programs. PER_TILE > 0: tiles are computed elsewhere."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
     line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
     min_keys = tl.load(info + block * 8 + 4)
     max_keys = min_keys + rows - 1
-    spans = tl.cdiv(max_keys, SPAN)
-    if (rows == 0) | (split >= spans):
+    begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0  # before it no row sees a key
+    end = tl.cdiv(max_keys, SPAN)
+    unsplit = (SPLITS == 1) | (end - begin == 1) | (first + rows > scratch_rows)
+    if (rows == 0) | (split >= (1 if unsplit else end - begin)):
         return
+    if PER_TILE > 0:  # noqa: SIM102 -- of a constant, so that the other kernel has none of it
+        if _rows_together(info, block // PER_TILE, tl.num_programs(0), PER_TILE, PER_BLOCK) > 0:
+            return
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
     row = first + m // GROUP
@@ -138,8 +176,7 @@ def _attend(
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    unsplit = (SPLITS == 1) | (spans == 1)
-    for span in range(split, spans, SPLITS):
+    for span in range(begin + split, end, 1 if unsplit else SPLITS):
         new_high, new_weight, new_total = _span(
             query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
             window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
@@ -153,11 +190,11 @@ def _attend(
             tl.store(sums + at[:, None] * DIM + d[None, :], new_total, mask=ok)
     if not unsplit:
         tl.debug_barrier()  # all threads have written before the program counts as finished
-        before = tl.atomic_add(finished + block * KV_HEADS + head, 1, sem="acq_rel")
-        if before + 1 < tl.minimum(spans, SPLITS):
+        before = tl.atomic_add(finished + first * KV_HEADS + head, 1, sem="acq_rel")
+        if before + 1 < tl.minimum(end - begin, SPLITS):
             return
-        tl.store(finished + block * KV_HEADS + head, 0)  # the last program merges in order, and resets the count
-        for span in range(spans):
+        tl.store(finished + first * KV_HEADS + head, 0)  # the last program merges in order, and resets the count
+        for span in range(begin, end):
             at = index * max_spans + span
             new_high = tl.load(stats + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
             new_weight = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
@@ -167,19 +204,20 @@ def _attend(
 
 
 @triton.jit
-def _attend_prompt(
-    q, k_plane, v_plane, out, table, info, tail, sinks, scale, length, depth, window, cap,
+def _attend_tile(
+    q, k_plane, v_plane, out, table, info, sinks, blocks, scale, length, window, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of many rows, one program for each block and key head. Every sum stays in registers."""
-    block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest contexts first
-    first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
-    line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
-    min_keys = tl.load(info + block * 8 + 4)
-    max_keys = min_keys + rows - 1
+    """PER_TILE blocks and one key head, as `_attend` computes each of them; nothing, where they are no tile."""
+    group, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest contexts first
+    rows = _rows_together(info, group, blocks, PER_TILE, PER_BLOCK)
     if rows == 0:
         return
+    entry = info + group * PER_TILE * 8
+    first, line, min_keys = tl.load(entry), tl.load(entry + 2), tl.load(entry + 4)
+    max_keys = min_keys + rows - 1
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
     valid = m // GROUP < rows
@@ -187,46 +225,28 @@ def _attend_prompt(
     index = (first + m // GROUP).to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
     ok = valid[:, None] & (d < DIM)[None, :]
     query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
-    slots_of_line = table + line.to(tl.int64) * length
-    tail_of_block = tail + block.to(tl.int64) * depth
+    slots = table + line.to(tl.int64) * length
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
-    if SINKS:  # as if it were a span before the first
+    if SINKS:
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
-    whole = begin if window > 0 else tl.minimum(min_keys, base) // SPAN  # spans that every row sees
+    whole = begin if window > 0 else min_keys // SPAN  # where spans end that every row sees
     for span in range(begin, whole):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
+            query, k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys, keys, scale,
             window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, True,
         )  # fmt: skip
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
-    for span in range(whole, tl.cdiv(max_keys, SPAN)):
+    for span in tl.range(whole, tl.cdiv(max_keys, SPAN), num_stages=1):
         new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
+            query, k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys, keys, scale,
             window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
         )  # fmt: skip
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
-
-
-def attend_prompt(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
-    sinks: Tensor | None = None, queries: int = 128, warps: int = 8, stages: int = 3,
-) -> Tensor:  # fmt: skip
-    rows, heads, dim = q.shape
-    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
-    launch: Any = _attend_prompt[(blocks.info.shape[0], k_plane.shape[1])]
-    launch(
-        q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, q if sinks is None else sinks,
-        scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1], window, cap * 1.4426950408889634,
-        HEADS=heads, KV_HEADS=k_plane.shape[1], DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        QUERIES=queries, SPAN=SPAN, PRECISION="ieee", CAPPED=cap > 0, SINKS=sinks is not None,
-        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
 
 
 def attend(
@@ -241,16 +261,27 @@ def attend(
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
-    splits = 1 if rows > scratch.rows else min(scratch.spans, max(1, PROGRAMS // (n * kv_heads)))
+    per_block = rows_per_block(heads, kv_heads)
+    per_tile = TILE // (per_block * (heads // kv_heads)) if blocks.prompts else 0
+    given = (q if sinks is None else sinks, scale * LOG2_E, blocks.table.shape[1], window, cap * LOG2_E)
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim)),
+        "SPAN": SPAN, "PRECISION": "ieee", "CAPPED": cap > 0, "SINKS": sinks is not None, "PER_TILE": per_tile,
+        "PER_BLOCK": per_block, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if per_tile:
+        tile: Any = _attend_tile[(triton.cdiv(n, per_tile), kv_heads)]
+        sinks_, scale_, length, *rest = given
+        tile(
+            q, k_plane, v_plane, out, blocks.table, blocks.info, sinks_, n, scale_, length, *rest,
+            QUERIES=TILE, num_warps=TILE_WARPS, num_stages=TILE_STAGES, **constants,
+        )  # fmt: skip
+    programs = PROMPT_PROGRAMS if per_tile else PROGRAMS
+    splits = min(scratch.spans, max(1, programs // (n * kv_heads)))
     launch: Any = _attend[(n, kv_heads, splits)]
     launch(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
-        q if sinks is None else sinks, scale * 1.4426950408889634, blocks.table.shape[1], blocks.tail.shape[1],
-        scratch.spans, window,
-        cap * 1.4426950408889634,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        QUERIES=QUERIES, SPAN=SPAN, SPLITS=splits, PRECISION="ieee", CAPPED=cap > 0,
-        SINKS=sinks is not None,
-        num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
+        *given[:3], blocks.tail.shape[1], scratch.spans, scratch.rows, *given[3:],
+        QUERIES=QUERIES, SPLITS=splits, num_warps=WARPS, num_stages=1, **constants,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Matrix products of many rows: the tiles of prompts.
 
-Promise: a row's result is the same bits as that of `matmul.product` for a few rows. An element's sum takes its inputs in
-the same order, is cut where the weight's tiling cuts it, and the parts are added from the first to the last; tiles,
+Promise: a row's result is the same bits as that of `matmul.product` for a few rows. An element's sum takes its inputs
+in the same order, is cut where the weight's tiling cuts it, and the parts are added from the first to the last; tiles,
 warps and the order of programs change no bit. The parts are added here, so that a prompt's results are written once.
 What is read comes through tensor descriptors (TMA on Hopper and newer), without an address for every element.
 It knows weights and rows; it does not know layers.
