@@ -30,8 +30,7 @@ def normal(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def wide_parts(x: Tensor, w: Tensor, splits: int, tiles: Tiles, **more: object) -> Tensor:
-    split = -(-(-(-x.shape[1] // 64)) // splits) * 64
-    return wide.wide_product(x, w, splits, split, tiles, **more)  # type: ignore[arg-type]
+    return wide.wide_product(x, w, splits, matmul.split_of(x.shape[1], splits), tiles, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("adds", [OUTSIDE, REGISTERS, MEMORY])

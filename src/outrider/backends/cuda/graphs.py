@@ -98,7 +98,8 @@ class RecordedPass:
     def _work(self) -> Output:
         d, results, state, shape = self.inputs.device, self.results.device, self.graphs.state, self.shape
         tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
-        blocks = Blocks(d["info"], d["tail"], state.table, state.scratch(self.graphs.model))
+        scratch = state.scratch(self.graphs.model)
+        blocks = Blocks(d["info"], d["tail"], state.table, scratch, prompts=shape.rows > CHEAP_ROWS)
         unused = d["slots"]
         rows = Rows(tokens, d["positions"], d["slots"], unused, unused, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
@@ -273,7 +274,8 @@ class UncapturedPasses:
         tail = torch.zeros(len(groups), depth, dtype=I32)
         for i, group in enumerate(groups):
             tail[i, : len(group[8])] = torch.tensor(group[8], dtype=I32)
-        blocks = Blocks(info.to(device), tail.to(device), state.table, state.scratch(self.graphs.model))
+        scratch, prompts = state.scratch(self.graphs.model), batch.count > CHEAP_ROWS
+        blocks = Blocks(info.to(device), tail.to(device), state.table, scratch, prompts)
         tokens, positions, slots, want = (x.to(device) for x in (host.tokens, host.positions, host.slots, host.want))
         return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=blocks)
 

@@ -36,6 +36,21 @@ class Tiles:
     group: int = 8  # tiles of rows that are computed one after the other with the same weights
 
 
+MANY_ROWS = 256  # from here on a product is work; below, it is reading the weight
+
+
+def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
+    """The tiles of this product; None: it has few rows, or numbers that these kernels do not multiply."""
+    aligned = all(each.stride(0) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0 for each in (x, w))
+    if x.shape[0] < MANY_ROWS or not x.is_cuda or x.element_size() != 2 or not aligned:
+        return None
+    return tiles_of(gated)
+
+
+def tiles_of(gated: bool) -> Tiles:
+    return Tiles(128, 128, OUTSIDE) if gated else Tiles(128, 128, REGISTERS)
+
+
 @triton.jit
 def _chain(x, w, row, o, up, start, split, ROWS: tl.constexpr, OUTS: tl.constexpr, STEP: tl.constexpr,
            GATED: tl.constexpr, LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
