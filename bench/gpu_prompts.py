@@ -7,22 +7,35 @@ python bench/gpu_prompts.py --sections sweep          # candidates for tiles, wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import attention, matmul, wide
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
 from outrider.backends.cuda.kernels.wide import MEMORY, OUTSIDE, REGISTERS, Tiles
+from outrider.backends.cuda.rounds import Rounds
+from outrider.backends.toy import hash_of
+from outrider.backends.transformer import Transformer
+from outrider.config import Config
+from outrider.engine.step import Engine
+from outrider.llm import build_engine
+from outrider.models.config import ModelConfig
+from outrider.models.weights import expected
+from outrider.params import SamplingParams
+from outrider.types import Sequence
 
 SHAPES = {  # name -> outputs, inputs, gated
     "7b qkv": (3840, 4608, False), "7b out": (4608, 2304, False), "7b gate_up": (27648, 4608, True),
@@ -31,6 +44,8 @@ SHAPES = {  # name -> outputs, inputs, gated
     "qwen down": (1536, 8960, False),
 }  # fmt: skip
 ROWS = (64, 256, 2048, 8192)
+LENGTHS = (2048, 8192, 32768)
+IDS = itertools.count(1)
 HEADS = {"7b": (36, 12, 64), "qwen": (12, 2, 128)}  # query heads, key heads, dimension
 CANDIDATES = [
     Tiles(128, 256, OUTSIDE, 3), Tiles(128, 256, OUTSIDE, 4), Tiles(128, 256, MEMORY, 3), Tiles(128, 256, MEMORY, 4),
@@ -216,6 +231,159 @@ def sweep(report: dict[str, Any]) -> None:
     sweep_products(report.setdefault("products_us", {}))
 
 
+# ------------------------------------------------------------ the chosen tiles
+
+
+def products(report: dict[str, Any]) -> None:
+    """Microseconds of a layer's products as passes run them, beside cuBLAS."""
+    for name, (_, _, gated) in SHAPES.items():
+        for rows in ROWS:
+            x, w = operands(name, rows)
+            layer = matmul.Product(w)
+            run = layer.gated if gated else layer
+            ours, theirs = [], []
+            for _ in range(3):  # in turn: the clock follows the temperature
+                ours.append(seconds(lambda run=run, x=x: run(x)))
+                theirs.append(seconds(lambda x=x, w=w: x @ w.T))
+            few = run(x[:16].contiguous())
+            same = torch.equal(few, run(x)[:16]) if gated else torch.equal(few.total(), run(x).total()[:16])
+            best, cublas = sorted(ours)[1], sorted(theirs)[1]
+            report[f"{name} {rows}"] = {
+                "us": round(1e6 * best, 1), "cublas_us": round(1e6 * cublas, 1), "same_bits": same
+            }  # fmt: skip
+    for model in ("7b", "qwen"):
+        for rows in ROWS:
+            layer_of = [report[f"{name} {rows}"] for name in SHAPES if name.startswith(model)]
+            ours_us, cublas_us = (sum(each[key] for each in layer_of) for key in ("us", "cublas_us"))
+            report[f"{model} {rows}, a layer over cuBLAS"] = round(ours_us / cublas_us, 3)
+
+
+def attentions(report: dict[str, Any]) -> None:
+    """Microseconds of a layer's attention, beside torch's own (contiguous keys, causal)."""
+    for shape, (_, _, dim) in HEADS.items():
+        for rows, context in ((2048, 2048), (8192, 8192), (2048, 32768)):
+            many = scene(shape, rows, context, prompts=True)
+            found = {"us": seconds(lambda many=many, dim=dim: attention.attend(*many, dim**-0.5))}
+            if rows == context:
+                found["sdpa_us"] = sdpa(shape, rows)
+            report[f"{shape} {rows} of {context}"] = {key: round(1e6 * value, 1) for key, value in found.items()}
+
+
+# ------------------------------------------------------------ whole prompts
+
+
+class Invented:
+    """Random weights on the GPU, drawn by name."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.shapes = expected(config)
+
+    def has(self, name: str) -> bool:
+        return name in self.shapes
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device="cuda")
+        torch.manual_seed(hash_of(name) % 1_000_003)
+        return torch.randn(shape, dtype=dtype, device="cuda") / shape[-1] ** 0.5
+
+
+@cache
+def seven() -> Transformer:
+    """A decoder of the 7.04B twin's shape for 40k positions."""
+    config = ModelConfig(
+        architecture="llama", vocab_size=49152, hidden_size=4608, intermediate_size=13824, layers=30, heads=36,
+        kv_heads=12, head_dim=64, norm_eps=1e-5, rope_theta=1e5, context_length=40960, tied=False,
+    )  # fmt: skip
+    return Transformer(config, Invented(config), torch.bfloat16, "cuda", config.context_length)
+
+
+def engine_of(**settings: Any) -> Engine:
+    """An engine that records a round when it is first needed, and holds the prompt of this file."""
+    return build_engine(seven(), Config(max_batch=1, cache_tokens=36864, max_length=36000, **settings))
+
+
+def answer(engine: Engine, tokens: list[int], count: int) -> tuple[Sequence, float]:
+    """The answer of so many tokens, and its seconds."""
+    seq = Sequence(next(IDS), tokens, SamplingParams(max_tokens=count, ignore_eos=True))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.add(seq)
+    while not seq.done:
+        engine.step()
+    taken = time.perf_counter() - start
+    engine.cache.drop_retired()
+    return seq, taken
+
+
+def text(length: int) -> list[int]:
+    """Tokens that come in phrases, so that lookups find some."""
+    dice = random.Random(length)
+    phrases = [[dice.randrange(49152) for _ in range(12)] for _ in range(200)]
+    return [token for _ in range(length // 12 + 1) for token in dice.choice(phrases)][:length]
+
+
+def prompt(report: dict[str, Any]) -> None:
+    """Seconds to the first token, ours and transformers'."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    engine = engine_of(drafter="off", k=0)
+    for length in LENGTHS:
+        answer(engine, text(length), 1)  # records
+        report[f"{length}"] = {"s": sorted(answer(engine, text(length), 1)[1] for _ in range(3))[1]}
+    del engine
+    with torch.device("cuda"):
+        theirs = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                vocab_size=49152, hidden_size=4608, intermediate_size=13824, num_hidden_layers=30,
+                num_attention_heads=36, num_key_value_heads=12, head_dim=64, max_position_embeddings=40960, tie_word_embeddings=False,
+            ),
+            dtype=torch.bfloat16, attn_implementation="sdpa",
+        )  # fmt: skip
+    for length in LENGTHS:
+        ids = torch.tensor([text(length)], device="cuda")
+        taken = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        report[f"{length}"] |= {"transformers_s": sorted(taken)[1]}
+
+
+def exact(report: dict[str, Any]) -> None:
+    """32,768 tokens in chunks of several sizes: the same K and V, the same text with and without drafts."""
+    tokens, found = text(LENGTHS[-1]), []
+    for settings in (
+        {"drafter": "off", "k": 0}, {"drafter": "off", "k": 0, "max_rows": 512, "prompt_rows": 512},
+        {"drafter": "ngram", "k": 8, "prompt_rows": 1000}, {"drafter": "suffix", "k": 8},
+    ):  # fmt: skip
+        engine = engine_of(**settings)
+        kept: list[Tensor] = []
+        drop = engine.cache.drop_retired
+
+        def keep(engine: Engine = engine, kept: list[Tensor] = kept, drop: Callable[[], None] = drop) -> None:
+            slots = next(iter(engine.cache.retired.values())).slots[: len(tokens)]
+            plane = engine.target.plane
+            kept += [kv[slots].clone() for kv in (plane.k[0], plane.k[15], plane.v[29])]
+            drop()
+
+        engine.cache.drop_retired = keep  # type: ignore[method-assign]
+        seq, taken = answer(engine, tokens, 64)
+        found.append((seq.generated, kept))
+        name = " ".join(str(value) for value in settings.values())
+        report[name] = {
+            "text": seq.generated == found[0][0], "seconds": round(taken, 3), "accepted": seq.stats.accepted,
+            "kv_bits": all(torch.equal(a, b) for a, b in zip(kept, found[0][1], strict=True)),
+        }  # fmt: skip
+        del engine
+
+
+SECTIONS = {"products": products, "attention": attentions, "prompt": prompt, "exact": exact, "sweep": sweep}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sections", default="products,attention,prompt,exact")
@@ -224,9 +392,13 @@ def main() -> None:
     if options.compile:
         compile_some(*options.compile)
         return
+    Graphs.warm = Rounds.warm = lambda *given: None  # type: ignore[assignment,method-assign]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for section in options.sections.split(","):
-        globals()[section](report.setdefault(section, {}))
+        start = time.perf_counter()
+        SECTIONS[section](report.setdefault(section, {}))
+        report[section]["took_s"] = round(time.perf_counter() - start, 1)
+        print(section, json.dumps(report[section]), file=sys.stderr, flush=True)
     print(json.dumps(report))
 
 

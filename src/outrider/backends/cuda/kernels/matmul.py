@@ -105,7 +105,8 @@ def product(
 ) -> Tensor:
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
-    Many rows have their parts added already (S is 1). gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
+    gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
+    Of many rows the parts are added already: S is 1.
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     split = split_of(ins, tiling.splits, tiling.step)
