@@ -337,7 +337,8 @@ def prompt(report: dict[str, Any]) -> None:
         theirs = AutoModelForCausalLM.from_config(
             LlamaConfig(
                 vocab_size=49152, hidden_size=4608, intermediate_size=13824, num_hidden_layers=30,
-                num_attention_heads=36, num_key_value_heads=12, head_dim=64, max_position_embeddings=40960, tie_word_embeddings=False,
+                num_attention_heads=36, num_key_value_heads=12, head_dim=64,
+                max_position_embeddings=40960, tie_word_embeddings=False,
             ),
             dtype=torch.bfloat16, attn_implementation="sdpa",
         )  # fmt: skip

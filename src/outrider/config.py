@@ -69,20 +69,18 @@ class Config:
 
         slot_bytes: K and V of one token. room: a GPU's bytes for K and V; None: a CPU's memory is not counted.
         """
-        length = self.length_for(context, room is not None)
-        least = length + source + DRAFT_SLOTS
-        slots = max(4 * (length + source) if self.cache_tokens is None else self.cache_tokens, least)
+        length, beside = self.length_for(context, room is not None), source + DRAFT_SLOTS
+        if self.max_length is None and self.cache_tokens is not None:  # no longer than what is asked for
+            length = min(length, max(self.cache_tokens - beside, CPU_LENGTH))
+        slots = max(4 * (length + source) if self.cache_tokens is None else self.cache_tokens, length + beside)
         if room is None:
             return length, slots
         fits = room // slot_bytes
-        if self.cache_tokens is not None and slots > fits:
+        if (self.cache_tokens or 0) > fits:
             raise ConfigError(_too_many("cache_tokens", slots, slot_bytes, room))
-        if least <= fits:
-            return length, min(slots, fits)
-        length = fits - source - DRAFT_SLOTS
-        if self.max_length is not None or length < LEAST_LENGTH:
-            raise ConfigError(_too_many("max_length", least, slot_bytes, room))
-        return length, fits
+        if length + beside > fits and (self.max_length is not None or fits < LEAST_LENGTH + beside):
+            raise ConfigError(_too_many("max_length", length + beside, slot_bytes, room))
+        return min(length, fits - beside), min(slots, fits)
 
     def prompt_rows_for(self, gpu: bool) -> int:
         """Rows of a pass in which no sequence waits for a token."""
