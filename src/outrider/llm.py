@@ -20,7 +20,15 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, kv_room, prepare, return_free_memory, thread_settings
+from .backends.machine import (
+    choose_device,
+    device_name,
+    kv_room,
+    memory_sentence,
+    prepare,
+    return_free_memory,
+    thread_settings,
+)
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -80,7 +88,8 @@ class LLM(Listener):
         device = choose_device(config.device)  # fails before anything is downloaded
         checkpoint = open_checkpoint(model)
         length = config.length_for(checkpoint.config.context_length, device.type == "cuda")
-        target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
+        with memory_sentence("The weights"):
+            target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, target.precision, *variant)
@@ -105,7 +114,9 @@ class LLM(Listener):
 
     def _build_engine(self) -> None:
         listeners = (self, self.recorder, self.drift)
-        self._engine: Engine | None = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        with memory_sentence("K and V, the drafter and recorded passes"):
+            built = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        self._engine: Engine | None = built
 
     @property
     def engine(self) -> Engine:

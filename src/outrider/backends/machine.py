@@ -123,6 +123,18 @@ def kv_room(device: torch.device) -> int:
     return int(KV_SHARE * free_memory(device))
 
 
+@contextmanager
+def memory_sentence(what: str) -> Iterator[None]:
+    """A GPU whose memory ends inside is an error that says so. what: the subject, such as "The weights"."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{what} do not fit into the GPU's memory; lower max_length, cache_tokens or max_batch, choose a smaller "
+            "--dtype, or free memory on the GPU."
+        ) from error
+
+
 def device_name(device: torch.device) -> str:
     """The product name of a processor or a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -168,7 +168,7 @@ def tiling(outs: int, ins: int, processors: int) -> Tiling:
 
 def split_of(ins: int, splits: int, step: int = STEP) -> int:
     """Inputs of one part of a sum: whole steps."""
-    return triton.cdiv(triton.cdiv(ins, step), splits) * step
+    return int(triton.cdiv(triton.cdiv(ins, step), splits) * step)
 
 
 @cache
