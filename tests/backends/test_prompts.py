@@ -59,6 +59,38 @@ def test_eight_bits_of_many_rows() -> None:
     assert torch.equal(few, many[:16])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_layer_chooses_its_tiles_by_the_rows(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows take the large tiles, and have the bits of a few, which do not."""
+    chosen: list[int] = []
+
+    def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
+        chosen.append(x.shape[0])
+        return None if x.shape[0] < 64 else Tiles(64, 64, OUTSIDE if gated else REGISTERS, warps=4)
+
+    monkeypatch.setattr(matmul, "tiles_for", tiles_for)
+    monkeypatch.setattr(matmul, "many_rows_are_exact", lambda device: True)
+    layer, x = matmul.Product(normal(64, 320)), normal(70, 320)
+    assert layer.tiling.splits > 1
+    few, many = (layer.gated(rows) if gated else layer(rows).total() for rows in (x[:4].contiguous(), x))
+    assert chosen == [4, 70]
+    assert torch.equal(few, many[:4])
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_large_tiles_are_exact_on_this_gpu() -> None:
+    assert matmul.many_rows_are_exact(torch.device("cuda", 0))
+
+
+def test_which_products_have_large_tiles() -> None:
+    x, w = normal(300, 128), normal(64, 128)
+    if GPU:
+        assert wide.tiles_for(x, w, 1, False) is not None
+        assert wide.tiles_for(x.float(), w.float(), 1, False) is None
+        assert wide.tiles_for(x[:, :100].contiguous(), w[:, :100].contiguous(), 1, False) is None  # not aligned
+    assert wide.tiles_for(x[:100], w, 1, False) is None
+
+
 # ------------------------------------------------------------ attention
 
 
