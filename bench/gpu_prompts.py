@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import attention, matmul, wide
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
-from outrider.backends.cuda.kernels.wide import MEMORY, OUTSIDE, REGISTERS, Tiles
+from outrider.backends.cuda.kernels.wide import Tiles
 from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.toy import hash_of
 from outrider.backends.transformer import Transformer
@@ -48,33 +48,36 @@ LENGTHS = (2048, 8192, 32768)
 IDS = itertools.count(1)
 HEADS = {"7b": (36, 12, 64), "qwen": (12, 2, 128)}  # query heads, key heads, dimension
 CANDIDATES = [
-    Tiles(128, 256, OUTSIDE, 3), Tiles(128, 256, OUTSIDE, 4), Tiles(128, 256, MEMORY, 3), Tiles(128, 256, MEMORY, 4),
-    Tiles(256, 128, MEMORY, 3), Tiles(128, 128, REGISTERS, 3), Tiles(128, 128, REGISTERS, 4),
-    Tiles(128, 128, REGISTERS, 3, left=True), Tiles(128, 128, OUTSIDE, 3), Tiles(128, 128, OUTSIDE, 4),
-    Tiles(64, 128, OUTSIDE, 4, 4), Tiles(64, 256, OUTSIDE, 4, 8), Tiles(64, 128, REGISTERS, 4, 4),
-    Tiles(128, 64, OUTSIDE, 4, 4), Tiles(64, 64, OUTSIDE, 5, 4), Tiles(128, 256, MEMORY, 3, group=16),
+    Tiles(128, 128, stages=3), Tiles(128, 128, stages=4), Tiles(128, 128, step=128),
+    Tiles(128, 128, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True),
+    Tiles(128, 128, stages=5, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True, group=16),
+    Tiles(128, 128, False), Tiles(128, 256, False, 4),
 ]  # fmt: skip
 GATED = [
-    Tiles(128, 128, OUTSIDE, 3), Tiles(128, 128, OUTSIDE, 4), Tiles(128, 128, OUTSIDE, 3, left=True),
-    Tiles(128, 128, OUTSIDE, 3, group=16), Tiles(128, 64, OUTSIDE, 4), Tiles(256, 64, OUTSIDE, 3),
-    Tiles(64, 128, OUTSIDE, 4, 4), Tiles(64, 128, OUTSIDE, 4, 8), Tiles(64, 64, OUTSIDE, 4, 4),
+    Tiles(128, 128), Tiles(128, 128, stages=4), Tiles(128, 128, warps=4, special=True),
+    Tiles(128, 128, stages=4, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True, group=16),
 ]  # fmt: skip
-ATTENTION = [(128, 8, 3), (128, 8, 2), (64, 4, 3), (64, 4, 2), (128, 8, 1), (64, 4, 1), (32, 2, 1), (32, 2, 3)]
+ATTENTION = [(64, 4, 2, 168), (64, 4, 3, 168), (64, 4, 2, None), (64, 4, 1, 168), (128, 8, 3, None), (128, 8, 2, None)]
 
 
 def seconds(run: Callable[[], Any], budget: float = 0.02) -> float:
-    """Seconds of a call on the device: the median of as many as fit into the budget, at least three."""
+    """Seconds of a call on the device, without the host's: recorded a few times in a row, and replayed."""
     run()
     torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), 4
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    graph.replay()
     taken: list[float] = []
     until = time.perf_counter() + budget
-    while len(taken) < 3 or (time.perf_counter() < until and len(taken) < 50):
+    while len(taken) < 3 or (time.perf_counter() < until and len(taken) < 20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        graph.replay()
         end.record()
         end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3)
+        taken.append(start.elapsed_time(end) / 1e3 / times)
     return sorted(taken)[len(taken) // 2]
 
 
@@ -109,8 +112,6 @@ def sweep_products(report: dict[str, Any]) -> None:
             found: dict[str, Any] = {"cublas": seconds(lambda x=x, w=w: x @ w.T)}
             found["few"] = seconds(lambda x=x, w=w, own=own, g=gated: matmul.product(x, w, own, gated=g))
             for tiles in GATED if gated else CANDIDATES:
-                if tiles.adds and own.splits == 1:
-                    continue
                 try:
                     out = run_tiles(x, w, gated, tiles)
                     bits = [out[:16], out[-16:]] if gated else [out[:, :16], out[:, -16:]]
@@ -122,12 +123,6 @@ def sweep_products(report: dict[str, Any]) -> None:
                     found[str(astuple(tiles))] = took if same else [took, "OTHER BITS"]
                 except Exception as error:  # a candidate that does not fit
                     found[str(astuple(tiles))] = f"{type(error).__name__}: {error}"[:80]
-            if gated or own.splits == 1:
-                tiles = Tiles(128, 128 if gated else 256)
-                out = wide.persistent(x, w, tiles, gated)
-                same = torch.equal(out[:16] if gated else out[:, :16], few[0])
-                took = seconds(lambda x=x, w=w, g=gated, t=tiles: wide.persistent(x, w, t, g))
-                found["persistent"] = took if same else [took, "OTHER BITS"]
             report[f"{name} {rows}"] = {
                 key: round(1e6 * value, 1) if isinstance(value, float) else value for key, value in found.items()
             }
@@ -166,8 +161,8 @@ def sweep_attention(report: dict[str, Any]) -> None:
             alike = attention.attend(*few, dim**-0.5)
             if context <= 2048:
                 found["few"] = seconds(lambda few=few, dim=dim: attention.attend(*few, dim**-0.5))
-            for queries, warps, stages in ATTENTION:
-                attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES = queries, warps, stages
+            for how in ATTENTION:
+                set_tile(how)
                 many = scene(shape, rows, context, prompts=True)
 
                 def run(many: Any = many, dim: int = dim) -> Tensor:
@@ -176,9 +171,9 @@ def sweep_attention(report: dict[str, Any]) -> None:
                 try:
                     same = torch.equal(run(), alike)
                     took = seconds(run)
-                    found[f"{queries} {warps} {stages}"] = took if same else [took, "OTHER BITS"]
+                    found[str(how)] = took if same else [took, "OTHER BITS"]
                 except Exception as error:  # a candidate that does not fit
-                    found[f"{queries} {warps} {stages}"] = f"{type(error).__name__}: {error}"[:80]
+                    found[str(how)] = f"{type(error).__name__}: {error}"[:80]
             report[f"{shape} {rows} of {context}"] = {
                 key: round(1e6 * value, 1) if isinstance(value, float) else value for key, value in found.items()
             }
@@ -193,7 +188,6 @@ def compile_some(part: int, parts: int) -> None:
     for gated, candidates in ((False, CANDIDATES), (True, GATED)):
         for tiles in candidates:
             work.append(lambda t=tiles, g=gated: wide.wide_product(x, weight(512), 1 if g else 2, 256, t, gated=g))
-        work.append(lambda g=gated: wide.persistent(x, weight(512), Tiles(128, 128 if g else 256), g))
         for rows in (16, 64, 256):
             few = torch.randn(rows, 512, device="cuda").to(torch.bfloat16)
             own = matmul.Tiling(64, 1, 5)
@@ -210,8 +204,12 @@ def compile_some(part: int, parts: int) -> None:
             print(f"{type(error).__name__}: {error}"[:200], file=sys.stderr)
 
 
-def _compile_attention(many: Any, how: tuple[int, int, int], dim: int) -> None:
-    attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES = how
+def set_tile(how: tuple[int, int, int, int | None]) -> None:
+    attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES, attention.TILE_REGISTERS = how
+
+
+def _compile_attention(many: Any, how: tuple[int, int, int, int | None], dim: int) -> None:
+    set_tile(how)
     attention.attend(*many, dim**-0.5)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.backends.cuda.kernels import attention, matmul, wide
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
 from outrider.backends.cuda.kernels.matmul import Tiling
-from outrider.backends.cuda.kernels.wide import MEMORY, OUTSIDE, REGISTERS, Tiles
+from outrider.backends.cuda.kernels.wide import Tiles
 from outrider.models.config import GELU, SILU
 
 from support.kernels import DEVICE, GPU, HALF, ordered_products as ordered_products
@@ -33,11 +33,16 @@ def wide_parts(x: Tensor, w: Tensor, splits: int, tiles: Tiles, **more: object) 
     return wide.wide_product(x, w, splits, matmul.split_of(x.shape[1], splits), tiles, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("adds", [OUTSIDE, REGISTERS, MEMORY])
+KINDS = [Tiles(64, 64, warps=4), Tiles(64, 64, False, warps=4), Tiles(128, 128, warps=4, special=True)]
+
+
+@pytest.mark.parametrize("tiles", KINDS, ids=["added", "parts", "special"])
 @pytest.mark.parametrize(("rows", "outs", "ins", "splits"), [(70, 72, 192, 3), (130, 128, 136, 2), (64, 64, 64, 1)])
-def test_a_product_of_many_rows_has_the_bits_of_a_few(rows: int, outs: int, ins: int, splits: int, adds: int) -> None:
+def test_a_product_of_many_rows_has_the_bits_of_a_few(
+    rows: int, outs: int, ins: int, splits: int, tiles: Tiles
+) -> None:
     x, w = normal(rows, ins), normal(outs, ins)
-    many = matmul.Parts(wide_parts(x, w, splits, Tiles(64, 64, adds, warps=4))).total()
+    many = matmul.Parts(wide_parts(x, w, splits, tiles)).total()
     for start in (0, rows - 16):
         few = matmul.product(x[start : start + 16].contiguous(), w, Tiling(64, splits))
         assert torch.equal(matmul.Parts(few).total(), many[start : start + 16])
@@ -54,7 +59,7 @@ def test_a_gated_product_of_many_rows_has_the_bits_of_a_few(activation: str) -> 
 def test_eight_bits_of_many_rows() -> None:
     x, scale = normal(70, 128), torch.rand(64, device=DEVICE) + 0.5
     w = torch.randint(-127, 128, (64, 128), dtype=torch.int8, device=DEVICE)
-    many = wide_parts(x, w, 2, Tiles(64, 64, REGISTERS, warps=4), scale=scale)[0]
+    many = wide_parts(x, w, 2, Tiles(64, 64, warps=4), scale=scale)[0]
     few = matmul.Parts(matmul.product(x[:16].contiguous(), w, Tiling(64, 2), scale)).total()
     assert torch.equal(few, many[:16])
 
@@ -66,7 +71,7 @@ def test_a_layer_chooses_its_tiles_by_the_rows(gated: bool, monkeypatch: pytest.
 
     def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
         chosen.append(x.shape[0])
-        return None if x.shape[0] < 64 else Tiles(64, 64, OUTSIDE if gated else REGISTERS, warps=4)
+        return None if x.shape[0] < 64 else Tiles(64, 64, warps=4)
 
     monkeypatch.setattr(matmul, "tiles_for", tiles_for)
     monkeypatch.setattr(matmul, "many_rows_are_exact", lambda device: True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 QUERIES = 16  # of one block: its rows times the heads that share a key head
 TILE = 128  # queries of a prompt's tile, which is several blocks
-TILE_WARPS, TILE_STAGES = 8, 3
+TILE_WARPS, TILE_STAGES, TILE_REGISTERS = 8, 3, None
 SPAN = 128  # keys of one sum
 LOG2_E = 1.4426950408889634
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
@@ -133,8 +133,8 @@ def _span(
     anchor = tl.where(high == float("-inf"), 0.0, high)
     weights = tl.exp2(scores - anchor[:, None]).to(v.dtype)  # 0 for keys that are not seen
     # The weights' sum is a product too: a reduction's order would depend on the size of the block.
-    ones = tl.full((SPAN, 16), 1.0, v.dtype)
-    weight = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)  # sixteen times the same
+    ones = tl.full((SPAN, 8), 1.0, v.dtype)
+    weight = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)  # eight times the same
     return high, weight, tl.dot(weights, v, input_precision=PRECISION)
 
 
@@ -274,7 +274,7 @@ def attend(
         sinks_, scale_, length, *rest = given
         tile(
             q, k_plane, v_plane, out, blocks.table, blocks.info, sinks_, n, scale_, length, *rest,
-            QUERIES=TILE, num_warps=TILE_WARPS, num_stages=TILE_STAGES, **constants,
+            QUERIES=TILE, num_warps=TILE_WARPS, num_stages=TILE_STAGES, maxnreg=TILE_REGISTERS, **constants,
         )  # fmt: skip
     programs = PROMPT_PROGRAMS if per_tile else PROGRAMS
     splits = min(scratch.spans, max(1, programs // (n * kv_heads)))

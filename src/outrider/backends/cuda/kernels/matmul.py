@@ -120,7 +120,7 @@ def product(
         x, w, x if scale is None else scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
-        PRECISION="ieee",
+        PRECISION="ieee", enable_fp_fusion=False,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
     )  # fmt: skip
     return out
