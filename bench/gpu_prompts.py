@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import attention, matmul, wide
-from outrider.backends.cuda.kernels.attention import Blocks, Scratch
+from outrider.backends.cuda.kernels.attention import Blocks, Scratch, Tile
 from outrider.backends.cuda.kernels.wide import Tiles
 from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.toy import hash_of
@@ -57,7 +57,10 @@ GATED = [
     Tiles(128, 128), Tiles(128, 128, stages=4), Tiles(128, 128, warps=4, special=True),
     Tiles(128, 128, stages=4, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True, group=16),
 ]  # fmt: skip
-ATTENTION = [(64, 4, 2, 168), (64, 4, 3, 168), (64, 4, 2, None), (64, 4, 1, 168), (128, 8, 3, None), (128, 8, 2, None)]
+ATTENTION = [
+    Tile(64, 4, 2, 168), Tile(64, 4, 3, 168), Tile(64, 4, 2), Tile(64, 4, 1, 168), Tile(128, 8, 3), Tile(128, 8, 2),
+    Tile(64, 8, 2),
+]  # fmt: skip
 
 
 def seconds(run: Callable[[], Any], budget: float = 0.02) -> float:
@@ -171,9 +174,9 @@ def sweep_attention(report: dict[str, Any]) -> None:
                 try:
                     same = torch.equal(run(), alike)
                     took = seconds(run)
-                    found[str(how)] = took if same else [took, "OTHER BITS"]
+                    found[str(astuple(how))] = took if same else [took, "OTHER BITS"]
                 except Exception as error:  # a candidate that does not fit
-                    found[str(how)] = f"{type(error).__name__}: {error}"[:80]
+                    found[str(astuple(how))] = f"{type(error).__name__}: {error}"[:80]
             report[f"{shape} {rows} of {context}"] = {
                 key: round(1e6 * value, 1) if isinstance(value, float) else value for key, value in found.items()
             }
@@ -204,11 +207,11 @@ def compile_some(part: int, parts: int) -> None:
             print(f"{type(error).__name__}: {error}"[:200], file=sys.stderr)
 
 
-def set_tile(how: tuple[int, int, int, int | None]) -> None:
-    attention.TILE, attention.TILE_WARPS, attention.TILE_STAGES, attention.TILE_REGISTERS = how
+def set_tile(how: Tile) -> None:
+    attention.tile_of = lambda dim, memory: how  # type: ignore[assignment]
 
 
-def _compile_attention(many: Any, how: tuple[int, int, int, int | None], dim: int) -> None:
+def _compile_attention(many: Any, how: Tile, dim: int) -> None:
     set_tile(how)
     attention.attend(*many, dim**-0.5)
 

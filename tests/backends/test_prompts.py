@@ -157,6 +157,7 @@ def test_a_prompts_tile_has_the_bits_of_single_blocks(
 
 def test_tiles_take_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a prompt's aligned blocks; not those of decoding sequences, nor of groups of several sequences."""
+    monkeypatch.setattr(attention, "tile_of", lambda dim, memory: attention.Tile(128, 4, 1))
     scene = Prompts(2, (8, 1, 16), [(2, 40), (36, 90), (1, 3)])  # two rows in a block, eight blocks in a tile
     alike = scene.run(False)
 

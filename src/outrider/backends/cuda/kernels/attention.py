@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .wide import shared_memory
+
 QUERIES = 16  # of one block: its rows times the heads that share a key head
-TILE = 128  # queries of a prompt's tile, which is several blocks
-TILE_WARPS, TILE_STAGES, TILE_REGISTERS = 8, 3, None
 SPAN = 128  # keys of one sum
 LOG2_E = 1.4426950408889634
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
@@ -45,6 +45,25 @@ class Blocks:
     table: Tensor  # [lines, length] int32
     scratch: Scratch
     prompts: bool = False  # whether there may be prompts among them
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a prompt's blocks are computed together. Nothing of this changes a bit."""
+
+    queries: int
+    warps: int
+    stages: int
+    registers: int | None = None  # of a thread, at most: fewer let more tiles share a processor
+
+
+def tile_of(dim: int, memory: int) -> Tile | None:
+    """The tile for heads of this dimension, a power of two, with so many bytes of shared memory; None: none fits."""
+    if dim <= 64:
+        return Tile(64, 4, 2, 168)
+    if dim <= 128:
+        return Tile(128, 8, 3) if memory >= 200_000 else Tile(64, 4, 1)
+    return Tile(64, 8, 1) if dim <= 256 and memory >= 200_000 else None
 
 
 def rows_per_block(heads: int, kv_heads: int) -> int:
@@ -261,24 +280,26 @@ def attend(
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
-    per_block = rows_per_block(heads, kv_heads)
-    per_tile = TILE // (per_block * (heads // kv_heads)) if blocks.prompts else 0
+    per_block, width = rows_per_block(heads, kv_heads), max(16, triton.next_power_of_2(dim))
+    fits = blocks.prompts and q.element_size() == 2
+    tile = tile_of(width, shared_memory(q.device)) if fits else None
+    per_tile = 0 if tile is None else tile.queries // (per_block * (heads // kv_heads))
     given = (q if sinks is None else sinks, scale * LOG2_E, blocks.table.shape[1], window, cap * LOG2_E)
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim)),
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": width,
         "SPAN": SPAN, "PRECISION": "ieee", "CAPPED": cap > 0, "SINKS": sinks is not None, "PER_TILE": per_tile,
         "PER_BLOCK": per_block, "enable_fp_fusion": False,
     }  # fmt: skip
-    if per_tile:
-        tile: Any = _attend_tile[(triton.cdiv(n, per_tile), kv_heads)]
+    if tile is not None and per_tile:
+        launch: Any = _attend_tile[(triton.cdiv(n, per_tile), kv_heads)]
         sinks_, scale_, length, *rest = given
-        tile(
+        launch(
             q, k_plane, v_plane, out, blocks.table, blocks.info, sinks_, n, scale_, length, *rest,
-            QUERIES=TILE, num_warps=TILE_WARPS, num_stages=TILE_STAGES, maxnreg=TILE_REGISTERS, **constants,
+            QUERIES=tile.queries, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **constants,
         )  # fmt: skip
     programs = PROMPT_PROGRAMS if per_tile else PROGRAMS
     splits = min(scratch.spans, max(1, programs // (n * kv_heads)))
-    launch: Any = _attend[(n, kv_heads, splits)]
+    launch = _attend[(n, kv_heads, splits)]
     launch(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
         *given[:3], blocks.tail.shape[1], scratch.spans, scratch.rows, *given[3:],

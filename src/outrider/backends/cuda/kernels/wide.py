@@ -11,6 +11,7 @@ It knows weights and rows; it does not know layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -36,12 +37,21 @@ class Tiles:
 
 
 MANY_ROWS = 256  # from here on a product is work; below, it is reading the weight
+LARGE_MEMORY = 220_000  # bytes of shared memory that these tiles need: Hopper and the large Blackwells
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a GPU's shared memory that one program may use."""
+    if device.type != "cuda":
+        return 0  # triton's interpreter
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
     """The tiles of this product; None: it has few rows, or numbers that these kernels do not multiply."""
     aligned = all(each.stride(0) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0 for each in (x, w))
-    if x.shape[0] < MANY_ROWS or not x.is_cuda or x.element_size() != 2 or not aligned:
+    if x.shape[0] < MANY_ROWS or x.element_size() != 2 or not aligned or shared_memory(x.device) < LARGE_MEMORY:
         return None
     return tiles_of(gated)
 
