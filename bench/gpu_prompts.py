@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -183,13 +183,13 @@ def sweep_attention(report: dict[str, Any]) -> None:
             print(shape, rows, context, report[f"{shape} {rows} of {context}"], file=sys.stderr, flush=True)
 
 
-def compile_some(part: int, parts: int) -> None:
-    """Compile the candidates number part, part + parts, …: the results are cached."""
+def candidates() -> list[Callable[[], Any]]:
+    """What compiles the kernels of a sweep."""
     matmul.tiles_for = lambda *given: None  # type: ignore[assignment]
     work: list[Callable[[], Any]] = []
     x = torch.randn(128, 512, device="cuda").to(torch.bfloat16)
-    for gated, candidates in ((False, CANDIDATES), (True, GATED)):
-        for tiles in candidates:
+    for gated, several in ((False, CANDIDATES), (True, GATED)):
+        for tiles in several:
             work.append(lambda t=tiles, g=gated: wide.wide_product(x, weight(512), 1 if g else 2, 256, t, gated=g))
         for rows in (16, 64, 256):
             few = torch.randn(rows, 512, device="cuda").to(torch.bfloat16)
@@ -200,11 +200,48 @@ def compile_some(part: int, parts: int) -> None:
         work.append(lambda m=few_rows, d=dim: attention.attend(*m, d**-0.5))
         for how in ATTENTION:
             work.append(partial(_compile_attention, scene(shape, 128, 2048, prompts=True), how, dim))
-    for one in work[part::parts]:
+    return work
+
+
+def chosen() -> list[Callable[[], Any]]:
+    """What compiles the kernels of the other sections: a model of one layer runs everything."""
+    work: list[Callable[[], Any]] = []
+    for rows in (16, 64, 256):
+        for name in ("7b down", "7b gate_up", "qwen qkv"):
+            work.append(partial(_run_product, name, rows))
+    for shape, (_, _, dim) in HEADS.items():
+        work.append(lambda m=scene(shape, 128, 2048, prompts=True), d=dim: attention.attend(*m, d**-0.5))
+    seven.layers = 1
+    for length, more in ((2048, {}), (2300, {}), (64, {}), (300, {"drafter": "ngram", "k": 8, "prompt_rows": 1000})):
+        settings = {"drafter": "off", "k": 0} | more
+        work.append(lambda length=length, how=settings: answer(engine_of(**how), text(length), 40))
+    return work
+
+
+def _run_product(name: str, rows: int) -> None:
+    x, w = operands(name, rows)
+    layer = matmul.Product(w)
+    layer.gated(x) if SHAPES[name][2] else layer(x)
+
+
+def compile_some(kind: str, part: int, parts: int) -> None:
+    """Compile what is number part, part + parts, …: the results are cached."""
+    for one in {"candidates": candidates, "chosen": chosen}[kind]()[part::parts]:
         try:
             one()
         except Exception as error:
             print(f"{type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
+def compile_all(kind: str) -> float:
+    """Compile in as many processes as a machine with a GPU has cores; returns the seconds."""
+    start, count = time.perf_counter(), 14
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--compile", kind, str(i), str(count)]) for i in range(count)
+    ]
+    for worker in workers:
+        worker.wait()
+    return round(time.perf_counter() - start, 1)
 
 
 def set_tile(how: Tile) -> None:
@@ -223,11 +260,7 @@ def weight(outs: int) -> Tensor:
 def sweep(report: dict[str, Any]) -> None:
     """Times of all candidates, in microseconds, and whether they have the bits of a few rows."""
     matmul.tiles_for = lambda *given: None  # type: ignore[assignment]
-    start = time.perf_counter()
-    workers = [subprocess.Popen([sys.executable, __file__, "--compile", str(i), "12"]) for i in range(12)]
-    for worker in workers:
-        worker.wait()
-    report["compile_s"] = round(time.perf_counter() - start, 1)
+    report["compile_s"] = compile_all("candidates")
     sweep_attention(report.setdefault("attention_us", {}))
     sweep_products(report.setdefault("products_us", {}))
 
@@ -290,19 +323,26 @@ class Invented:
         return torch.randn(shape, dtype=dtype, device="cuda") / shape[-1] ** 0.5
 
 
-@cache
-def seven() -> Transformer:
+class Seven:
     """A decoder of the 7.04B twin's shape for 40k positions."""
-    config = ModelConfig(
-        architecture="llama", vocab_size=49152, hidden_size=4608, intermediate_size=13824, layers=30, heads=36,
-        kv_heads=12, head_dim=64, norm_eps=1e-5, rope_theta=1e5, context_length=40960, tied=False,
-    )  # fmt: skip
-    return Transformer(config, Invented(config), torch.bfloat16, "cuda", config.context_length)
+
+    layers = 30
+
+    @cached_property
+    def model(self) -> Transformer:
+        config = ModelConfig(
+            architecture="llama", vocab_size=49152, hidden_size=4608, intermediate_size=13824, layers=self.layers,
+            heads=36, kv_heads=12, head_dim=64, norm_eps=1e-5, rope_theta=1e5, context_length=40960, tied=False,
+        )  # fmt: skip
+        return Transformer(config, Invented(config), torch.bfloat16, "cuda", config.context_length)
 
 
-def engine_of(**settings: Any) -> Engine:
-    """An engine that records a round when it is first needed, and holds the prompt of this file."""
-    return build_engine(seven(), Config(max_batch=1, cache_tokens=36864, max_length=36000, **settings))
+seven = Seven()
+
+
+def engine_of(batch: int = 1, **settings: Any) -> Engine:
+    """An engine that records a round when it is first needed, and holds the prompts of this file."""
+    return build_engine(seven.model, Config(max_batch=batch, cache_tokens=36864, max_length=36000, **settings))
 
 
 def answer(engine: Engine, tokens: list[int], count: int) -> tuple[Sequence, float]:
@@ -355,6 +395,29 @@ def prompt(report: dict[str, Any]) -> None:
         report[f"{length}"] |= {"transformers_s": sorted(taken)[1]}
 
 
+def beside(report: dict[str, Any]) -> None:
+    """Milliseconds between the tokens of a stream, alone and while a prompt of 32,768 tokens is read beside it."""
+    engine, gaps = engine_of(2, drafter="off", k=0), {"alone": list[float](), "beside": list[float]()}
+    answer(engine, text(600), 40)  # records
+    stream = Sequence(next(IDS), text(100), SamplingParams(max_tokens=400, ignore_eos=True))
+    long = Sequence(next(IDS), text(LENGTHS[-1]), SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.add(stream)
+    last, seen = time.perf_counter(), 0
+    while not (stream.done or long.done):
+        engine.step()
+        if len(stream.generated) > seen:
+            now, seen = time.perf_counter(), len(stream.generated)
+            gaps["alone" if seen < 100 else "beside"].append(1e3 * (now - last))
+            last = now
+            if seen == 100:
+                engine.add(long)
+                started = now
+    report["prompt_s"] = round(time.perf_counter() - started, 3)
+    for name, each in gaps.items():
+        ordered = sorted(each[5:])
+        report[name] = {"median_ms": round(ordered[len(ordered) // 2], 2), "longest_ms": round(ordered[-1], 2)}
+
+
 def exact(report: dict[str, Any]) -> None:
     """32,768 tokens in chunks of several sizes: the same K and V, the same text with and without drafts."""
     tokens, found = text(LENGTHS[-1]), []
@@ -383,20 +446,25 @@ def exact(report: dict[str, Any]) -> None:
         del engine
 
 
-SECTIONS = {"products": products, "attention": attentions, "prompt": prompt, "exact": exact, "sweep": sweep}
+SECTIONS = {
+    "products": products, "attention": attentions, "prompt": prompt, "beside": beside, "exact": exact, "sweep": sweep
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default="products,attention,prompt,exact")
-    parser.add_argument("--compile", nargs=2, type=int)
+    parser.add_argument("--sections", default="products,attention,prompt,beside,exact")
+    parser.add_argument("--compile", nargs=3)
     options = parser.parse_args()
-    if options.compile:
-        compile_some(*options.compile)
-        return
     Graphs.warm = Rounds.warm = lambda *given: None  # type: ignore[assignment,method-assign]
+    if options.compile:
+        kind, part, parts = options.compile
+        compile_some(kind, int(part), int(parts))
+        return
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for section in options.sections.split(","):
+    sections = options.sections.split(",")
+    report["compile_s"] = compile_all("chosen") if sections != ["sweep"] else 0.0
+    for section in sections:
         start = time.perf_counter()
         SECTIONS[section](report.setdefault(section, {}))
         report[section]["took_s"] = round(time.perf_counter() - start, 1)
