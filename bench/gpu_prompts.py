@@ -49,17 +49,12 @@ LENGTHS = (2048, 8192, 32768)
 IDS = itertools.count(1)
 HEADS = {"7b": (36, 12, 64), "qwen": (12, 2, 128)}  # query heads, key heads, dimension
 CANDIDATES = [
-    Tiles(128, 128, stages=3), Tiles(128, 128, stages=4), Tiles(128, 128, step=128),
-    Tiles(128, 128, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True),
-    Tiles(128, 128, stages=5, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True, group=16),
-    Tiles(128, 128, False), Tiles(128, 256, False, 4),
+    Tiles(128, 128, registers=128), Tiles(128, 128), Tiles(128, 128, stages=4), Tiles(128, 128, step=128),
+    Tiles(128, 128, registers=128, group=16), Tiles(128, 128, False), Tiles(128, 256, False, 4),
 ]  # fmt: skip
-GATED = [
-    Tiles(128, 128), Tiles(128, 128, stages=4), Tiles(128, 128, warps=4, special=True),
-    Tiles(128, 128, stages=4, warps=4, special=True), Tiles(128, 128, stages=4, warps=4, special=True, group=16),
-]  # fmt: skip
+GATED = [Tiles(128, 128), Tiles(128, 128, stages=4), Tiles(128, 64), Tiles(128, 128, group=4)]
 ATTENTION = [
-    Tile(64, 4, 2, 168), Tile(64, 4, 3, 168), Tile(64, 4, 2), Tile(64, 4, 1, 168), Tile(128, 8, 3), Tile(128, 8, 2),
+    Tile(64, 4, 2, 168), Tile(64, 4, 3, 168), Tile(64, 4, 2), Tile(64, 4, 2, 152), Tile(128, 8, 3), Tile(128, 8, 2),
     Tile(64, 8, 2),
 ]  # fmt: skip
 
@@ -242,7 +237,7 @@ def compile_all(kind: str) -> float:
         subprocess.Popen([sys.executable, __file__, "--compile", kind, str(i), str(count)]) for i in range(count)
     ]
     for worker in workers:
-        worker.wait()
+        worker.wait(60)
     return round(time.perf_counter() - start, 1)
 
 
@@ -398,6 +393,17 @@ def prompt(report: dict[str, Any]) -> None:
         report[f"{length}"] |= {"transformers_s": sorted(taken)[1]}
 
 
+def chunks(report: dict[str, Any]) -> None:
+    """Seconds to the first token by the rows of a chunk."""
+    for rows in (1024, 2048, 4096, 8192):
+        engine, found = engine_of(drafter="off", k=0, prompt_rows=rows), {}
+        for length in LENGTHS:
+            answer(engine, text(length), 1)  # records
+            found[length] = round(min(answer(engine, text(length), 1)[1] for _ in range(2)), 4)
+        report[f"{rows}"] = found
+        del engine
+
+
 def beside(report: dict[str, Any]) -> None:
     """Milliseconds between the tokens of a stream, alone and while a prompt of 32,768 tokens is read beside it."""
     engine = engine_of(2, drafter="off", k=0)
@@ -460,7 +466,8 @@ def exact(report: dict[str, Any]) -> None:
 
 
 SECTIONS = {
-    "products": products, "attention": attentions, "prompt": prompt, "beside": beside, "exact": exact, "sweep": sweep
+    "products": products, "attention": attentions, "prompt": prompt, "chunks": chunks, "beside": beside, "exact": exact,
+    "sweep": sweep,
 }  # fmt: skip
 
 

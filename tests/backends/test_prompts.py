@@ -33,10 +33,10 @@ def wide_parts(x: Tensor, w: Tensor, splits: int, tiles: Tiles, **more: object) 
     return wide.wide_product(x, w, splits, matmul.split_of(x.shape[1], splits), tiles, **more)  # type: ignore[arg-type]
 
 
-KINDS = [Tiles(64, 64, warps=4), Tiles(64, 64, False, warps=4), Tiles(128, 128, warps=4, special=True)]
+KINDS = [Tiles(64, 64, warps=4), Tiles(64, 64, False, warps=4), Tiles(128, 128, registers=128)]
 
 
-@pytest.mark.parametrize("tiles", KINDS, ids=["added", "parts", "special"])
+@pytest.mark.parametrize("tiles", KINDS, ids=["added", "parts", "large"])
 @pytest.mark.parametrize(("rows", "outs", "ins", "splits"), [(70, 72, 192, 3), (130, 128, 136, 2), (64, 64, 64, 1)])
 def test_a_product_of_many_rows_has_the_bits_of_a_few(
     rows: int, outs: int, ins: int, splits: int, tiles: Tiles

@@ -112,7 +112,8 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
     top = tl.maximum(high, new_high)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(high - anchor), tl.exp2(new_high - anchor)
-    return top, weight * old + new_weight * new, total * old[:, None] + new_total * new[:, None]
+    weight = tl.fma(new_weight, new, weight * old)
+    return top, weight, tl.fma(new_total, new[:, None], total * old[:, None])
 
 
 @triton.jit
@@ -140,17 +141,18 @@ def _span(
         ok = (p < max_keys)[:, None] & (d < DIM)[None, :]
         k = tl.load(k_plane + offset, mask=ok, other=0.0)
         v = tl.load(v_plane + offset, mask=ok, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [M, SPAN]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, SPAN]
     if CAPPED:
-        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / cap)))
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * scale * (2.0 * 1.4426950408889634 / cap)))
+        scale = 1.0
     if not WHOLE:
         sees = p[None, :] < keys[:, None]
         if window > 0:
             sees = sees & (p[None, :] >= keys[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
-    high = tl.max(scores, 1)
+    high = tl.max(scores, 1) * scale
     anchor = tl.where(high == float("-inf"), 0.0, high)
-    weights = tl.exp2(scores - anchor[:, None]).to(v.dtype)  # 0 for keys that are not seen
+    weights = tl.exp2(tl.fma(scores, scale, -anchor[:, None])).to(v.dtype)  # 0 for keys that are not seen
     # The weights' sum is a product too: a reduction's order would depend on the size of the block.
     ones = tl.full((SPAN, 8), 1.0, v.dtype)
     weight = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)  # eight times the same

@@ -3,8 +3,7 @@
 Promise: a row's result is the same bits as that of `matmul.product` for a few rows. An element's sum takes its inputs
 in the same order, is cut where the weight's tiling cuts it, and the parts are added from the first to the last; tiles,
 warps and the order of programs change no bit. The parts are added here, so that a prompt's results are written once.
-What is read comes through tensor descriptors (TMA on Hopper and newer), without an address for every element; where
-that pays, some warps only fetch and the others only multiply (`Tiles.special`).
+What is read comes through tensor descriptors (TMA on Hopper and newer), without an address for every element.
 It knows weights and rows; it does not know layers.
 """
 
@@ -30,8 +29,8 @@ class Tiles:
     outputs: int
     added: bool = True  # the parts of a sum are added here; else by whoever reads them
     stages: int = 3
-    warps: int = 8  # special: those of one group that multiplies; there are two, and one that fetches
-    special: bool = False
+    warps: int = 8
+    registers: int | None = None  # of a thread, at most: fewer let two programs share a processor
     step: int = 64  # inputs of one step
     group: int = 8  # tiles of rows that are computed one after the other with the same weights
 
@@ -55,11 +54,12 @@ def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
         return None
     if shared_memory(x.device) < LARGE_MEMORY:
         return None
-    return tiles_of(gated)
+    return tiles_of(gated, converted=w.dtype != x.dtype)
 
 
-def tiles_of(gated: bool) -> Tiles:
-    return Tiles(128, 128)
+def tiles_of(gated: bool, converted: bool = False) -> Tiles:
+    """converted: the weight becomes the rows' type on the way."""
+    return Tiles(128, 128) if gated or converted else Tiles(128, 128, registers=128)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _wide(
     x, w, scale, row_scale, out, rows, outs, split, parts,
     ROWS: tl.constexpr, OUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, ADDED: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
-    SPECIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `matmul._product`. ADDED: all `parts` of the sum, of `split` inputs each; else part program_id(1)."""
     tile, high = tl.program_id(0), tl.cdiv(rows, ROWS)
@@ -90,7 +90,7 @@ def _wide(
     total = tl.zeros((ROWS, OUTS), tl.float32)
     if GATED:
         other = tl.zeros((ROWS, OUTS), tl.float32)
-        for at in tl.range(0, split, STEP, warp_specialize=SPECIAL):
+        for at in range(0, split, STEP):
             inputs = x.load([row, at])  # [ROWS, STEP]
             total = tl.dot(inputs, w.load([o, at]).to(inputs.dtype).T, total, input_precision=PRECISION)
             other = tl.dot(inputs, w.load([outs + o, at]).to(inputs.dtype).T, other, input_precision=PRECISION)
@@ -101,26 +101,17 @@ def _wide(
             steepness = 1.5957691216057308 * (total + 0.044715 * total * total * total)
         total = total / (1.0 + tl.exp(-steepness)) * other
     elif not ADDED:
-        for at in tl.range(part * split, part * split + split, STEP, warp_specialize=SPECIAL):
+        for at in range(part * split, part * split + split, STEP):
             inputs = x.load([row, at])
             total = tl.dot(inputs, w.load([o, at]).to(inputs.dtype).T, total, input_precision=PRECISION)
         total = _scaled(total, scale, row_scale, r_at, o_at, rows, outs, SCALED, ROW_SCALED)
-    elif SPECIAL:
-        for each in tl.range(0, parts, warp_specialize=True):
+    else:
+        for each in range(parts):
             more = tl.zeros((ROWS, OUTS), tl.float32)
             for at in range(each * split, each * split + split, STEP):
                 inputs = x.load([row, at])
                 more = tl.dot(inputs, w.load([o, at]).to(inputs.dtype).T, more, input_precision=PRECISION)
             total += _scaled(more, scale, row_scale, r_at, o_at, rows, outs, SCALED, ROW_SCALED)
-    else:  # one loop over all parts, so that loads run ahead of a part's end
-        more = tl.zeros((ROWS, OUTS), tl.float32)
-        steps = split // STEP
-        for i in range(steps * parts):
-            inputs = x.load([row, i * STEP])
-            more = tl.dot(inputs, w.load([o, i * STEP]).to(inputs.dtype).T, more, input_precision=PRECISION)
-            if i % steps == steps - 1:
-                total += _scaled(more, scale, row_scale, r_at, o_at, rows, outs, SCALED, ROW_SCALED)
-                more = tl.zeros((ROWS, OUTS), tl.float32)
     target = out + (part.to(tl.int64) * rows + r_at) * outs + o_at
     tl.store(target, total.to(out.dtype.element_ty), mask=(r_at < rows) & (o_at < outs))
 
@@ -142,7 +133,7 @@ def wide_product(
         x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, split, splits,
         ROWS=tiles.rows, OUTS=tiles.outputs, STEP=step, GROUP=tiles.group, ADDED=tiles.added and splits > 1,
         GATED=gated, GELU=activation == GELU, SCALED=scale is not None, ROW_SCALED=row_scale is not None,
-        SPECIAL=tiles.special, PRECISION="ieee",
-        num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
+        PRECISION="ieee",
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out
