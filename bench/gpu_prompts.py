@@ -404,6 +404,20 @@ def chunks(report: dict[str, Any]) -> None:
         del engine
 
 
+def kernels(report: dict[str, Any]) -> None:
+    """Milliseconds of a prompt's kernels, by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = engine_of(drafter="off", k=0)
+    for length in LENGTHS:
+        answer(engine, text(length), 1)  # records
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            answer(engine, text(length), 1)
+        spent = {event.key[:40]: event.self_device_time_total / 1e3 for event in profiled.key_averages()}
+        ordered = sorted(spent.items(), key=lambda item: -item[1])[:10]
+        report[f"{length}"] = {name: round(each, 2) for name, each in ordered}
+
+
 def beside(report: dict[str, Any]) -> None:
     """Milliseconds between the tokens of a stream, alone and while a prompt of 32,768 tokens is read beside it."""
     engine = engine_of(2, drafter="off", k=0)
@@ -466,14 +480,14 @@ def exact(report: dict[str, Any]) -> None:
 
 
 SECTIONS = {
-    "products": products, "attention": attentions, "prompt": prompt, "chunks": chunks, "beside": beside, "exact": exact,
-    "sweep": sweep,
+    "products": products, "attention": attentions, "prompt": prompt, "chunks": chunks, "kernels": kernels,
+    "beside": beside, "exact": exact, "sweep": sweep,
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default="products,attention,prompt,beside,exact")
+    parser.add_argument("--sections", default="products,attention,prompt,kernels,beside,exact")
     parser.add_argument("--compile", nargs=3)
     options = parser.parse_args()
     Graphs.warm = Rounds.warm = lambda *given: None  # type: ignore[assignment,method-assign]
