@@ -298,6 +298,10 @@ def attentions(report: dict[str, Any]) -> None:
             if rows == context:
                 found["sdpa_us"] = sdpa(shape, rows)
             report[f"{shape} {rows} of {context}"] = {key: round(1e6 * value, 1) for key, value in found.items()}
+        for context in (512, 2048, 8192, 32768):
+            one = scene(shape, 1, context)
+            taken = seconds(lambda one=one, dim=dim: attention.attend(*one, dim**-0.5))
+            report[f"{shape} 1 of {context}"] = {"us": round(1e6 * taken, 1)}
 
 
 # ------------------------------------------------------------ whole prompts

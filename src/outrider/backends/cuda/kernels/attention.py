@@ -215,12 +215,15 @@ def _attend(
         if before + 1 < tl.minimum(end - begin, SPLITS):
             return
         tl.store(finished + first * KV_HEADS + head, 0)  # the last program merges in order, and resets the count
-        for span in range(begin, end):
-            at = index * max_spans + span
-            new_high = tl.load(stats + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
-            new_weight = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
-            new_total = tl.load(sums + at[:, None] * DIM + d[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-            high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
+        for some in range(begin, end, 8):
+            for i in tl.static_range(8):  # their loads wait together; beyond the end spans are empty
+                span, here = some + i, some + i < end
+                at = index * max_spans + span
+                new_high = tl.load(stats + at * 2, mask=valid & here, other=float("-inf"), cache_modifier=".cg")
+                new_weight = tl.load(stats + at * 2 + 1, mask=valid & here, other=0.0, cache_modifier=".cg")
+                values = sums + at[:, None] * DIM + d[None, :]
+                new_total = tl.load(values, mask=ok & here, other=0.0, cache_modifier=".cg")
+                high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
