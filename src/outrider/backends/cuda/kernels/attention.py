@@ -117,15 +117,11 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 
 @triton.jit
-def _span(
-    q, k_plane, v_plane, slots, tail, base, head, start, max_keys, keys, scale, window, cap,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr, WHOLE: tl.constexpr,
+def _keys(
+    k_plane, v_plane, slots, tail, base, head, start, max_keys,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
-
-    WHOLE: every query sees every key of the span, and all of them are in the table.
-    """
+    """K and V of a span [SPAN, d]. WHOLE: all of its keys exist, and are in the table."""
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
     if WHOLE:
@@ -135,12 +131,23 @@ def _span(
         slot += tl.load(tail + p - base, mask=(p < max_keys) & (p >= base), other=0)
     offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
     if WHOLE and DIM == DIM_PAD:
-        k = tl.load(k_plane + offset)
-        v = tl.load(v_plane + offset)
+        k, v = tl.load(k_plane + offset), tl.load(v_plane + offset)
     else:
         ok = (p < max_keys)[:, None] & (d < DIM)[None, :]
-        k = tl.load(k_plane + offset, mask=ok, other=0.0)
-        v = tl.load(v_plane + offset, mask=ok, other=0.0)
+        k, v = tl.load(k_plane + offset, mask=ok, other=0.0), tl.load(v_plane + offset, mask=ok, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _span(
+    q, k, v, start, keys, scale, window, cap,
+    SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
+
+    WHOLE: every query sees every key of the span.
+    """
+    p = start + tl.arange(0, SPAN)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, SPAN]
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * scale * (2.0 * 1.4426950408889634 / cap)))
@@ -198,10 +205,13 @@ def _attend(
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     for span in range(begin + split, end, 1 if unsplit else SPLITS):
-        new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
+        k, v = _keys(
+            k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys,
+            KV_HEADS, DIM, DIM_PAD, SPAN, False,
         )  # fmt: skip
+        new_high, new_weight, new_total = _span(
+            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, False
+        )
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:
@@ -259,16 +269,22 @@ def _attend_tile(
     begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
     whole = begin if window > 0 else min_keys // SPAN  # where spans end that every row sees
     for span in range(begin, whole):
-        new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, True,
+        k, v = _keys(
+            k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys,
+            KV_HEADS, DIM, DIM_PAD, SPAN, True,
         )  # fmt: skip
+        new_high, new_weight, new_total = _span(
+            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, True
+        )
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     for span in tl.range(whole, tl.cdiv(max_keys, SPAN), num_stages=1):
-        new_high, new_weight, new_total = _span(
-            query, k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys, keys, scale,
-            window, cap, KV_HEADS, DIM, DIM_PAD, SPAN, PRECISION, CAPPED, False,
+        k, v = _keys(
+            k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys,
+            KV_HEADS, DIM, DIM_PAD, SPAN, False,
         )  # fmt: skip
+        new_high, new_weight, new_total = _span(
+            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, False
+        )
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
