@@ -180,10 +180,10 @@ def _attend(
     line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
     min_keys = tl.load(info + block * 8 + 4)
     max_keys = min_keys + rows - 1
-    begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0  # before it no row sees a key
+    earliest = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0  # before it no row sees a key
     end = tl.cdiv(max_keys, SPAN)
-    unsplit = (SPLITS == 1) | (end - begin == 1) | (first + rows > scratch_rows)
-    if (rows == 0) | (split >= (1 if unsplit else end - begin)):
+    unsplit = (SPLITS == 1) | (end - earliest == 1) | (first + rows > scratch_rows)
+    if (rows == 0) | (split >= (1 if unsplit else end - earliest)):
         return
     if PER_TILE > 0:  # noqa: SIM102 -- of a constant, so that the other kernel has none of it
         if _rows_together(info, block // PER_TILE, tl.num_programs(0), PER_TILE, PER_BLOCK) > 0:
@@ -204,7 +204,7 @@ def _attend(
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    for span in range(begin + split, end, 1 if unsplit else SPLITS):
+    for span in range(earliest + split, end, 1 if unsplit else SPLITS):
         k, v = _keys(
             k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys,
             KV_HEADS, DIM, DIM_PAD, SPAN, False,
@@ -222,10 +222,10 @@ def _attend(
     if not unsplit:
         tl.debug_barrier()  # all threads have written before the program counts as finished
         before = tl.atomic_add(finished + first * KV_HEADS + head, 1, sem="acq_rel")
-        if before + 1 < tl.minimum(end - begin, SPLITS):
+        if before + 1 < tl.minimum(end - earliest, SPLITS):
             return
         tl.store(finished + first * KV_HEADS + head, 0)  # the last program merges in order, and resets the count
-        for some in range(begin, end, 8):
+        for some in range(earliest, end, 8):
             for i in tl.static_range(8):  # their loads wait together; beyond the end spans are empty
                 span, here = some + i, some + i < end
                 at = index * max_spans + span
@@ -266,9 +266,9 @@ def _attend_tile(
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    begin = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
-    whole = begin if window > 0 else min_keys // SPAN  # where spans end that every row sees
-    for span in range(begin, whole):
+    earliest = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
+    whole = earliest if window > 0 else min_keys // SPAN  # where spans end that every row sees
+    for span in range(earliest, whole):
         k, v = _keys(
             k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys,
             KV_HEADS, DIM, DIM_PAD, SPAN, True,
