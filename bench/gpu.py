@@ -17,10 +17,14 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
                   --rounds 2 --k 8
                   --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
+    11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections plain,spec,verify
+                  --tokens 160 --per-category 2 --rounds 2 --k 6,8,12 --alphas .6,.7,.8 --verify-tokens 2000
+                  --out 11b.json
 
 Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
-function, `twin.py`), 7b-w4 (with the layers rounded to four bits, `w4.py`; give `--dtype auto`), a folder or a .gguf
-file. No network is needed: `--small` is SmolLM2 as a .gguf file or a folder.
+function, `twin.py`), 7b-w4 (with the layers rounded to four bits, `w4.py`; give `--dtype auto`), 11b (opus-mt, an
+encoder–decoder, widened; `bench/translate.py` says where it is found), a folder or a .gguf file. No network is needed:
+`--small` is SmolLM2 as a .gguf file or a folder, or the folder of opus-mt.
 Each section stops after `--section-seconds` with what it has; a section that fails is reported and does not stop the
 others. All contenders share one counter: `tok_s` is tokens after the first ÷ time from the first to the last,
 `request_tok_s` all tokens ÷ the whole request. The last line is one JSON object; `--out` has it after every section.
@@ -75,9 +79,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sections", default=",".join(SECTIONS))
-    add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 7b-w4 (with --dtype auto), 30b, …")
-    add("--small", help="SmolLM2: a .gguf file or a folder (default: Outrider's cache)")
-    add("--draft-model", help="default: SmolLM2 for 7b and 30b, none for others")
+    add("--model", default="7b", type=folder_or_name, help="smollm2, 7b, 7b-w4 (with --dtype auto), 30b, 11b, …")
+    add("--small", help="SmolLM2: a .gguf file or a folder (default: Outrider's cache); for 11b the folder of opus-mt")
+    add("--draft-model", help="default: what was widened for 7b, 30b and 11b, none for others")
     add("--head", type=Path, help="the folder of a trained head; for 7b and 30b a head of SmolLM2")
     add("--wide-head", action="store_true", help="widen the head with the twin, instead of keeping it narrow")
     add("--device", default="cuda")
@@ -93,7 +97,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--only",
         default="",
-        help="spec, loop, timeline: contenders beside plain, by prefixes of their names, as head,auto",
+        help="spec, loop, timeline, never: contenders beside plain, by prefixes of their names, as head,auto",
     )
     add(
         "--ignore-eos",

@@ -32,7 +32,12 @@ from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.prompts import Prompt, bundled, from_file
 
-TWINS = {"7b": twin.seven, "30b": twin.thirty, "7b-w4": lambda small, **how: w4.rounded(twin.seven(small, **how))}
+TWINS = {
+    "7b": twin.seven,
+    "30b": twin.thirty,
+    "11b": twin.eleven,
+    "7b-w4": lambda small, **how: w4.rounded(twin.seven(small, **how)),
+}
 REMEMBERING = (
     "suffix",
     "auto",

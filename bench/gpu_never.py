@@ -94,7 +94,9 @@ def contenders(lab: Lab) -> dict[str, tuple[Any, dict[str, Any]]]:
         found |= {"head": ("head", {}), "auto, head": ("auto", {"head": lab.head})}
     if lab.draft is not None:
         found["model"] = ("model", {})
-    return found | {"always wrong": (Wrong, {}), "wrong and slow": (WrongAndSlow, {})}
+    found |= {"always wrong": (Wrong, {}), "wrong and slow": (WrongAndSlow, {})}
+    wanted = tuple(name for name in lab.options.only.split(",") if name) or ("",)
+    return {name: how for name, how in found.items() if name.startswith(("plain", *wanted))}
 
 
 def one_size(lab: Lab, size: int, engines: dict[str, LLM], crowds: dict[str, list[list[int]]]) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def scene(shape: str, rows: int, context: int, prompts: bool = False) -> tuple[T
     blocks = [[i, min(per, rows - i), 0, context, before + i + 1, 0, 0, 0] for i in range(0, rows, per)]
     info = torch.tensor(blocks, dtype=torch.int32, device="cuda")
     tail = torch.zeros(len(blocks), 1, dtype=torch.int32, device="cuda")
-    return q, k, v, Blocks(info, tail, table, Scratch(16, heads, dim, context, torch.device("cuda")), prompts)
+    return q, k, v, Blocks(info, tail, table, Scratch(16, heads, dim, context, torch.device("cuda")), prompts=prompts)
 
 
 def sdpa(shape: str, rows: int) -> float:

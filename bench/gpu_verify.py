@@ -100,6 +100,8 @@ def compare(cell: Cell, llm: LLM, plain: LLM, batches: list[list[Request]], expe
 def margin(plain: LLM, request: Request, before: list[int]) -> float:
     """The gap between the target's two highest logits where the texts differ; NaN where it is unavailable."""
     ids, params = request
+    if plain.target.encoder:  # the ids are the source's: the text cannot be continued there
+        return float("nan")
     try:
         one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=1, logprobs=2)
         (out,) = plain.generate([ids + before], one)

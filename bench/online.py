@@ -9,12 +9,18 @@ Published results (bench/results/2026-11-15-online-NAME.json; NAME and command):
     cost        python bench/online.py --prompts 100 --bins 2 --tokens 32 --k 3 --threads 1 --head none
     smollm2     python bench/online.py --data data --prompts 60 --bins 5 --tokens 72 --threads 1 --dtype int8
                 --svg online.svg
+    qwen-head   python bench/online.py --model qwen.gguf --head shipped --domain german=german.jsonl:500
+                --domain legal=legal.jsonl:500 --domain codebase=codebase.jsonl:500
+                --domain code=code_alpaca_2k.json:150
+                --bins 5 --tokens 40 --k 3 --only frozen,learning
     two-kinds   python bench/online.py --device cpu --dtype int8 --threads 1 --prompts 150 --bins 5 --tokens 32 --k 3
                 --only frozen,learning --head none --svg online.svg
 
 Four engines answer every prompt in turn, in a changing order: plain decoding; the drafter frozen; the same drafter
 learning; and plain decoding with learning but without drafts (K = 0), which shows the cost of learning. Ids are
 compared. `--only frozen,learning` leaves out the other two, which halves the time of a long stream and gives no cost.
+With `--head` the drafter is that head (`shipped`: the model's own): chains, frozen without anything learnt, and
+learning its correction and its vocabulary, each domain as a kind of its own, so that each begins with the bare head.
 The last line is one JSON object.
 """
 
@@ -67,7 +73,7 @@ class Bin:
 
 def texts(args: argparse.Namespace, domain: str) -> list[str]:
     """The first prompts of a domain, from its files in order."""
-    count = args.prompts
+    count = args.counts.get(domain, args.prompts)
     found = [prompt.text[:800] for name in args.domains[domain] for prompt in read_file(args.data / name)]
     if len(found) < count:
         sys.exit(f"There are only {len(found)} prompts of {domain}: give --prompts {len(found)} or fewer.")
@@ -77,12 +83,15 @@ def texts(args: argparse.Namespace, domain: str) -> list[str]:
 def engines(args: argparse.Namespace) -> dict[str, LLM]:
     base = LLM(args.model, drafter="off", dtype=args.dtype, device=args.device, threads=args.threads, max_length=1024)
     options: dict[str, Any] = {"drafter": "online", "learn_share": args.share, "learn_cap_ms": args.cap_ms}
-    options |= {"head": args.head} if args.head else {}
+    options |= {"head": args.head} if args.head not in (None, "shipped") else {}
+    trained = args.head not in (None, "none")
+    options |= {"drafter": "head", "tree": False} if trained else {}
+    bare = {"learn_vocabulary": False} if trained else {}
     made = {
         PLAIN: lambda: base,
-        FROZEN: lambda: base.using(k=args.k, **options, learn=False),
-        LEARNING: lambda: base.using(k=args.k, **options),
-        WATCHING: lambda: base.using(k=0, **options),
+        FROZEN: lambda: base.using(k=args.k, **options, **bare, learn=False),
+        LEARNING: lambda: base.using(k=args.k, **options, learn=True),
+        WATCHING: lambda: base.using(k=0, **options, learn=True),
     }
     return {name: make() for name, make in made.items() if not args.only or name in args.only.split(",")}
 
@@ -102,11 +111,13 @@ def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) 
 def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
     """Run all prompts; returns the bins, and how many answers differ from those of the first engine."""
     bins: list[Bin] = []
-    differ, per_bin, tokens = 0, max(1, args.prompts // args.bins), 0
+    differ, tokens = 0, 0
     first = next(iter(llms))
     tokenizer = llms[first].tokenizer
     for domain in args.domains:
-        for number, text in enumerate(texts(args, domain)):
+        prompts = texts(args, domain)
+        per_bin = max(1, len(prompts) // args.bins)
+        for number, text in enumerate(prompts):
             if number % per_bin == 0 and (number // per_bin < args.bins):
                 bins.append(Bin(domain))
             ids = tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -161,6 +172,8 @@ def summary(bins: list[Bin], llms: dict[str, LLM], domains: Iterable[str]) -> di
         result[domain] = {"alpha": alpha, "gain": alpha[LEARNING] - alpha[FROZEN]}
         result[domain] |= {"first": own[0].alpha(LEARNING), "last": own[-1].alpha(LEARNING)}
         result[domain]["gain_last"] = own[-1].alpha(LEARNING) - own[-1].alpha(FROZEN)
+        result[domain]["speed"] = sum(b.seconds[FROZEN] for b in own) / sum(b.seconds[LEARNING] for b in own)
+        result[domain]["speed_last"] = own[-1].seconds[FROZEN] / own[-1].seconds[LEARNING]
     seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
     result["seconds"] = seconds
     if {PLAIN, WATCHING} <= set(llms):
@@ -173,13 +186,13 @@ def summary(bins: list[Bin], llms: dict[str, LLM], domains: Iterable[str]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=1000, help="of each domain")
-    parser.add_argument("--domain", action="append", default=[], help="NAME=FILE.jsonl, instead of code and writing")
+    parser.add_argument("--domain", action="append", default=[], help="NAME=FILE.jsonl[:COUNT], instead of both")
     parser.add_argument("--bins", type=int, default=6, help="of each domain")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--model", default=None)
-    parser.add_argument("--head", default=None, help="the folder of a trained head; default: an untrained drafter")
+    parser.add_argument("--head", default=None, help="a trained head's folder, or shipped; default: untrained")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=None)
@@ -190,7 +203,8 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, default=None)
     args = parser.parse_args()
     pairs = [each.split("=", 1) for each in args.domain]
-    args.domains = {name: (file,) for name, file in pairs} or DOMAINS
+    args.domains = {name: (file.partition(":")[0],) for name, file in pairs} or DOMAINS
+    args.counts = {name: int(file.partition(":")[2]) for name, file in pairs if ":" in file}
     console = Console(stderr=True)
     llms = engines(args)
     bins, differ = stream(args, llms, console)
@@ -199,7 +213,9 @@ def main() -> None:
     facts |= {"device": one.device, "environment": environment(), "command": sys.argv}
     facts["arguments"] = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
     facts["bins"] = [
-        {"domain": b.domain, "tokens": b.tokens, FROZEN: b.alpha(FROZEN), LEARNING: b.alpha(LEARNING)} for b in bins
+        {"domain": b.domain, "tokens": b.tokens, FROZEN: b.alpha(FROZEN), LEARNING: b.alpha(LEARNING)}
+        | {"tau": {n: b.tau(n) for n in (FROZEN, LEARNING)}, "seconds": dict(b.seconds)}
+        for b in bins
     ]
     if args.svg:
         args.svg.write_text(plot(bins), encoding="utf-8")
@@ -207,7 +223,8 @@ def main() -> None:
     out.print(table(bins))
     for domain in args.domains:
         out.print(
-            f"{domain}: α {facts[domain]['gain']:+.3f} over all of it, {facts[domain]['gain_last']:+.3f} at its end"
+            f"{domain}: α {facts[domain]['gain']:+.3f} over all of it, {facts[domain]['gain_last']:+.3f} at its end; "
+            f"speed {facts[domain]['speed']:.3f} × frozen, {facts[domain]['speed_last']:.3f} at its end"
         )
     wall, own = (max(each[name] for each in facts["learning"].values()) * 1e3 for name in ("slowest", "busiest"))
     if "overhead_of_plain" in facts:

@@ -4,13 +4,15 @@
     # join the wheels' input/aait_store.zip.NNN in order, unzip Models/NLP/helsinki_en_fr: that is FOLDER
     python bench/translate.py FOLDER --sources spec_bench_question.jsonl --dtype float32 --copy 3 --copy 5 --threads 1
     python bench/translate.py FOLDER --sources spec_bench_question.jsonl --dtype int8 --threads 1
+    python bench/translate.py FOLDER --sources spec_bench_question.jsonl --dtype bfloat16 --device cuda
 
 `--sources` is JSONL in Spec-Bench's form; a source in another language is one that another model translated before
 (`--through FOLDER`: the texts are first translated by that model, plain).
 
 Contenders translate each text in turn, greedily or with a seed, each time with a drafter without memory. `transformers`
 is the model's own `generate` with one beam, in float32 (or bfloat16, with `--dtype bfloat16`). Seconds are CPU time of
-this process; all ids are compared with plain decoding. The last line is one JSON object.
+this process, on a GPU the wall's; all ids are compared with plain decoding. The last line is one JSON object. A large
+model of the same function on a GPU is measured by `gpu.py --model 11b`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.backends.machine import cpu_name
+from outrider.backends.machine import cpu_name, device_name
 from outrider.models.prompts import from_file
 
 
@@ -34,7 +37,7 @@ class Tally:
     """One contender."""
 
     name: str
-    cpu: list[float] = field(default_factory=list)  # seconds of each round
+    seconds: list[float] = field(default_factory=list)  # of each round
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
@@ -52,8 +55,8 @@ class Tally:
         return {
             "name": self.name,
             "tokens": self.tokens,
-            "cpu_s": round(min(self.cpu), 3),
-            "speed_against_plain": round(min(plain.cpu) / min(self.cpu), 3),
+            "seconds": round(min(self.seconds), 3),
+            "speed_against_plain": round(min(plain.seconds) / min(self.seconds), 3),
             "alpha": round(self.accepted / self.reached, 3) if self.reached else None,
             "tau": round(self.tokens / self.steps, 3) if self.steps else None,
             "texts_that_differ_from_plain": self.differ,
@@ -83,16 +86,22 @@ def translate(llm: LLM, text: str, seed: int, given: argparse.Namespace) -> tupl
     if llm.config.drafter_name in LOOKUPS:
         llm = llm.using()
     llm.forget()
-    begin = time.process_time()
+    clock = clock_of(given)
+    begin = clock()
     (out,) = llm.generate(text, params)
-    return out.token_ids, out.stats, time.process_time() - begin
+    return out.token_ids, out.stats, clock() - begin
+
+
+def clock_of(given: argparse.Namespace) -> Callable[[], float]:
+    """On a CPU that of the process: the machine may be shared."""
+    return time.process_time if given.device == "cpu" else time.perf_counter
 
 
 def hf_module(given: argparse.Namespace) -> Any:
     from transformers import AutoModelForSeq2SeqLM
 
     dtype = torch.bfloat16 if given.dtype == "bfloat16" else torch.float32
-    module: Any = AutoModelForSeq2SeqLM.from_pretrained(given.folder, dtype=dtype)
+    module: Any = AutoModelForSeq2SeqLM.from_pretrained(given.folder, dtype=dtype).to(given.device)
     module.generation_config.max_length = None  # max_new_tokens decides
     module.generation_config.forced_eos_token_id = None  # a text that is cut has no end token here
     return module
@@ -100,10 +109,12 @@ def hf_module(given: argparse.Namespace) -> Any:
 
 def hf_generate(module: Any, llm: LLM, text: str, given: argparse.Namespace) -> tuple[list[int], float]:
     """The model's own generate."""
-    ids = llm.tokenizer.hf(text, return_tensors="pt")
-    begin = time.process_time()
-    output = module.generate(**ids, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
-    return output[0, len(llm.target.starts) :].tolist(), time.process_time() - begin
+    ids, clock = torch.tensor([llm.tokenizer.encode_prompt(text)], device=given.device), clock_of(given)
+    mask = torch.ones_like(ids)
+    begin = clock()
+    output = module.generate(ids, attention_mask=mask, num_beams=1, do_sample=False, max_new_tokens=given.tokens)
+    said: list[int] = output[0, len(llm.target.starts) :].tolist()
+    return said, clock() - begin
 
 
 def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
@@ -111,7 +122,7 @@ def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally
     tallies = {name: Tally(name) for name in (*every, "transformers")}
     for _ in range(given.rounds):
         for tally in tallies.values():
-            tally.cpu.append(0.0)
+            tally.seconds.append(0.0)
         for number, text in enumerate(texts):
             expected: list[int] = []
             for name, one in every.items():
@@ -130,7 +141,7 @@ def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally
 def _count(tally: Tally, ids: list[int], expected: list[int], seconds: float) -> None:
     tally.tokens += len(ids)
     tally.differ += ids != expected
-    tally.cpu[-1] += seconds
+    tally.seconds[-1] += seconds
 
 
 def main() -> None:
@@ -151,24 +162,35 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     given.skip, given.copy_k = given.skip or ["3"], given.copy_k or []
     torch.manual_seed(0)
-    llm = LLM(given.folder, drafter="off", dtype=given.dtype, max_length=512, device="cpu", threads=given.threads)
+    llm = LLM(
+        given.folder, drafter="off", dtype=given.dtype, max_length=512, device=given.device, threads=given.threads
+    )
     kinds = given.kinds.split(",")
     found = [p for p in from_file(given.sources) if len(p.text) <= given.longest]
     texts = [p.text for kind in kinds for p in [q for q in found if q.category == kind][: given.limit]]
     if given.through:
-        first = LLM(given.through, drafter="off", dtype="int8", max_length=512, device="cpu", threads=given.threads)
+        first = LLM(
+            given.through, drafter="off", dtype="int8", max_length=512, device=given.device, threads=given.threads
+        )
         texts = [first.generate(text, SamplingParams(max_tokens=given.tokens, temperature=0))[0].text for text in texts]
     rows = [tally.row(plain) for tallies in [measure(llm, texts, given)] for plain in tallies[:1] for tally in tallies]
     print(llm.backend)
-    print(f"{'':<20}{'tokens':>8}{'CPU s':>9}{'× plain':>9}{'α':>8}{'τ':>8}{'differ':>8}")
+    print(f"{'':<20}{'tokens':>8}{'s':>9}{'× plain':>9}{'α':>8}{'τ':>8}{'differ':>8}")
     for r in rows:
         alpha, tau = ("–" if v is None else f"{v:.3f}" for v in (r["alpha"], r["tau"]))
         speed, differ = r["speed_against_plain"], r["texts_that_differ_from_plain"]
-        print(f"{r['name']:<20}{r['tokens']:>8}{r['cpu_s']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
-    facts = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "texts": len(texts)}
+        print(f"{r['name']:<20}{r['tokens']:>8}{r['seconds']:>9.2f}{speed:>9.2f}{alpha:>8}{tau:>8}{differ:>8}")
+    facts = {
+        "device_name": device_name(llm.target.device),
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "texts": len(texts),
+    }
     settings = {name: value for name, value in vars(given).items() if name not in ("folder", "sources", "through")}
     print(json.dumps({"bench": "translate", "model": llm.name, "dtype": llm.dtype, **facts, **settings, "rows": rows}))
 

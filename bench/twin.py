@@ -11,6 +11,13 @@ model's would; the function, and so the text and every drafter's acceptance, is 
     real  [   real     |     random    ]        rows: outputs, columns: inputs; the same for products that read the
     extra [   zero     |     random    ]        stream (q, k, v, gate, up, head) and that write it (o, down)
 
+A layer norm subtracts the mean, which padding would change, so an encoder–decoder is widened by repetition
+(`repeated`): every dimension of the stream, every head and every neuron is there several times, with the same value,
+and a product that reads them takes a share of its weights from each. The shares are powers of two and add up to one, so
+that rounding is the only difference.
+
+    large = eleven(open_checkpoint("opus-mt-en-fr"))   # Marian as a model of 11B parameters, the size of T5-XXL
+
 A trained head of the small model becomes one of the large model in the same way, with the same drafts: as wide as the
 large model (`widen_head`), or as narrow as before with its own embedding (`narrow_head`).
 
@@ -146,6 +153,68 @@ def seven(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int
 def thirty(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int = 1) -> Checkpoint:
     """SmolLM2-135M as 27B: hidden 9216, intermediate 27648, 72 heads, 24 key/value heads."""
     return scaled(checkpoint, 16, neurons=18, heads=8, device=device, seed=seed)
+
+
+class Repeated(Weights):
+    """The weights of a small model in a large one, in which everything is repeated."""
+
+    def __init__(self, source: WeightSource, large: ModelConfig, device: str | torch.device) -> None:
+        self.source, self.large, self.device = source, expected(large), device
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.large)
+
+    def has(self, name: str) -> bool:
+        return name in self.large
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.large[name]
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        real = self.source.get(name, dtype).to(self.device)
+        times = [wide // narrow for wide, narrow in zip(self.shape(name), real.shape, strict=True)]
+        made = real.repeat(times)
+        if real.dim() == 2 and not _is_table(name):
+            made *= shares(times[1], dtype, self.device).repeat_interleave(real.shape[1])
+        return made
+
+
+def _is_table(name: str) -> bool:
+    """Whether a matrix is looked up, not multiplied by."""
+    return "embed_" in name or "distance_bias" in name
+
+
+def shares(copies: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """So many powers of two [copies] that add up to one."""
+    made = [1.0]
+    while len(made) < copies:
+        largest = max(made)
+        made.remove(largest)
+        made += [largest / 2] * 2
+    return torch.tensor(made, dtype=dtype, device=device)
+
+
+def repeated(
+    checkpoint: Checkpoint, factor: int, neurons: int | None = None, device: str | torch.device = "cuda", seed: int = 1
+) -> Checkpoint:
+    """`factor` times the residual stream and the heads; another factor for the feed-forward part where given. Nothing
+    in it is random."""
+    small = checkpoint.config
+
+    def larger(c: ModelConfig) -> ModelConfig:
+        grown = {name: getattr(c, name) * factor for name in ("hidden_size", "heads", "kv_heads")}
+        return replace(c, **grown, intermediate_size=c.intermediate_size * (neurons or factor))
+
+    large = larger(small)
+    if small.encoder is not None:
+        large = replace(large, encoder=larger(small.encoder))
+    weights = Repeated(checkpoint.weights, large, device)
+    return replace(checkpoint, name=f"{checkpoint.name}-as-{size_of(large)}", config=large, weights=weights)
+
+
+def eleven(checkpoint: Checkpoint, device: str | torch.device = "cuda", seed: int = 1) -> Checkpoint:
+    """Marian (opus-mt) as 11.1B: hidden 8192, intermediate 24576, 128 heads; a pass of its decoder reads 5.3B of it."""
+    return repeated(checkpoint, 16, neurons=12, device=device, seed=seed)
 
 
 def widen_head(

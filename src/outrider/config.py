@@ -95,7 +95,9 @@ def _too_many(name: str, slots: int, slot_bytes: int, room: int) -> str:
 
 
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
-_VLLM_METHODS |= dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator"), "head")
+_VLLM_METHODS |= dict.fromkeys(("eagle", "eagle3", "dflash", "medusa", "mlp_speculator"), "head")
+_VLLM_MTP = ("mtp", "mimo_mtp", "glm4_moe_mtp")  # a layer of the target's own checkpoint, whatever `model` says
+_VLLM_METHODS |= dict.fromkeys(_VLLM_MTP, "head")
 _VLLM_RULES = {"standard": "reject", "block": "block"}
 _VLLM_IGNORED = (  # vLLM's devices, kernels and limits; here the controller and the file decide
     "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
@@ -131,7 +133,9 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
     drafter = _VLLM_METHODS[method]
     arguments: dict[str, Any] = {"drafter": drafter}
-    if model is not None:
+    if method in _VLLM_MTP:
+        arguments["head"] = "mtp"
+    elif model is not None:
         name = f"{model}@{revision}" if revision and not Path(model).exists() else model
         arguments["head" if drafter == "head" else "draft_model"] = name
     if "num_speculative_tokens" in config:

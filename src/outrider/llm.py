@@ -196,10 +196,11 @@ class LLM(Listener):
         return None if learning is None else learning.report()
 
     def save_learnt(self, folder: str | Path) -> None:
-        """Save what the drafter has learnt; `LLM(drafter="online", learn_from=folder)` continues from it."""
+        """Save what the drafter has learnt; the same drafter with `learn_from=folder` continues from it."""
         learning = self.engine.drafter.traits.learning
         if learning is None:
-            raise ConfigError(f"The drafter '{self.config.drafter_name}' learns nothing: use drafter 'online'.")
+            name = self.config.drafter_name
+            raise ConfigError(f"The drafter '{name}' learns nothing: use 'online', or a head with learn=True.")
         learning.save(folder, model=self.name)
 
     # ------------------------------------------------------------ text

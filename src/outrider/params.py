@@ -44,7 +44,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # alternatives to report beside each token
     learn: bool = True  # False: drafters learn nothing from this request, and their statistics do not count it
-    kind: str = ""  # the caller's label for this kind of text: acceptance is monitored by kind
+    kind: str = ""  # the caller's label for this kind of text: acceptance is monitored, and learnt weights kept, by it
     guide: Mapping[str, Any] | None = None  # the form of the text: response_format, {"regex": …}, …
     prediction: str | tuple[int, ...] | None = None  # the expected answer, as text or token ids
     # Each takes the generated ids and the target's logits [V], a copy, and returns the logits to choose from.

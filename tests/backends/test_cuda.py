@@ -171,7 +171,8 @@ class Scene:
         keys = [n + len(tail) for _, n, tail in self.rows]
         info = [[first, count, line, base, keys[first], 0, 0, 0] for first, count, line, base, _ in self.blocks]
         tails = [tail + [1_000_000_000] * (depth - len(tail)) for *_, tail in self.blocks]
-        columns = ([*info, *[[0] * 8] * pad], [*tails, *[[0] * depth] * pad])
+        nothing = [0, 0, *[1_000_000_000] * 6]  # a block without rows may describe anything
+        columns = ([*info, *[nothing] * pad], [*tails, *[[0] * depth] * pad])
         scratch = Scratch(scratch_rows, self.heads, self.dim, 512, DEVICE)
         scratch.sums.fill_(float("nan"))
         scratch.stats.fill_(float("nan"))

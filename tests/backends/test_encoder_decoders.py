@@ -18,10 +18,8 @@ from outrider.backends import Part
 from outrider.backends.cpu import quantise as quant
 from outrider.backends.cpu.int8 import Int8Decoder, open_int8
 from outrider.backends.encoder import distance_bias
-from outrider.backends.load import _for_transformers
 from outrider.backends.rows import rows_of
 from outrider.backends.transformer import Transformer
-from outrider.backends.transformers.model import load_foreign
 from outrider.config import Config
 from outrider.drafters.layerskip.search import ScoredText, Skip
 from outrider.engine.batch import BatchBuilder
@@ -338,17 +336,6 @@ def test_what_drafters_cannot_do_with_an_encoder_is_one_sentence() -> None:
     options = {"draft_model": model, "draft_tokenizer": other}
     with pytest.raises(ConfigError, match="its source cannot be translated"):
         build_engine(model, Config(drafter="model", options=options), adapt_tokenizer(foreign.tokenizer()))
-
-
-def test_a_gpu_gets_it_from_transformers(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(foreign.save(tmp_path, "t5"))
-    weights = _for_transformers(checkpoint)
-    hosted = load_foreign(weights, checkpoint.config, "float32", torch.device("cpu"))
-    assert "on a CPU only" in hosted.description
-    assert hosted.starts == checkpoint.config.starts
-    module = foreign.module("t5")
-    held, _ = in_memory(module, foreign.tokenizer())
-    assert _for_transformers(held).module is module
 
 
 def test_a_source_that_is_too_long_is_refused(tmp_path: Path) -> None:

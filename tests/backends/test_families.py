@@ -52,6 +52,10 @@ GRANITE = {
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
 OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8} | WINDOWS
 GLM = {"head_dim": 8, "partial_rotary_factor": 0.5}
+GLM45 = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8,
+    "routed_scaling_factor": 1.5, "use_qk_norm": True,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2": ("gemma2", GEMMA2),
     "gemma2 without caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
@@ -89,6 +93,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("qwen3_moe", QWEN),
     "qwen3_moe normalised": ("qwen3_moe", QWEN | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe sparse": ("qwen3_moe", QWEN | {"decoder_sparse_step": 2, "head_dim": 16, "attention_bias": True}),
+    "glm4_moe": ("glm4_moe", GLM45),
+    "glm4_moe biased": ("glm4_moe", GLM45 | {"attention_bias": True, "use_qk_norm": False, "n_shared_experts": 2}),
+    "glm4_moe free": ("glm4_moe", GLM45 | {"norm_topk_prob": False, "first_k_dense_replace": 2}),
     "gpt_oss": ("gpt_oss", OSS),
     "gpt_oss scaled": ("gpt_oss", OSS | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
@@ -278,11 +285,13 @@ def written(path: Path, case: str, kind: Kind = Kind.F32) -> Any:
     """A case as llama.cpp's converter would write it, matrices in this type; returns the model of transformers."""
     theirs, c, _ = pair(case)
     data, family = theirs.config, c.architecture
-    named = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(family, family)
+    renamed = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
+    named = renamed.get(family, family)
     writer = gguf.GGUFWriter(str(path), named)
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == named)
     names = gguf.get_tensor_name_map(arch, LAYERS)
-    writer.add_block_count(LAYERS)
+    more = 1 if family == "glm4_moe" else 0  # its files have a layer that predicts further tokens
+    writer.add_block_count(LAYERS + more)
     writer.add_context_length(128)
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)
@@ -307,6 +316,14 @@ def written(path: Path, case: str, kind: Kind = Kind.F32) -> Any:
         writer.add_expert_count(c.experts)
         writer.add_expert_used_count(c.experts_used)
         writer.add_expert_feed_forward_length(c.expert_size)
+    if family == "glm4_moe":
+        writer.add_nextn_predict_layers(more)
+        writer.add_leading_dense_block_count(len(c.dense_layers))
+        writer.add_expert_shared_count(c.shared_size // c.expert_size)
+        writer.add_expert_weights_scale(c.expert_scale)
+        writer.add_expert_weights_norm(c.normalise_experts)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_tensor(f"blk.{LAYERS}.attn_norm.weight", np.ones(c.hidden_size, dtype=np.float32))
     if family == "gpt_oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(c.rope_scaling.factor)
@@ -325,6 +342,7 @@ def written(path: Path, case: str, kind: Kind = Kind.F32) -> Any:
             array = permuted(array, c.heads if "q_proj" in name else c.kv_heads)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         stored = kind if array.ndim > 1 else Kind.F32
@@ -370,6 +388,7 @@ FILES: dict[str, tuple[str, dict[str, object]]] = {
     "gguf mixtral": FAMILIES["mixtral"],
     "gguf gpt_oss": FAMILIES["gpt_oss scaled"],
     "gguf qwen3_moe": ("qwen3_moe", QWEN | {"norm_topk_prob": True}),
+    "gguf glm4_moe": ("glm4_moe", GLM45 | {"attention_bias": True, "n_shared_experts": 2}),
 }
 CASES |= {name: (family, changes | {"vocab_size": SIZE}) for name, (family, changes) in FILES.items()}
 
@@ -385,7 +404,7 @@ def test_a_gguf_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     assert replace(read, eos_ids=wanted.eos_ids, bos_id=wanted.bos_id, rope_scaling=None) == replace(
         wanted, rope_scaling=None, norm_eps=read.norm_eps, score_scale=read.score_scale,
         embedding_scale=read.embedding_scale, residual_scale=read.residual_scale, logit_scale=read.logit_scale,
-        score_cap=read.score_cap, logit_cap=read.logit_cap,
+        score_cap=read.score_cap, logit_cap=read.logit_cap, expert_scale=read.expert_scale,
     )  # fmt: skip  # numbers are float32 in these files
     for name in ("attention_scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap"):
         assert getattr(read, name) == pytest.approx(getattr(wanted, name), rel=1e-6)

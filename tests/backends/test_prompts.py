@@ -129,7 +129,7 @@ class Prompts:
         info = torch.tensor(self.info + 3 * [[0] * 8], dtype=torch.int32, device=DEVICE)
         tail = torch.full((1, 1), 1_000_000_000, dtype=torch.int32, device=DEVICE)
         kept = Scratch(8, self.heads, self.dim, 512, DEVICE)
-        blocks = Blocks(info, tail, self.table.to(DEVICE), kept, prompts)
+        blocks = Blocks(info, tail, self.table.to(DEVICE), kept, prompts=prompts)
         planes = (self.q.to(DEVICE), self.k.to(DEVICE), self.v.to(DEVICE))
         out = attention.attend(*planes, blocks, self.dim**-0.5, window, 0.0, sinks)
         assert not kept.finished.any()

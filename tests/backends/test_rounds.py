@@ -176,6 +176,26 @@ def test_every_source_of_drafts(plain: dict[str, list[list[int]]], drafter: str)
 # ------------------------------------------------------------ what went wrong in other overlapped loops
 
 
+@pytest.mark.slow
+def test_a_head_learns_from_rounds(plain: dict[str, list[list[int]]]) -> None:
+    """Its rows' outputs stay in their slots, what it learns goes into rows that recorded passes read: no other text."""
+    eager = {"learn": True, "learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}
+    made = engine("head", 3, head=head_of(model()), tree=False, **eager)
+    drafter: Any = made.drafter
+    learner, heard = drafter.learning.learners[""], list[Any]()
+    add = learner.add
+    learner.add = lambda nodes: (heard.append(nodes), add(nodes))[1]
+    assert run(made) == plain["greedy"]
+    labels = [label for nodes in heard for label in nodes.labels]
+    assert labels
+    assert set(labels) <= {token for text in plain["greedy"] for token in text}
+    assert all(nodes.states.isfinite().all() and nodes.states.abs().sum() > 0 for nodes in heard)
+    learner.live = {name: w + 0.3 * torch.randn_like(w) for name, w in learner.live.items()}
+    learner.differs = True
+    assert run(made) == plain["greedy"]
+    assert drafter.learning.active is learner.live
+
+
 class ScriptedDrafter(Drafter):
     """Proposes what it was told: texts by sequence id, wrong where `spoil` says so. Its drafts are taken late."""
 
@@ -534,3 +554,28 @@ def test_a_draft_that_comes_too_late_is_known_to_have_been_wrong() -> None:
                 assert token in seq.generated
                 seen.append((tree.tokens, token))
     assert seen
+
+
+IDS = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=3))
+def test_lookups_in_a_text_and_its_source_are_those_of_the_drafter(pairs: list[tuple[list[int], list[int]]]) -> None:
+    """The same matches as the host's n-grams find, and the same tokens after them."""
+    cache = Cache(200, 4, 24, DEVICE, source_length=16)
+    state = DeviceState(cache, Driver(DEVICE, poisons=True), 4)
+    lines, drafter = Lines(state, 8), make("ngram", Workspace(model(), cache, None, {}, None))  # type: ignore[arg-type]
+    assert state.sources is not None
+    seqs = [Sequence(i, tokens, source=source) for i, (tokens, source) in enumerate(pairs)]
+    for seq in seqs:
+        cache.open(seq)
+        state.sources.write(cache.rows[seq.id])
+        lines.join(seq, cache.rows[seq.id].line, len(seq.tokens) - 1, 0)
+    listed = torch.tensor([cache.rows[seq.id].line for seq in seqs], dtype=torch.int32, device=DEVICE)
+    texts = state.sources.ids, state.sources.lengths
+    kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, listed, 2, 4, texts)
+    wanted = drafter.draft(DraftRequest(seqs, [kernels.DRAFT] * len(seqs))).trees
+    for line, tree in zip(listed.tolist(), wanted, strict=True):
+        drafted = int(lines.numbers[line, kernels.DRAFTED])
+        assert lines.draft[line, :drafted].tolist() == tree.tokens

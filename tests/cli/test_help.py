@@ -31,6 +31,7 @@ def test_every_command_is_registered() -> None:
         "bench serve",
         "trace show",
         "trace html",
+        "drafter list",
         "drafter show",
         "drafter save",
         "drafter forget",

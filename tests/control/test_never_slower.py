@@ -88,6 +88,18 @@ def test_drafters_that_take_time_are_never_slower(batch: int, machine: str) -> N
         assert plain(machine, batch) > 0.98 * run(machine, nature, batch), nature
 
 
+@pytest.mark.parametrize("slow", [0.01, 0.5])
+@pytest.mark.parametrize("machine", ["stairs", "steep"])
+def test_many_short_answers_pay_for_one_first_trial(machine: str, slow: float) -> None:
+    """Answers of 24 tokens lost 4 %: each paid for trials of a drafter that every earlier one had found wrong."""
+    some = [text[: PROMPT + 24] for text in texts("fresh", 16)]
+    seconds = [
+        Emulation(machine, drafter, some, [PROMPT] * len(some), k, 1).seconds()
+        for drafter, k in (("off", 0), (adversary(machine, slow), None))
+    ]
+    assert seconds[0] > 0.98 * seconds[1]
+
+
 @pytest.mark.one_in(4, 1, 3)
 @pytest.mark.parametrize("machine", ["flat", "stairs"])
 @pytest.mark.parametrize("batch", [1, 16, 64])

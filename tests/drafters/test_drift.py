@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.config import Config
-from outrider.drafters._drift import WARM, ChangeDetector, Monitor, read
+from outrider.drafters._drift import KINDS, OTHER, WARM, ChangeDetector, Monitor, read
 from outrider.llm import build_engine
 from outrider.types import SamplingParams, Sequence
 
@@ -95,6 +95,14 @@ def test_requests_that_opt_out_are_not_counted() -> None:
     run(monitor, 12, learn=False)
     assert not monitor.detectors
     assert not monitor._open
+
+
+def test_clients_cannot_create_any_number_of_kinds() -> None:
+    monitor = Monitor()
+    names = [f"kind-{i}" for i in range(3 * KINDS)]
+    assert len({monitor._kind(name) for name in names}) <= KINDS
+    assert monitor._kind(names[0]) == names[0]
+    assert monitor._kind(names[-1]) == OTHER
 
 
 def test_sentences_name_the_stale_drafter_and_the_remedy() -> None:

@@ -57,3 +57,8 @@ def test_a_busy_moment_is_forgotten() -> None:
     pace.fixed = 0.02
     planned, _ = rounds(pace, device=4e-3, base=0.5e-3, fixed=0.2e-3, n=3000)
     assert planned > 1000
+
+
+def test_the_first_drafts_of_a_large_batch_are_few() -> None:
+    """All prompts of a batch were indexed in one round, which the device waited for."""
+    assert len(HostPace().affordable(list(range(64)))) < 8

@@ -322,6 +322,9 @@ def test_a_million_tokens_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "bench.txt"
     file.write_text("a table\n" + json.dumps({"rows": rows}) + "\n")
     assert rows_from(file) == rows
+    indented = tmp_path / "result.json"
+    indented.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    assert rows_from(indented) == rows
     out = last(invoke("cost", "--price-per-hour", 3.6, "--from", file, "--currency", "EUR", "--json"))
     assert (out["currency"], out["rows"][0]["saving_percent"]) == ("EUR", pytest.approx(50.0))
     shown = invoke("cost", "--price-per-hour", 3.6, "--from", file, "--currency", "EUR").stdout

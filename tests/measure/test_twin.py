@@ -27,6 +27,8 @@ from outrider.types import SamplingParams, Sequence
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import twin
 
+from support.pairs import Bench, ours, pair, source, text
+
 LARGE = {"hidden": 72, "intermediate": 100, "heads": 8, "kv_heads": 4, "device": "cpu"}
 
 
@@ -208,3 +210,24 @@ def test_a_widened_head_drafts_the_same(kind: str) -> None:
         chances = [chance for tree in mine for chance in tree[2] or ()]
         assert [chance for tree in wanted for chance in tree[2] or ()] == pytest.approx(chances, rel=1e-5)
         assert len({token for tree in mine for token in tree[0]}) > 5  # there is something to compare
+
+
+@pytest.mark.parametrize("case", ["marian", "t5 gated, not scaled", "bart"])
+@pytest.mark.one_in(3)
+def test_a_repeated_pair_is_the_same_function(case: str) -> None:
+    """Three copies of every head, five of every neuron; shares are powers of two."""
+    nobody: Any = None
+    _, config, weights = pair(case)
+    small = Checkpoint("pair", Path("pair"), config, weights, nobody)
+    large = twin.repeated(small, 3, neurons=5, device="cpu")
+    check(large.weights, large.config, Path("large"))
+    assert large.config.encoder is not None
+    assert large.config.encoder.hidden_size == large.config.hidden_size == 3 * config.hidden_size
+    wide = Transformer(large.config, large.weights, torch.float32, length=80)
+    wanted, got = (Bench(model, text(), source()).logits() for model in (ours(case, torch.float32), wide))
+    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=2e-4)
+    for copies in (1, 3, 12, 16):
+        made = twin.shares(copies, torch.bfloat16, "cpu").double()
+        assert len(made) == copies
+        assert made.sum() == 1
+        assert (made.log2() % 1 == 0).all()

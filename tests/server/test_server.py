@@ -361,6 +361,22 @@ def test_metrics_have_vllms_names(llm: LLM) -> None:
     assert float(values[f'outrider:requests_refused_total{{model_name="{llm.name}",status="400"}}']) == 1
 
 
+def test_acceptance_is_reported_by_drafter_and_kind(llm: LLM) -> None:
+    before = llm.drift.detectors
+    with client(llm) as web:
+        long: dict[str, Any] = WARM | {"max_tokens": 60, "speculation": {"kind": "greetings"}}
+        texts = [complete(web, **long)["choices"][0]["message"]["content"] for _ in range(12)]
+        plain = complete(web, **long | {"speculation": {"enabled": False}})["choices"][0]["message"]["content"]
+        assert set(texts) == {plain}
+        text = web.get("/metrics").text
+        refused = ask(web, **WARM | {"speculation": {"kind": "no spaces"}})
+    assert any(kind == "greetings" for _, kind in before)
+    rates = [line for line in text.splitlines() if line.startswith("outrider:spec_decode_acceptance_rate{")]
+    assert any('kind="greetings"' in line and 0 <= float(line.rsplit(" ", 1)[1]) <= 1 for line in rates)
+    assert "outrider:spec_decode_acceptance_stale{drafter=" in text
+    assert refused.status_code == 400
+
+
 def test_traces_are_kept_bounded_and_replayed(llm: LLM, tmp_path: Path) -> None:
     settings = Settings(keys=(KEY,), traces=tmp_path / "t", traces_bytes=20_000)
     with client(llm, settings) as web:

@@ -52,6 +52,7 @@ CLASSES: dict[str, Any] = {
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
 }
 CASES: dict[str, tuple[str, dict[str, object]]] = {}  # name -> family and options; test files add theirs
 
@@ -67,6 +68,9 @@ def pair(case: str) -> tuple[Any, configs.ModelConfig, Any]:
         # Small and all alike, as they come, nothing that is mixed up would show.
         gain = "norm" in name and family not in ("gemma2", "gemma3")  # Gemma's are stored minus one
         torch.nn.init.normal_(parameter, mean=float(gain), std=0.2)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     home = tempfile.TemporaryDirectory(prefix="outrider-tiny-")
     folder = Path(home.name)
     theirs.save_pretrained(folder)

@@ -238,6 +238,7 @@ SEARCH = {
 def workspace(cache: Cache, plane: Any, options: dict[str, Any]) -> Workspace:
     config = SimpleNamespace(vocab_size=VOCABULARY, layers=1, context_length=4096)
     facts = {"device": torch.device("cpu"), "has_layers": False, "identity": lambda: None, "encoder": False}
+    facts["mtp"] = None
     target = SimpleNamespace(config=config, **facts)
     return Workspace(target, cache, plane, {"suffix_shared_tokens": 0} | options, None)  # type: ignore[arg-type]
 

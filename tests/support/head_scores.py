@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from outrider.backends.rows import rows_of
-from outrider.drafters.head.features import HeadBatch
+from outrider.drafters.head.dflash import DFlashHead, DFlashRollout
+from outrider.drafters.head.features import HeadBatch, ObservedFeatures
 from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache
 from outrider.types import Sequence
@@ -36,3 +39,35 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
         scores, _ = head.scores(rows_of(packed), plane, fed, masked)
         start = stop
     return scores.cpu()
+
+
+def block_scores(head: DFlashHead) -> Tensor:
+    """Scores of a block's masks behind ten positions with random states. [6, D]"""
+    tokens = [(13 * i + 5) % head.config.vocab_size for i in range(11)]
+    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
+    plane, features = cache.add_plane(*head.plane_shape), ObservedFeatures(head.config.taps)
+    cache.open(seq)
+    cache.reserve(seq, 11, 4)
+    width = head.config.target_hidden_size * len(head.config.taps)
+    features.pieces[1] = [(0, torch.randn(10, width, generator=torch.Generator().manual_seed(2)))]
+    (scores,) = DFlashRollout(head, cache, plane, features)._blocks([seq], [6])
+    return scores
+
+
+def scored(head: Any) -> Tensor:
+    """Scores of ten rows with true features, then of one that continues. [11, D]"""
+    tokens = [(13 * i + 5) % head.config.vocab_size for i in range(11)]
+    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
+    plane = cache.add_plane(*head.plane_shape)
+    cache.open(seq)
+    cache.reserve(seq, 11, 4)
+    rows = HeadBatch(cache)
+    rows.committed(seq, 0, 10)
+    rows.want = list(range(10))
+    dice = torch.Generator().manual_seed(2)
+    hidden = torch.randn(10, head.config.target_hidden_size * len(head.config.taps), generator=dice)
+    first, outputs = head.read(rows_of(rows), plane, hidden)
+    after = HeadBatch(cache)
+    after.drafted(seq, 17, [0])
+    later, _ = head.scores(rows_of(after), plane, outputs[-1:])
+    return torch.cat([first, later])

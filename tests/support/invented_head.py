@@ -64,6 +64,7 @@ def fake_head() -> Any:
         taps=(0,),
         target_hidden_size=1,
         kind="eagle3",
+        parallel=False,
         block=8,
         vocab_size=49152,
         acceptance=(),

@@ -47,6 +47,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_ONE = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1}
+_ONE |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "activation_function": "swish"}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {  # for triton's interpreter
+    "tiny marian": ("marian", _BART | _ONE | {"scale_embedding": True}),
+    "tiny t5": (
+        "t5",
+        _T5 | {"d_model": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"},
+    ),
+}
 
 _FACTORS = {"q_proj.weight": 3.0, "out_proj.weight": 0.5, "fc2.weight": 0.5, "final_logits": 0.3}
 
@@ -54,7 +63,7 @@ _FACTORS = {"q_proj.weight": 3.0, "out_proj.weight": 0.5, "fc2.weight": 0.5, "fi
 @functools.cache
 def pair(case: str, blur: float = 0.0) -> tuple[Any, ModelConfig, Any]:
     """A random model of transformers, and what Outrider reads of it; with blur, a weaker copy."""
-    family, changes = CASES[case]
+    family, changes = (CASES | TINY)[case]
     torch.manual_seed(len(case))
     config = transformers.AutoConfig.for_model(family, **_IDS | changes)
     theirs = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
@@ -77,9 +86,9 @@ def pair(case: str, blur: float = 0.0) -> tuple[Any, ModelConfig, Any]:
 
 
 @functools.cache
-def ours(case: str, dtype: torch.dtype, blur: float = 0.0) -> Transformer:
+def ours(case: str, dtype: torch.dtype, blur: float = 0.0, device: str = "cpu") -> Transformer:
     _, config, weights = pair(case, blur)
-    return Transformer(config, weights, dtype, length=80)
+    return Transformer(config, weights, dtype, device, length=80)
 
 
 def source(length: int = 30, salt: int = 0) -> list[int]:

@@ -180,6 +180,71 @@ class Eagle1(Eagle3):
         return self.target.final(states[0])
 
 
+class DFlash:
+    """A block of masks that see each other, over keys and values of the target's fused states. `flags`: block, mask (a
+    token), causal, windows (by layer)."""
+
+    def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
+        self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
+        self.w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in w.items()}
+        embedding, output = (target.w[f"{name}.weight"] for name in ("embed_tokens", "lm_head"))
+        self.embedding, count = embedding, len(self.w.get("d2t", output))
+        self.ids = np.arange(count) + self.w.get("d2t", np.zeros(count)).astype(int)
+        self.output = output[self.ids]
+        self.mask = self.w.get("mask_embedding", embedding[flags["mask"]])
+
+    def heads(self, name: str, i: int, x: Array, position: int) -> Array:
+        """q or k of a row, normed and rotated; v as it is."""
+        at, s = f"layers.{i}.self_attn", self.sizes
+        each = (self.w[f"{at}.{name}_proj.weight"] @ x).reshape(-1, s["head_dim"])
+        if f"{at}.{name}_norm.weight" in self.w:
+            each = np.stack([rms(row, self.w[f"{at}.{name}_norm.weight"], s["rms_norm_eps"]) for row in each])
+        return each if name == "v" else rotated(each, position, s["rope_theta"])
+
+    def attention(self, i: int, rows: list[Array], context: list[Array]) -> list[Array]:
+        s, n = self.sizes, len(context)
+        seen = [*context, *rows]
+        keys, values = ([self.heads(name, i, x, p) for p, x in enumerate(seen)] for name in "kv")
+        window = (self.flags.get("windows") or [0] * s["num_hidden_layers"])[i]
+        mixed = []
+        for j, row in enumerate(rows):
+            stop = n + j + 1 if window or self.flags.get("causal") else len(seen)
+            visible = range(max(0, stop - window) if window else 0, stop)
+            q, out = self.heads("q", i, row, n + j), []
+            for head in range(len(q)):
+                group = head // (len(q) // len(keys[0]))
+                scores = np.array([q[head] @ keys[p][group] for p in visible]) / math.sqrt(s["head_dim"])
+                shares = np.exp(scores - scores.max())
+                out.append(shares / shares.sum() @ np.stack([values[p][group] for p in visible]))
+            mixed.append(self.w[f"layers.{i}.self_attn.o_proj.weight"] @ np.concatenate(out))
+        return mixed
+
+    def hidden(self, tokens: list[int]) -> list[Array]:
+        """The block's rows after the last norm."""
+        w, eps = self.w, self.sizes["rms_norm_eps"]
+        states = self.target.states(tokens[:-1])
+        fused = [w["fc.weight"] @ np.concatenate([row[b] for b in self.boundaries]) for row in states]
+        context = [rms(one, w["hidden_norm.weight"], eps) for one in fused]
+        rows = [self.embedding[tokens[-1]], *[self.mask] * (self.flags["block"] - 1)]
+        for i in range(self.sizes["num_hidden_layers"]):
+            at = f"layers.{i}"
+            added = self.attention(i, [rms(x, w[f"{at}.input_layernorm.weight"], eps) for x in rows], context)
+            rows = [x + y for x, y in zip(rows, added, strict=True)]
+            rows = [x + mlp(w, at, rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)) for x in rows]
+        return [rms(x, w["norm.weight"], eps) for x in rows]
+
+    def draft(self, tokens: list[int], k: int) -> list[int]:
+        chain: list[int] = []
+        for row in self.hidden(tokens)[1 : k + 1]:
+            scores, before = self.output @ row, [*tokens, *chain][-1]
+            if "markov_head.markov_w1.weight" in self.w:
+                scores = (
+                    scores + self.w["markov_head.markov_w2.weight"] @ self.w["markov_head.markov_w1.weight"][before]
+                )
+            chain.append(int(self.ids[int(np.argmax(scores))]))
+        return chain
+
+
 class Medusa:
     def __init__(self, target: Llama, w: Weights, positions: int, blocks: int) -> None:
         self.target, self.positions, self.blocks = target, positions, blocks

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..engine.cache import Plane
 from ..models.config import ModelConfig
+from ..models.mtp import MtpLayer
 from ..types import Batch, Draft, Output, Sequence
 from .rows import Rows
 
@@ -74,6 +75,8 @@ class Model(ABC):
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
+    reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
+    mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
 
     @property
     @abstractmethod

@@ -8,6 +8,8 @@ evicted and is read again changes no text. It knows sources, slots and planes; i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from torch import Tensor
 
 from ..engine.cache import Plane
 from ..models.config import ModelConfig
-from . import Part
+from . import Part, ops
 from .linear import summed
-from .rows import Rows, Sources
+from .rows import Rows
+
+MOST_ROWS = 4096  # that are read together, if no source is longer
+Source = tuple[list[int], Tensor]  # its ids, and the slots of its K/V [n]
 
 
 class _Scratch:
@@ -50,6 +55,28 @@ def bidirectional(sources: list[list[int]], device: torch.device) -> Rows:
     return Rows(tokens, positions, slots, lines, context, table, None, none)
 
 
+def grouped(rows: Rows, lengths: list[int], config: ModelConfig) -> Rows:
+    """The same rows for a GPU's kernels."""
+    from .cuda.kernels.attention import Blocks, Scratch
+
+    device = rows.tokens.device
+    info, each = (torch.tensor(x, dtype=torch.int32).to(device) for x in (blocks_of(lengths, config), lengths))
+    scratch = Scratch(1, config.heads, config.head_dim, 1, device)  # one program takes all keys of a block
+    tail = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    return replace(rows, blocks=Blocks(info, tail, rows.table, scratch, each))
+
+
+def blocks_of(lengths: list[int], config: ModelConfig) -> list[list[int]]:
+    """Which rows of sources of these lengths are computed together: `attention.Blocks.info`."""
+    from .cuda.kernels.attention import rows_per_block
+
+    most, info, first = rows_per_block(config.heads, config.kv_heads), list[list[int]](), 0
+    for line, length in enumerate(lengths):
+        info += [[first + at, min(most, length - at), line, 0, 0, 0, 0, 0] for at in range(0, length, most)]
+        first += length
+    return info
+
+
 class Encoder:
     """Runs a bidirectional network of the same layers as a decoder's, and projects its output for the decoder."""
 
@@ -57,34 +84,54 @@ class Encoder:
         """network: a `Transformer` without a head; layers: the decoder's, each with the product `cross.kv`."""
         self.network, self.layers = network, layers
 
-    def read(self, sources: Sources, plane: Plane) -> None:
+    @torch.inference_mode()
+    def read(self, sources: Iterable[Source], plane: Plane) -> None:
         """Read the sources that the plane does not hold yet."""
-        missing: dict[int, tuple[list[int], Tensor]] = {}  # first slot -> ids, slots
-        for line, ids in sources.ids.items():
-            if ids and not plane.has_source(first := int(sources.table[line, 0])):
-                missing[first] = ids, sources.table[line, : len(ids)]
-        if not missing:
-            return
-        states = self.states([ids for ids, _ in missing.values()])  # [n, H]
-        slots = torch.cat([slots for _, slots in missing.values()]).to(states.device, torch.long)  # [n]
-        for i in range(len(plane.k)):
-            self.project(i, states, plane.k[i], plane.v[i], slots)
+        firsts = ((int(slots[0]), (ids, slots)) for ids, slots in sources if ids)
+        missing = {first: source for first, source in firsts if not plane.has_source(first)}
+        for some in together(list(missing.values())):
+            states = self.states([ids for ids, _ in some])  # [n, H]
+            self.write(states, plane, torch.cat([slots for _, slots in some]).to(states.device, torch.long))
         for first in missing:
             plane.keep_source(first)
 
     def states(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for each token of each source: [n, H]."""
         network, rows = self.network, bidirectional(sources, self.network.device)
+        if ops.on_gpu(rows.tokens):
+            rows = grouped(rows, [len(source) for source in sources], network.config)
+        return self.states_of(rows)
+
+    def states_of(self, rows: Rows) -> Tensor:
+        network = self.network
         scratch: Any = _Scratch(rows.count, network.config, network.plane_shape.dtype, network.device)
         last = network.config.layers - 1
         output = network.forward(rows, scratch, Part(head=False), taps=(last,))
         states: Tensor = network.closing(output.hidden[last], None)
         return states
 
+    def write(self, states: Tensor, plane: Plane, slots: Tensor) -> None:
+        """The K/V of every decoder layer: states [n, H] into slots [n]."""
+        for i in range(len(plane.k)):
+            self.project(i, states, plane.k[i], plane.v[i], slots)
+
     def project(self, i: int, states: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the K/V of decoder layer i: states [n, H] into slots [n] of the planes."""
         both = summed(self.layers[i].cross.kv(states)).to(k.dtype).view(len(slots), 2, *k.shape[1:])
         k[slots], v[slots] = both[:, 0], both[:, 1]
+
+
+def together(sources: list[Source]) -> Iterator[list[Source]]:
+    """Those that are read in one pass."""
+    some, rows = list[Source](), 0
+    for source in sources:
+        if some and rows + len(source[0]) > MOST_ROWS:
+            yield some
+            some, rows = [], 0
+        some.append(source)
+        rows += len(source[0])
+    if some:
+        yield some
 
 
 def distance_bias(weight: Tensor, config: ModelConfig, length: int, both_ways: bool) -> Tensor:

@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
 from ..models.foreign import ForeignWeights
+from ..models.mtp import find_mtp
 from ..models.paths import cache_folder, write_quietly
 from ..models.precision import AUTO, FLOATS, GGUF, INT8, OWN, stored_in
 from ..models.speculators import target_hash
@@ -56,8 +57,6 @@ def load_model(
     kv_dtype: of K and V on a CPU, a key of `KV_DTYPES`; auto: 16 bits beside quantised weights, else as computed.
     """
     config, weights, on_gpu = checkpoint.config, checkpoint.weights, torch.device(device).type == "cuda"
-    if config.encoder is not None and on_gpu:
-        weights = _for_transformers(checkpoint)
     if kv_dtype != AUTO and (isinstance(weights, ForeignWeights) or on_gpu):
         raise ConfigError(f"K and V in {kv_dtype} are for Outrider's own decoder on a CPU; leave --kv-dtype out.")
     if isinstance(weights, ForeignWeights):
@@ -71,15 +70,9 @@ def load_model(
         model: Any = _on_gpu(checkpoint, dtype, length, device)
     else:
         model = _on_cpu(checkpoint, dtype, kv_dtype, length)
-    model.identity = partial(target_hash, config, weights)
+    model.identity, model.mtp = partial(target_hash, config, weights), find_mtp(weights, config)
     loaded: Model = model
     return loaded
-
-
-def _for_transformers(checkpoint: Checkpoint) -> ForeignWeights:
-    """An encoder–decoder as transformers loads it: on a GPU there are no kernels of ours for it."""
-    reason = f"transformers runs {checkpoint.name}: the built-in decoder runs encoder–decoders on a CPU only."
-    return ForeignWeights(checkpoint.path, reason, getattr(checkpoint.weights.source, "module", None))
 
 
 def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device | str) -> Any:

@@ -25,7 +25,8 @@ def weight_bytes(model: Any, excluding: Any = None) -> int:
 
 
 def pass_bytes(model: Any) -> int:
-    """Bytes of weights that a pass over one row reads: all but rope's tables and embeddings that are only looked up.
+    """Bytes of weights that a pass over one row reads: all but rope's tables, embeddings that are only looked up, and
+    what reads a source.
 
     Of a mixture of experts it reads fewer.
     """
@@ -37,7 +38,9 @@ def pass_bytes(model: Any) -> int:
         looked_up["embedding"] = embedding
     # Views of one storage: their own bytes are subtracted.
     spared: int = sum(t.numel() * t.element_size() for t in looked_up.values())
-    return weight_bytes(model, tables) - spared
+    reader = getattr(model, "reader", None)
+    once = [] if reader is None else [reader.network, *(layer.cross.kv for layer in reader.layers)]
+    return weight_bytes(model, [tables, once]) - spared
 
 
 def _unseen_bytes(value: Any, seen: set[int]) -> int:

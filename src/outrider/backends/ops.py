@@ -39,6 +39,18 @@ def backend() -> str:
     return f"native ({kernels.isa}, {threads} thread{'s' * (threads > 1)})"
 
 
+def embed(
+    tokens: Tensor, table: Tensor, scale: float, dtype: torch.dtype, positions: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """table[tokens] * scale, [T, H] of `dtype` (on a GPU float32), with added[positions] where positions are embedded
+    too."""
+    if on_gpu(table):
+        return _gpu("elementwise").embed(tokens, table, scale, positions, added)  # type: ignore[no-any-return]
+    x = table[tokens].to(dtype)
+    x = x if scale == 1.0 else x * scale
+    return x if added is None else x + added[positions]
+
+
 def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x += delta in place; returns rms_norm(x) * weight, or the layer norm of x.
 
@@ -60,6 +72,23 @@ def add_norm(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dty
     if stream is not x:
         x.copy_(stream)
     return out
+
+
+def norm_stream(x: Tensor, delta: Any, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x + delta, normed as in `add_norm`, becomes x; returns it in `dtype`."""
+    if on_gpu(x):
+        return _gpu("elementwise").add_norm(x, delta, weight, eps, dtype, stream=True)  # type: ignore[no-any-return]
+    normed = add_norm(x, delta, weight, eps, x.dtype)
+    x.copy_(normed)
+    return normed.to(dtype)
+
+
+def heads_of(q: Any, k_plane: Tensor, v_plane: Tensor, heads: int) -> Tensor:
+    """A product's result as queries [T, heads, d] in the planes' type."""
+    if on_gpu(k_plane):
+        return _gpu("elementwise").heads_of(q, k_plane, v_plane, heads)  # type: ignore[no-any-return]
+    queries: Tensor = q.to(k_plane.dtype).view(-1, heads, k_plane.shape[2])
+    return queries
 
 
 def rope_store(
@@ -107,7 +136,7 @@ def attend(
     bias: what the distance to a key adds to its score.
     """
     if on_gpu(q):
-        return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window, cap, sinks)  # type: ignore[no-any-return]
+        return _gpu("attention").attend(q, k_plane, v_plane, rows.blocks, scale, window, cap, sinks, bias)  # type: ignore[no-any-return]
     added, shift = bias or (None, None)
     kernels = _kernels(q, sinks, added) if dtype in _FLOATS and _native_planes(k_plane, v_plane) else None
     if kernels is None:
@@ -126,6 +155,13 @@ def attend(
     stride = 0 if added is None else added.shape[1]
     kernels.attend(*addresses, *sizes, scale, cap, stride, dtype is torch.bfloat16, torch.get_num_threads())
     return out
+
+
+def activate(x: Any, activation: str, dtype: torch.dtype) -> Tensor:
+    """activation(x) [T, I] of a product's result: on a GPU unsummed `Parts`, which become `dtype`."""
+    if not isinstance(x, Tensor):
+        return _gpu("matmul").activate(x, activation, False, dtype)  # type: ignore[no-any-return]
+    return gate_mul(x, activation, paired=False)
 
 
 def gate_mul(gate_up: Tensor, activation: str = SILU, paired: bool = True) -> Tensor:
@@ -159,6 +195,11 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 def as_delta(total: Tensor) -> Any:
     """A summed result [T, out] as `add_norm` and `rope_store` take what a product returns."""
     return _gpu("matmul").Parts(total[None]) if on_gpu(total) else total
+
+
+def fused_layers(model: Any) -> Any:
+    """The layers of a `Transformer` on a GPU with fewer kernels (`cuda.layers`), or None where they do not suit it."""
+    return importlib.import_module(".cuda.layers", __package__).prepared(model)
 
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,11 @@ class Sources:
     lengths: Tensor  # [T] tokens of each row's source
     ids: dict[int, list[int]]  # line -> the source
 
+    @property
+    def listed(self) -> list[tuple[list[int], Tensor]]:
+        """The ids and the slots of each."""
+        return [(ids, self.table[line, : len(ids)]) for line, ids in self.ids.items()]
+
     def at(self, rows: Tensor) -> Sources:
         """Those of some rows [n]."""
         return replace(self, lengths=self.lengths[rows])
@@ -48,9 +53,11 @@ class Rows:
     @property
     def on_sources(self) -> Rows:
         """Rows that attend to their sources instead of their texts; to nothing, where there are none."""
+        if self.blocks is not None:
+            return replace(self, blocks=self.blocks.on_sources)
         s, lines = self.sources, self.lines.long()
         context, table = (torch.zeros_like(lines), self.table) if s is None else (s.lengths, s.table)
-        return Rows(self.tokens, self.positions, self.slots, lines, context, table, None, self.want, self.blocks)
+        return Rows(self.tokens, self.positions, self.slots, lines, context, table, None, self.want)
 
 
 class _LazyRows(Rows):

@@ -22,12 +22,12 @@ from ..models.config import ModelConfig
 from ..types import Output
 from . import WHOLE, Model, Opening, Part, PlaneShape, ops, with_index
 from .encoder import Encoder, distance_bias
-from .experts import DeviceExperts, Experts, Routing
+from .experts import DeviceExperts, Experts, Router, Routing
 from .linear import linear, summed
 from .rows import Rows
 
 NO_BIASES: tuple[Tensor | None, Tensor | None] = (None, None)
-Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None
+Delta = Any  # what a block adds to the stream: [T, H], on a GPU unsummed `Parts`; or None. See `_leaving`
 
 
 class WeightSource(Protocol):
@@ -61,7 +61,7 @@ class Layer:
     gate_up: Any
     down: Any
     mlp_post_norm: Tensor | None  # [H]
-    experts: Any  # instead of gate_up and down, which are None then
+    experts: Any  # instead of gate_up and down, which are None then, or the MLP that every row uses beside them
     rope: bool
     local: bool  # rotates as layers with a window do
     window: int  # 0 reads the whole context
@@ -70,6 +70,8 @@ class Layer:
 
 class Transformer(Model):
     """A causal decoder; all state between passes is in the plane."""
+
+    fused: Any  # `cuda.layers.FusedLayers`, where they suit the model
 
     def __init__(
         self,
@@ -91,6 +93,8 @@ class Transformer(Model):
             return
         self.head: Any = load.head(self.embedding)
         self.exact = bool(self.head.exact)  # whether every product is row-invariant on this machine
+        if self.device.type == "cuda":
+            self.fused = ops.fused_layers(self)
         if config.encoder is not None:
             source, reads = Prefixed(weights, "encoder."), config.encoder.context_length
             self.add_encoder(Transformer(config.encoder, source, dtype, device, reads, int8, bidirectional=True))
@@ -101,9 +105,9 @@ class Transformer(Model):
         """Everything but weights. compute: the dtype of what products read."""
         self.config, self.device, self.compute = config, with_index(device), compute
         self.stream = torch.promote_types(compute, torch.float32)  # dtype of the residual stream
-        self._scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
+        self.scale_embedding = float(torch.tensor(config.embedding_scale, dtype=compute))  # Gemma's is rounded, too
         self._prepare_rope(length or config.context_length)
-        self.reader: Encoder | None = None
+        self.fused = None
         self.add_vectors({}, length, False)
 
     def add_vectors(self, named: Mapping[str, Tensor], length: int | None, bidirectional: bool) -> None:
@@ -140,10 +144,12 @@ class Transformer(Model):
         return Loader(self.config, weights, self.compute, self.stream, self.device, int8)
 
     @classmethod
-    def without_weights(cls, config: ModelConfig, length: int) -> Transformer:
-        """A decoder in float32 whose embedding and layers the caller sets: only parts of it can run."""
+    def without_weights(
+        cls, config: ModelConfig, length: int, compute: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Transformer:
+        """A decoder whose embedding and layers the caller sets: only parts of it can run."""
         model = cls.__new__(cls)
-        model._begin(config, torch.float32, length=length)
+        model._begin(config, compute, device, length)
         return model
 
     def _prepare_rope(self, length: int) -> None:
@@ -165,13 +171,37 @@ class Transformer(Model):
     ) -> Output:
         plane.count_pass()
         if self.reader is not None and rows.sources is not None:
-            self.reader.read(rows.sources, plane)
+            self.reader.read(rows.sources.listed, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
-        x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
+        hidden: dict[int, Tensor] = {}
+        if self.fused is not None:
+            x, delta = self._fused(None if x is None else x.clone(), rows, plane, part, taps, hidden), None
+        else:
+            x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
+            x, delta = self._layers(x, rows, plane, part, taps, hidden)
+        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+
+    def _fused(
+        self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> Tensor:
+        """As `_layers`, with embedding: the stream to which everything was added."""
+
+        def after(i: int, x: Tensor) -> None:
+            if i in plane.streams:
+                ops.keep_stream(x, None, plane.streams[i], rows.slots)
+            if i in taps:
+                hidden[i] = x.clone()
+
+        stream: Tensor = self.fused.run(x, rows, plane, part, after)
+        return stream
+
+    def _layers(
+        self, x: Tensor, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]
+    ) -> tuple[Tensor, Delta]:
+        """The stream after these layers, and what is to be added to it. hidden: the tapped layers' outputs."""
         ropes = [(cos[rows.positions], sin[rows.positions]) for cos, sin in self.ropes]  # [T, rotary/2] each
         delta: Delta = None
         across = None if self.config.encoder is None else rows.on_sources
-        hidden: dict[int, Tensor] = {}
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 delta = self._attention(i, x, delta, rows, plane, ropes)
@@ -180,20 +210,17 @@ class Transformer(Model):
             if i not in part.skip_mlp:
                 delta = self._mlp(self.layers[i], x, delta)
             if i in plane.streams:
-                ops.keep_stream(x, delta, plane.streams[i], rows.slots)
+                ops.keep_stream(x, None if self.config.stream_norm else delta, plane.streams[i], rows.slots)
                 delta = None
             if i in taps:
-                x, delta = x if delta is None else x + summed(delta), None
+                if not (delta is None or self.config.stream_norm):
+                    x, delta = x + summed(delta), None
                 hidden[i] = x.clone()
-        return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+        return x, delta
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream before the first layer [T, H]. positions [T]: where the model embeds them too."""
-        x = self.embedding[tokens].to(self.stream)
-        x = x if self._scale_embedding == 1.0 else x * self._scale_embedding
-        if self.positions is not None:
-            assert positions is not None
-            x = x + self.positions[positions]
+        x = ops.embed(tokens, self.embedding, self.scale_embedding, self.stream, positions, self.positions)
         if self.embedding_norm is None:
             return x
         return ops.add_norm(x, None, self.embedding_norm, self.config.norm_eps, self.stream)
@@ -206,7 +233,9 @@ class Transformer(Model):
         if not layer.rope:
             cos, sin = cos[:, :0], sin[:, :0]
         qkv, norms = layer.qkv(self._entering(x, delta, layer.attention_norm)), layer.head_norms
-        bias = None if self.distance_bias is None else (self.distance_bias, rows.positions + self._nearest)
+        bias = None
+        if self.distance_bias is not None:
+            bias = (self.distance_bias, rows.positions + self._nearest if self._nearest else rows.positions)
         if c.whole_qk_norm:
             qkv, norms = self._norm_whole(qkv, layer), None
         q = ops.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads, norms)
@@ -215,35 +244,40 @@ class Transformer(Model):
 
     def _cross(self, i: int, x: Tensor, delta: Delta, rows: Rows, plane: Plane) -> Delta:
         """Attention to the source, whose K/V the encoder has written."""
-        c, layer, k = self.config, self.layers[i].cross, plane.k[i]
-        q = summed(layer.q(self._entering(x, delta, layer.norm))).to(k.dtype).view(-1, c.heads, c.head_dim)
-        mixed = ops.attend(q, k, plane.v[i], rows, c.attention_scale, self.compute)
+        c, layer, kv = self.config, self.layers[i].cross, (plane.k[i], plane.v[i])
+        q = ops.heads_of(layer.q(self._entering(x, delta, layer.norm)), *kv, c.heads)
+        mixed = ops.attend(q, *kv, rows, c.attention_scale, self.compute)
         return self._leaving(x, layer.out(mixed), layer.norm, None)
 
     def _mlp(self, layer: Layer, x: Tensor, delta: Delta) -> Delta:
         h = self._entering(x, delta, layer.mlp_norm)
         if layer.experts is not None:
             added = layer.experts(h)
+            if layer.gate_up is not None:
+                shared = layer.down(layer.gate_up.gated(h, self.config.activation))
+                added = ops.as_delta(summed(added) + summed(shared).to(self.stream))
         elif self.config.gated:
             added = layer.down(layer.gate_up.gated(h, self.config.activation))
         else:
-            added = layer.down(ops.gate_mul(summed(layer.gate_up(h)), self.config.activation, paired=False))
+            added = layer.down(ops.activate(layer.gate_up(h), self.config.activation, self.compute))
         return self._leaving(x, added, layer.mlp_norm, layer.mlp_post_norm)
 
     def _entering(self, x: Tensor, delta: Delta, norm: Tensor | None) -> Tensor:
         """x += delta in place; what a block reads of it [T, H]."""
-        if norm is not None and not self.config.stream_norm:
+        if self.config.stream_norm:
+            return x.to(self.compute) if delta is None else delta
+        if norm is not None:
             return ops.add_norm(x, delta, norm, self.config.norm_eps, self.compute)
         if delta is not None:
             x += summed(delta)
         return x.to(self.compute)
 
     def _leaving(self, x: Tensor, delta: Delta, own: Tensor | None, norm: Tensor | None) -> Delta:
-        """What a block adds to the stream x, after its norm and factor; None if it was added, and the stream normed."""
+        """What a block adds to the stream x, after its norm and factor. Where the stream itself is normed, it is added
+        here, and what is left is the stream as the next block reads it."""
         if self.config.stream_norm:
             assert own is not None
-            x.copy_(ops.add_norm(x, delta, own, self.config.norm_eps, self.stream))
-            return None
+            return ops.norm_stream(x, delta, own, self.config.norm_eps, self.compute)
         scale = self.config.residual_scale
         if norm is None and scale == 1.0:
             return delta
@@ -329,7 +363,8 @@ class Loader:
         if not (c.head_bias or c.banned):
             return None
         bias = self.tensor("lm_head.bias") if c.head_bias else torch.zeros(c.vocab_size, dtype=self.dtype)
-        return bias.index_fill(0, torch.tensor(c.banned, dtype=torch.long), -torch.inf).to(self.device)
+        banned = torch.tensor(c.banned, dtype=torch.long, device=bias.device)
+        return bias.index_fill(0, banned, -torch.inf).to(self.device)
 
     def product(self, name: str, weight: Tensor, bias: Tensor | None) -> Any:
         """The product with this weight. name: such as "layers.3.qkv"."""
@@ -378,39 +413,49 @@ class Loader:
             self.fused(f"{layer}.cross_out", attention, ("o_proj",)),
         )
 
-    def dense(self, layer: str) -> dict[str, Any]:
+    def dense(self, layer: str, mlp: str = "mlp") -> dict[str, Any]:
         names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         return {
-            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.mlp", names),
-            "down": self.fused(f"{layer}.down", f"{layer}.mlp", ("down_proj",)),
+            "gate_up": self.fused(f"{layer}.gate_up", f"{layer}.{mlp}", names),
+            "down": self.fused(f"{layer}.down", f"{layer}.{mlp}", ("down_proj",)),
             "experts": None,
         }
 
     def mixture(self, layer: str) -> dict[str, Any]:
-        """A layer's experts. Their router is never rounded."""
+        """A layer's experts, and the MLP beside them. Their router is never rounded."""
+        every_row = (
+            self.dense(layer, "mlp.shared_experts") if self.config.shared_size else {"gate_up": None, "down": None}
+        )
+        return every_row | {"experts": self.experts(layer)}
+
+    def experts(self, layer: str) -> Experts | DeviceExperts:
         at = f"{layer}.mlp.experts"
         gate, up, down = (self.tensor(f"{at}.{name}_proj.weight") for name in ("gate", "up", "down"))  # [E, ...]
-        router, routing = self.router(layer), routing_of(self.config)
+        router = self.router(layer)
         pairs, biases = torch.cat([gate, up], 1), NO_BIASES  # [E, 2I, H]
         if self.config.expert_bias:
             parts = [self.tensor(f"{at}.{name}_proj.bias") for name in ("gate", "up", "down")]
             biases = torch.cat(parts[:2], 1), parts[2]  # [E, 2I], [E, H]
         if ops.on_gpu(gate):
-            return {"gate_up": None, "down": None, "experts": DeviceExperts(router, pairs, down, biases, routing)}
+            return DeviceExperts(router, pairs, down, biases)
         both, back = (
             [self.product(f"{layer}.{name}.{i}", one, None if each is None else each[i]) for i, one in enumerate(many)]
             for name, many, each in (("gate_up", pairs, biases[0]), ("down", down, biases[1]))
         )
-        return {"gate_up": None, "down": None, "experts": Experts(router, both, back, routing)}
+        return Experts(router, both, back)
 
-    def router(self, layer: str) -> Any:
+    def router(self, layer: str) -> Router:
         """In the dtype of the products, whatever their weights are stored as."""
-        bias = self.tensor(f"{layer}.mlp.router.bias") if self.config.expert_bias else None
-        return linear(self.tensor(f"{layer}.mlp.router.weight"), bias)
+        at, c = f"{layer}.mlp.router", self.config
+        bias = self.tensor(f"{at}.bias") if c.expert_bias else None
+        correction = None
+        if c.corrected_router:
+            correction = self.source.get(f"{layer}.mlp.correction.bias", torch.float32).to(self.device)
+        return Router(linear(self.tensor(f"{at}.weight"), bias), routing_of(c), correction)
 
 
 def routing_of(c: ModelConfig) -> Routing:
-    return Routing(c.experts_used, c.normalise_experts, c.activation)
+    return Routing(c.experts_used, c.normalise_experts, c.activation, c.expert_scale)
 
 
 def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:
@@ -420,7 +465,12 @@ def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:
 
 
 def rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not."""
+    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not.
+
+    r is 0 where no layer rotates.
+    """
     angles = torch.arange(length, dtype=torch.float64)[:, None] * config.inverse_frequencies(length)[None]  # [L, r/2]
+    if len(config.no_rope_layers) == config.layers:
+        angles = angles[:, :0]
     factor = config.attention_factor
     return (angles.cos() * factor).to(dtype).to(device), (angles.sin() * factor).to(dtype).to(device)

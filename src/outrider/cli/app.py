@@ -14,7 +14,7 @@ import typer
 from .cache import cache_clear, cache_list
 from .chat import chat
 from .demo import demo
-from .drafter import drafter_encode, drafter_forget, drafter_save, drafter_show
+from .drafter import drafter_encode, drafter_forget, drafter_list, drafter_save, drafter_show
 from .export import deploy_ray, export
 from .generate import generate
 from .measure import bench, bench_serve, cost, doctor, tune
@@ -61,8 +61,8 @@ bench_app.command("serve", cls=Command)(command(bench_serve))
 app.add_typer(bench_app, name="bench")
 _group("trace", "Show recorded runs.", show=trace_show, html=trace_html)
 _group(
-    "drafter", "Show, save or delete what was learnt; store a head in fewer bits.",
-    show=drafter_show, save=drafter_save, forget=drafter_forget, encode=drafter_encode,
+    "drafter", "List, show, save or delete what was learnt; store a head in fewer bits.",
+    list=drafter_list, show=drafter_show, save=drafter_save, forget=drafter_forget, encode=drafter_encode,
 )  # fmt: skip
 _group("cache", "Show or delete what is kept on disk.", list=cache_list, clear=cache_clear)
 _group("deploy", "Write the files that a cluster deploys from.", ray=deploy_ray)

@@ -1,4 +1,4 @@
-"""`outrider drafter show | save | forget`: the weights that drafters learnt while serving; `encode`: fewer bits."""
+"""`outrider drafter list | show | save | forget`: what drafters learnt while serving; `encode`: fewer bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ from .common import model_name, note, print_json
 from .options import Device, Json, Model
 
 
+def drafter_list(as_json: Json = False) -> None:
+    """Print for which models weights are kept, and which kinds of text have some of their own."""
+    from ..drafters._learning import store
+
+    kept = [(path.parent, store.facts_of(path.parent)) for path in sorted((cache_folder() / "learnt").glob("*/*.json"))]
+    rows = [
+        {"model": facts.get("model", "unknown"), "kinds": [kind for kind in facts.get("kinds", []) if kind]}
+        | {"updates": facts.get("learning", {}).get("updates", 0), "folder": str(folder)}
+        for folder, facts in kept
+    ]
+    if as_json:
+        print_json({"learnt": rows})
+        return
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(row["model"], f"{row['updates']} updates", ", ".join(row["kinds"]), row["folder"])
+    Console().print(table)
+    if not rows:
+        note("Nothing is kept: `outrider generate --learn` lets a drafter learn.")
+
+
 def drafter_show(
     folder: Annotated[Path | None, Argument(help="A folder that --learn-to wrote. Default: the one kept.")] = None,
     model: Model = None,
@@ -22,7 +43,7 @@ def drafter_show(
 ) -> None:
     """Print what a drafter learnt from how much text, and whether its acceptance has dropped since."""
     from ..drafters import _drift as drift
-    from ..drafters.online import store
+    from ..drafters._learning import store
 
     path = folder or store.kept_folder(model_name(model), {})
     if folder is None and not (path / store.FACTS).exists():
@@ -42,6 +63,8 @@ def drafter_show(
     table.add_row("drafter", f"{learning.get('drafter', '?')}, {learning.get('vocabulary', '?')} tokens in vocabulary")
     table.add_row("learnt from", f"{learning.get('records', 0)} verified tokens, {learning.get('updates', 0)} updates")
     table.add_row("recent acceptance", f"{learning.get('accepted', 0.0):.0%}")
+    for kind, own in learning.get("kinds", {}).items():
+        table.add_row(f"kind {kind or '(none named)'}", f"{own['records']} tokens, {own['adopted']} weights adopted")
     console.print(table)
     for sentence in monitor.sentences():
         console.print(f"[yellow]{sentence}[/yellow]")
@@ -72,7 +95,7 @@ def drafter_encode(
 
 def drafter_save(folder: Annotated[Path, Argument(help="The folder to write.")], model: Model = None) -> None:
     """Copy the kept weights of a model's drafter to a folder, for --learn-from here or on another machine."""
-    from ..drafters.online import store
+    from ..drafters._learning import store
 
     store.copy(store.kept_folder(model_name(model), {}), folder)
     note(f"Saved to {folder}; `outrider generate --learn-from {folder} …` uses it.")
@@ -80,13 +103,20 @@ def drafter_save(folder: Annotated[Path, Argument(help="The folder to write.")],
 
 def drafter_forget(
     model: Model = None,
+    kind: Annotated[str | None, Option(help="Delete only what was learnt of this kind of text.")] = None,
     everything: Annotated[bool, Option("--all", help="Delete all weights and records of acceptance.")] = False,
 ) -> None:
     """Delete the kept weights of a model's drafter."""
+    if kind is not None:
+        from ..drafters._learning import store
+
+        store.forget_kind(store.kept_folder(model_name(model), {}), kind)
+        note("Deleted.")
+        return
     if everything:
         folders = [cache_folder() / "learnt", cache_folder() / "drift"]
     else:
-        from ..drafters.online import store
+        from ..drafters._learning import store
 
         folders = [store.kept_folder(model_name(model), {})]
     kept = [folder for folder in folders if folder.exists()]

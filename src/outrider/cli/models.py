@@ -36,7 +36,8 @@ def fetch(name: Name, as_json: Json = False) -> None:
     if entry.kind == "head":
         note(f"Use it with --drafter head --set head={name}; `outrider doctor --head {name}` tells what it brings.")
     elif head is not None:
-        note(f"The head {head} belongs to it, and `auto` uses it.")
+        own = "Its own layer for further tokens (mtp) drafts" if head == "mtp" else f"The head {head} belongs to it"
+        note(f"{own}, and `auto` uses it.")
 
 
 def models(as_json: Json = False) -> None:
@@ -54,15 +55,17 @@ def models(as_json: Json = False) -> None:
     for column in ("name", "size", "what it is", "head"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for entry, head in found:
-        cells = (entry.name, megabytes(entry.bytes), entry.about, "" if head is None else head.name)
+        cells = (entry.name, megabytes(entry.bytes), entry.about, "" if head is None else Path(head).name)
         table.add_row(*cells, style="red" * (entry.kind == "unreadable"))
     Console().print(table)
 
 
-def _head_of(entry: Entry) -> Path | None:
-    """The trained head that belongs to a model, if there is one."""
+def _head_of(entry: Entry) -> str | None:
+    """The folder of the trained head that belongs to a model, or mtp: the model's own layer; None if there is none."""
     if entry.checkpoint is None:
         return None
     from ..export.plan import head_folder
+    from ..models.mtp import find_mtp
 
-    return head_folder(entry.checkpoint)
+    folder, own = head_folder(entry.checkpoint), find_mtp(entry.checkpoint.weights, entry.checkpoint.config)
+    return str(folder) if folder is not None else "mtp" if own is not None else None

@@ -142,24 +142,27 @@ class EngineOptions(TargetOptions):
             return given
         if self.learn is False and self.learn_to is not None:
             raise ConfigError("--no-learn and --learn-to contradict each other: leave one out.")
-        if given.get("drafter") not in (None, "online", "head"):
+        if given.get("drafter") not in (None, "online", "head", "auto"):
             if self.learn is False and self.learn_from is None:
                 return given  # it does not learn anyway
             drafter = given["drafter"]
-            raise ConfigError(f"The drafter '{drafter}' cannot learn: leave --drafter out, or choose online or head.")
-        from ..drafters.online import store  # loads torch
+            raise ConfigError(
+                f"The drafter '{drafter}' cannot learn: leave --drafter out, or choose online, head or auto."
+            )
+        from ..drafters._learning import store  # loads torch
 
         source = self.learn_from
         if source is None and self.learns and self.learn_to is None:
             kept = store.kept_folder(model_name(self.model), given)
             source = kept if (kept / store.FACTS).exists() else None
-        return given | arguments(drafter="online", learn=self.learns, learn_from=source and str(source))
+        drafter = "online" if given.get("drafter") is None else given["drafter"]
+        return given | arguments(drafter=drafter, learn=self.learns, learn_from=source and str(source))
 
     def save_learnt(self, llm: LLM) -> None:
         """Write the drafter's weights, if it learns, and its record of acceptance."""
         llm.drift.save()
         if self.learns and llm.learning is not None:
-            from ..drafters.online import store
+            from ..drafters._learning import store
 
             try:
                 llm.save_learnt(self.learn_to or store.kept_folder(llm.name, llm.config.options))

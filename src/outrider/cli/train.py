@@ -53,7 +53,7 @@ def train(
     batch_tokens: Annotated[int, Option(min=32, help="Tokens of one training step.")] = 8192,
     lr: Annotated[float, Option(min=0.0, help="The highest learning rate.")] = 5e-4,
     seed: Annotated[int, Option(min=0, help="The random seed. The same seed gives the same drafter.")] = 0,
-    layers: Annotated[int, Option(min=0, help="Layers. 0: 1 for heads and adapters, 4 for a model.")] = 0,
+    layers: Annotated[int, Option(min=0, help="Layers. 0: 1; for a model 4, behind an encoder 1.")] = 0,
     exit_layer: Annotated[int, Option(min=0, help="Layers before the exit. 0: a quarter of them.")] = 0,
     intermediate: Annotated[int, Option(min=0, help="Width of a head's MLP. 0: the target's.")] = 0,
     hidden_size: Annotated[int, Option(min=0, help="Width of a head. 0: the target's. Narrower is faster.")] = 0,

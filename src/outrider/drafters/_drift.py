@@ -27,7 +27,8 @@ _LEAST_SPREAD = 0.02  # lower bound of the standard deviation
 _CHANGES = 8  # stored changes
 _OPEN = 256  # requests without a known end
 _SAVE_INTERVAL = 60.0  # seconds
-DEFAULT = "text"  # the kind of requests that name none
+DEFAULT, OTHER = "text", "other"  # the kind of requests that name none, and of those beyond KINDS
+KINDS = 32  # kinds of text that are watched apart: a client's labels must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,14 @@ class Monitor(Listener):
         self.detectors = read(self.path)
         self._open: dict[int, dict[tuple[str, str], list[int]]] = {}  # request -> accepted and reached nodes
         self._block: dict[tuple[str, str], list[int]] = {}
+        self._kinds = {DEFAULT, OTHER, *(kind for _, kind in self.detectors)}
         self._saved = time.time()
 
     def observe(self, step: Step) -> None:
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             seq = turn.seq
             if verdict is not None and tree.tokens and seq.params.learn:
-                key = (tree.source or "drafter", seq.params.kind or DEFAULT)
+                key = (tree.source or "drafter", self._kind(seq.params.kind or DEFAULT))
                 tally = self._open.setdefault(seq.id, {}).setdefault(key, [0, 0])
                 tally[0] += len(verdict.path)
                 tally[1] += len(verdict.path) + (REJECTED in verdict.fates)
@@ -120,6 +122,13 @@ class Monitor(Listener):
                 self._close(seq.id)
         while len(self._open) > _OPEN:
             self._close(next(iter(self._open)))
+
+    def _kind(self, name: str) -> str:
+        """The kind that this name counts for."""
+        if name not in self._kinds and len(self._kinds) >= KINDS:
+            return OTHER
+        self._kinds.add(name)
+        return name
 
     def _close(self, seq_id: int) -> None:
         for key, (accepted, reached) in self._open.pop(seq_id).items():

@@ -367,7 +367,7 @@ class Auto(Cascade):
         for stats in self.costs.values():
             stats.idle += 1
         self._switch_taps(len(step.turns))
-        if self.prices.speed:
+        if self.prices.speed and not step.in_round:  # else the host drafts while the device runs
             self._demote_slow(1 / self.prices.speed)
         self.calls = {}
         for turn, verified, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):

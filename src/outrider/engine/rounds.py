@@ -76,7 +76,7 @@ class HostPace:
     def __init__(self) -> None:
         self.seconds = 0.001  # for planning one round
         self.fixed = 0.0005  # of planning without drafts, moving average
-        self.each = 0.0  # of one sequence's draft, moving average
+        self.each = 0.0002  # of one sequence's draft, moving average: a first one reads its prompt
         self._drafting = 0.0  # seconds of drafts in the round that is being planned
         self._turn = 0  # sequences take turns
 
@@ -108,7 +108,7 @@ class HostPace:
 
     def affordable(self, wanted: list[int]) -> list[int]:
         """As many of these as there is time for, others the next time."""
-        most = int(max(self.seconds - self.fixed, 0.0) / self.each) if self.each else len(wanted)
+        most = int(max(self.seconds - self.fixed, 0.0) / self.each)
         if most >= len(wanted):
             return wanted
         start = self._turn % len(wanted)

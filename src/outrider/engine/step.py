@@ -163,7 +163,8 @@ class Engine:
     def _issue(self) -> bool:
         """Pick, budget, draft, launch. False: no sequence takes a turn before a step in flight is read."""
         clock, traits = self.clock.start(), self.drafter.traits
-        turns, plans = self.scheduler.pick(), not self._in_rounds or self.pace.plans
+        hidden = bool(self.flights)  # the device runs meanwhile
+        turns, plans = self.scheduler.pick(), not self._in_rounds or (hidden and self.pace.plans)
         begin = clock.now()
         turns = self.scheduler.fit(self.controller.budget(turns, traits) if plans else turns)
         if not turns:
@@ -177,9 +178,7 @@ class Engine:
                 turns = self._shorten(turns, draft)
         if self._in_rounds and plans and any(turn.budget for turn in turns):
             self.pace.planned(clock.now() - begin)
-        silent = self._latest_failure and not any(tree.tokens for tree in draft.trees)
-        why = f"the drafter failed ({self._latest_failure}): plain decoding" if silent else self.controller.why
-        why = why if plans else f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
+        why = self._reason(draft) if plans else self._unplanned(turns, hidden)
         flight = Flight(turns, draft, None, clock.seconds, clock.starts, why, failure, offered=offered)
         if self._in_rounds:
             assert self.target.rounds is not None
@@ -190,6 +189,17 @@ class Engine:
         self.scheduler.launched(turns)
         self.flights.append(flight)
         return True
+
+    def _reason(self, draft: Draft) -> str:
+        """For what is drafted, in words."""
+        if self._latest_failure and not any(tree.tokens for tree in draft.trees):
+            return f"the drafter failed ({self._latest_failure}): plain decoding"
+        return self.controller.why
+
+    def _unplanned(self, turns: list[Turn], hidden: bool) -> str:
+        if not hidden:
+            return "the device is idle: a round starts before drafts are planned"
+        return f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
 
     def _launch(self, flight: Flight) -> None:
         turns, traits = flight.turns, self.drafter.traits  # drafting may have changed them

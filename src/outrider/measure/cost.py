@@ -49,13 +49,13 @@ def bills(rows: list[dict[str, Any]], price_per_hour: float) -> list[Bill]:
 
 
 def rows_from(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a benchmark's JSON, which is the last line of the file; a table may stand before it."""
+    """The rows of a benchmark's JSON: all of the file, as in bench/results, or its last line, below a table."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").strip().splitlines()
+        text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(f"The benchmark in {path} cannot be read: {error}.") from error
     try:
-        rows = json.loads(lines[-1])["rows"]
+        rows = json.loads(text if text.startswith("{") else text.splitlines()[-1])["rows"]
         return [dict(row) for row in rows if {"drafter", "category", "tok_s", "plain_tok_s"} <= set(row)]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise OutriderError(f"{path} does not end with a line that `outrider bench --json` wrote.") from error

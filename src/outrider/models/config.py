@@ -19,14 +19,16 @@ from ..errors import ModelError
 
 SUPPORTED = (
     "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3 (dense), Gemma 2 and 3 (text), Phi-3 and 4, "
-    "Granite 3, OLMo 2, GLM-4, Mixtral, Qwen3-MoE, gpt-oss, T5, BART and Marian"
+    "Granite 3, OLMo 2, GLM-4 and 4.5, MiMo, Mixtral, Qwen3-MoE, gpt-oss, T5, BART and Marian"
 )
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "glm4",
-    "mixtral", "qwen3_moe", "gpt_oss",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe",
 )  # fmt: skip
-_TYPES = {"gemma3_text": "gemma3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # other names of a family
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+_TYPES = {  # other names of a family
+    "gemma3_text": "gemma3", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "glm4moe": "glm4_moe", "mimo": "qwen2",
+}  # fmt: skip
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe")
 SILU, GELU = "silu", "gelu_tanh"
 RELU, ERF_GELU = "relu", "gelu"
 CLAMPED = "clamped_silu"  # gpt-oss: gate and up are limited to 7, then (up + 1) * gate * sigmoid(1.702 gate)
@@ -210,6 +212,9 @@ class ModelConfig:
     normalise_experts: bool = True  # the shares of a row's experts add up to one
     dense_layers: frozenset[int] = frozenset()  # with an ordinary MLP, where others have experts
     expert_bias: bool = False  # of router and experts
+    corrected_router: bool = False  # shares are sigmoids; a learnt correction takes part in the choice of experts only
+    expert_scale: float = 1.0  # of what a row's experts add
+    shared_size: int = 0  # the intermediate size of an MLP that every row uses beside its experts; 0: none
     sinks: bool = False  # each head of attention has a score that takes its share of the weights and adds nothing
     layer_norm: bool = False  # norms subtract the mean and add a bias
     stream_norm: bool = False  # the stream is normed after each addition to it; blocks read it, and the head too
@@ -314,7 +319,7 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     scaling = rope_scaling(rope, context)
     window, window_layers = _hf_window(data, family, layers)
     biased = bool(data.get("attention_bias", family == "gpt_oss")) and family not in ("mistral", "mixtral", "phi3")
-    partial = float(rope.get("partial_rotary_factor", 0.5 if family == "glm4" else 1.0))
+    partial = float(rope.get("partial_rotary_factor", 0.5 if family in ("glm4", "glm4_moe") else 1.0))
     return ModelConfig(
         architecture=family, vocab_size=integer(data, "vocab_size"), hidden_size=hidden, layers=layers, heads=heads,
         kv_heads=integer(data, "num_key_value_heads", 8 if family in ("mistral", "mixtral", "gpt_oss") else heads),
@@ -324,8 +329,8 @@ def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         context_length=scaled_context(context, scaling), rope_scaling=scaling,
         no_rope_layers=no_rope_layers(layers, data) if family == "smollm3" else frozenset(),
         tied=bool(data.get("tie_word_embeddings", family in _TIED)),
-        qkv_bias=biased or family == "qwen2", o_bias=biased and family != "glm4",
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2"),
+        qkv_bias=biased or family == "qwen2", o_bias=biased and family not in ("glm4", "glm4_moe", "qwen2"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2") or bool(data.get("use_qk_norm")),
         sliding_window=window if window_layers else 0, window_layers=window_layers,
         bos_id=next(iter(token_ids(data.get("bos_token_id"))), None),
         eos_ids=token_ids(data.get("eos_token_id")) | token_ids(generation.get("eos_token_id")),
@@ -342,6 +347,8 @@ def _experts(data: Mapping[str, Any], family: str, layers: int) -> dict[str, Any
             "experts": integer(data, "num_local_experts", many), "experts_used": used,
             "expert_size": integer(data, "intermediate_size"), "expert_bias": family == "gpt_oss",
         }  # fmt: skip
+    if family == "glm4_moe":
+        return _corrected_experts(data, layers)
     if family != "qwen3_moe":
         return {}
     every, dense = integer(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
@@ -353,6 +360,22 @@ def _experts(data: Mapping[str, Any], family: str, layers: int) -> dict[str, Any
         "normalise_experts": bool(data.get("norm_topk_prob", False)),
         "dense_layers": frozenset(i for i in range(layers) if i in dense or (i + 1) % max(every, 1)),
     }
+
+
+def _corrected_experts(data: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """GLM-4.5's: the first layers have an ordinary MLP; in the others every row uses a shared expert too."""
+    if (data.get("n_group") or 1, data.get("topk_group") or 1) != (1, 1):
+        raise UnsupportedModel("The model chooses groups of experts first (n_group), which is not supported.")
+    count = data.get("n_routed_experts") or data.get("num_local_experts")
+    size = integer(data, "moe_intermediate_size", 1408)
+    return {
+        "experts": integer({"n_routed_experts": count}, "n_routed_experts", 128),
+        "experts_used": integer(data, "num_experts_per_tok", 8), "expert_size": size,
+        "normalise_experts": bool(data.get("norm_topk_prob", True)), "corrected_router": True,
+        "expert_scale": float(data.get("routed_scaling_factor", 1.0)),
+        "shared_size": size * integer(data, "n_shared_experts", 1),
+        "dense_layers": frozenset(range(min(integer(data, "first_k_dense_replace", 1), layers))),
+    }  # fmt: skip
 
 
 def _variants(data: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
@@ -448,7 +471,7 @@ def no_rope_layers(layers: int, data: Mapping[str, Any]) -> frozenset[int]:
 def _hf_window(data: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
     window = data.get("sliding_window") or 0
     always = ("mistral", "mixtral", "phi3", "gemma2", "gemma3", "gpt_oss")
-    if family in ("llama", "granite", "olmo2", "glm4") or not window:
+    if family in ("llama", "granite", "olmo2", "glm4", "glm4_moe") or not window:
         return 0, frozenset()
     if family not in always and not data.get("use_sliding_window", False):
         return 0, frozenset()

@@ -6,6 +6,7 @@ refused here with a message. It knows names and configuration values; it does no
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ModelError
@@ -31,7 +33,8 @@ from .config import (
     integer,
     token_ids,
 )
-from .weights import Safetensors, Weights, adapted, expected, find_safetensors
+from .tokenizer import read_json
+from .weights import Safetensors, Source, Weights, adapted, expected, find_safetensors
 
 PAIRS = ("t5", "bart", "marian")
 _ACTIVATIONS = {"relu": RELU, "gelu": ERF_GELU, "gelu_new": GELU, "silu": SILU, "swish": SILU}
@@ -280,3 +283,56 @@ def folder_tensors(folder: Path, config: ModelConfig) -> Any:
 def named_weights(source: Any, config: ModelConfig) -> Any:
     """Weights in Hugging Face's form under Outrider's names."""
     return adapted(source, config) if config.encoder is None else PairWeights(source, config)
+
+
+# ------------------------------------------------------------ writing
+
+
+def write_pair(
+    folder: Path, origin: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = ""
+) -> None:
+    """Write a model with another number of decoder layers than the one in `origin`, which it is a part of.
+
+    source: its tensors under Outrider's names. config.json is last: a folder that has one is complete.
+    """
+    data, family = read_json(origin / "config.json"), config.architecture
+    data |= {("num_decoder_layers" if family == "t5" else "decoder_layers"): config.layers}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_stored_tensors(config, source, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files readable by their owner only
+    tokenizer.save(folder)
+    if card:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    for name, values in (
+        ("generation_config.json", read_json(origin / "generation_config.json")),
+        ("config.json", data),
+    ):
+        if values:
+            values |= {"torch_dtype": str(dtype).removeprefix("torch.")} if name == "config.json" else {}
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Under the family's own names. A matrix that is there several times is stored once, as `shared`."""
+    names, stored = PairWeights(_Nothing(), config), dict[str, Tensor]()
+    shared = source.get("embed_tokens.weight", dtype)
+    for name in expected(config):
+        tensor = source.get(name, dtype).contiguous()
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and torch.equal(tensor, shared):
+            continue
+        if name.endswith("embed_positions.weight"):
+            if config.positions == SINUSOIDAL:
+                continue
+            tensor = torch.cat([tensor.new_zeros(_POSITION_OFFSET, tensor.shape[1]), tensor])
+        own = names._candidates(name)[0]
+        inside = config.architecture != "t5" and own != "final_logits_bias" and own != "lm_head.weight"
+        stored[f"model.{own}" if inside else own] = tensor[None] if name == "lm_head.bias" else tensor
+    prefix = "" if config.architecture == "t5" else "model."
+    return stored | {f"{prefix}shared.weight": shared.contiguous()}
+
+
+class _Nothing:
+    """A file without tensors."""
+
+    def names(self) -> frozenset[str]:
+        return frozenset()

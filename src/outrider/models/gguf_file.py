@@ -206,7 +206,8 @@ def gguf_config(file: GGUF) -> ModelConfig:
         raise ModelError(f"A mixture of experts of the architecture '{named}' is not supported; use a dense model.")
     heads, hidden = integer(own, "attention.head_count"), integer(own, "embedding_length")
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
-    layers, context = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "context_length")
+    context = integer(own, "context_length")
+    layers = integer(own, "block_count", most=configs.MAX_LAYERS) - integer(own, "nextn_predict_layers", 0)
     scaling = _rope_scaling(own, file)
     window, window_layers = _window(own, family, layers)
     tensors = file.tensors
@@ -222,18 +223,28 @@ def gguf_config(file: GGUF) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in tensors, qk_norm="blk.0.attn_q_norm.weight" in tensors,
         sliding_window=window, window_layers=window_layers,
         bos_id=next(iter(token_ids(file.metadata.get("tokenizer.ggml.bos_token_id"))), None),
-        eos_ids=gguf_eos_ids(file.metadata), **_experts(own, family),
+        eos_ids=gguf_eos_ids(file.metadata), **_experts(own, family, layers),
         **_variants(own, family, hidden, heads, head_dim, layers),
     )  # fmt: skip
 
 
-def _experts(own: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """llama.cpp always normalises the shares of a row's experts in the families that are read here."""
+def _experts(own: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """Except for GLM-4.5, llama.cpp always normalises the shares of a row's experts in the families read here."""
     if not own.get("expert_count"):
         return {}
     size = integer(own, "expert_feed_forward_length", integer(own, "feed_forward_length", 0))
     count, used = integer(own, "expert_count"), integer(own, "expert_used_count")
-    return {"experts": count, "experts_used": used, "expert_size": size, "expert_bias": family == "gpt_oss"}
+    found = {"experts": count, "experts_used": used, "expert_size": size, "expert_bias": family == "gpt_oss"}
+    if family != "glm4_moe":
+        return found
+    if integer(own, "expert_gating_func", 2) != 2 or integer(own, "expert_group_count", 1) > 1:
+        raise ModelError("The file's router is not the one of GLM-4.5; use a file of the original model.")
+    dense = min(integer(own, "leading_dense_block_count", 0), layers)
+    return found | {
+        "normalise_experts": bool(own.get("expert_weights_norm", True)), "corrected_router": True,
+        "expert_scale": float(own.get("expert_weights_scale") or 1.0),
+        "shared_size": size * integer(own, "expert_shared_count", 0), "dense_layers": frozenset(range(dense)),
+    }  # fmt: skip
 
 
 def _window(own: Mapping[str, Any], family: str, layers: int) -> tuple[int, frozenset[int]]:
@@ -324,7 +335,10 @@ _BLOCK = {
     "attn_qkv": "self_attn.qkv_proj", "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
     "ffn_gate_inp": "mlp.router", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.correction",
 }  # fmt: skip
+_NEXTN = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}  # MTP
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
 # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2).
 _PERMUTED = ("llama", "smollm3", "granite", "mixtral")
@@ -397,6 +411,8 @@ def _hf_name(name: str) -> str | None:
         return f"{_TOP[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
         return f"layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
+    if len(parts) == 5 and parts[0] == "blk" and parts[2] == "nextn" and parts[3] in _NEXTN:
+        return f"layers.{parts[1]}.{_NEXTN[parts[3]]}.{parts[4]}"
     return None
 
 

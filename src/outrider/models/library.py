@@ -15,6 +15,7 @@ from ..errors import OutriderError
 from .checkpoint import DEFAULT, Checkpoint, open_checkpoint
 from .fetch import SMOLLM2
 from .foreign import ForeignWeights
+from .mtp import find_mtp
 from .paths import cache_folder
 from .published import is_head, read_json
 from .speculators import CONFIG
@@ -55,7 +56,8 @@ def describe(name: str, path: Path) -> Entry:
 def about_model(checkpoint: Checkpoint) -> str:
     c = checkpoint.config
     runs = "through transformers" if isinstance(checkpoint.weights, ForeignWeights) else "built-in"
-    return f"{c.architecture}, {c.layers} layers of {c.hidden_size}, context {c.context_length:,}, {runs}"
+    own = "" if find_mtp(checkpoint.weights, c) is None else ", with a layer for further tokens (MTP)"
+    return f"{c.architecture}, {c.layers} layers of {c.hidden_size}, context {c.context_length:,}, {runs}{own}"
 
 
 def _about_head(folder: Path) -> str:
@@ -92,7 +94,7 @@ def _hub_snapshots() -> Iterator[tuple[str, Path]]:
                 yield repo.repo_id, folder
 
 
-def as_json(entry: Entry, head: Path | None) -> dict[str, Any]:
-    """An entry for programs; head: the head that belongs to a model."""
+def as_json(entry: Entry, head: str | None) -> dict[str, Any]:
+    """An entry for programs; head: the folder of the head that belongs to a model, or mtp."""
     facts = {"name": entry.name, "path": str(entry.path), "bytes": entry.bytes, "kind": entry.kind}
-    return facts | {"about": entry.about, "head": None if head is None else str(head)}
+    return facts | {"about": entry.about, "head": head}

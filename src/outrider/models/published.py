@@ -1,10 +1,10 @@
 """Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
 
-It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3 and peagle), EAGLE-1 and 2,
-Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors or raises a sentence that
-names what is wrong; pickled weights are read without running what is in them. Files of the same kind follow different
-conventions without saying which: then there are several readings, the likeliest first, and `drafters.head` tries them.
-It knows names, shapes and conventions, not what a head computes.
+It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle and dflash), DFlash
+and DSpark, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors
+or raises a sentence that names what is wrong; pickled weights are read without running what is in them. Files of the
+same kind follow different conventions without saying which: then there are several readings, the likeliest first, and
+`drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
 from .speculators import (
     CONFIG,
+    DFLASH,
     EAGLE1,
     FIRST,
     SPECULATORS_FIRST,
@@ -43,11 +44,18 @@ from .weights import find_safetensors
 
 MEDUSA, MLP = "medusa", "mlp"
 PARTS = {MEDUSA: "medusa_num_heads", MLP: "n_predict"}  # where their configurations count the tokens of a draft
-_FLAT = {"LlamaForCausalLMEagle3": "SpecForge's and NVIDIA's layout", "Eagle3LlamaForCausalLM": "AngelSlim's layout"}
-_REFUSED = {
-    "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "DFlashDraftModel": "DFlash", "DSparkDraftModel": "DSpark",
-    "Qwen3DSparkModel": "DSpark", "DominoDraftModel": "Domino", "PEagleDraftModel": "SpecForge's P-EAGLE",
+_FLAT = {
+    "LlamaForCausalLMEagle3": "SpecForge's and NVIDIA's layout", "Eagle3LlamaForCausalLM": "AngelSlim's layout",
+    "PEagleDraftModel": "SpecForge's layout",
 }  # fmt: skip
+_BLOCKS = {
+    "DFlashDraftModel": "a DFlash drafter", "dflash": "a DFlash drafter in the speculators format",
+    "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
+    "dspark": "a DSpark drafter in the speculators format",
+}  # fmt: skip
+_REFUSED = {"mtp": "MTP", "DominoDraftModel": "Domino"}
+_PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
+_LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
 _IGNORED = re.compile(r"(verifier_.*|.*rotary_emb\..*|t2d)")  # copies of the target's weights, and what can be derived
 _OLD_FC_NORMS = {"aux_norm_low": 0, "aux_norm_mid": 1, "aux_norm_high": 2}
@@ -155,6 +163,8 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
 
 def _kind(data: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor] | None) -> str | None:
     """Which reader understands a folder; None: it is no head. The tensors decide between EAGLE-1 and a whole model."""
+    if any(name in _BLOCKS for name in (data.get("speculators_model_type"), *_architectures(data))):
+        return DFLASH
     if data.get("speculators_model_type") is not None:
         return "speculators"
     if any(name in _FLAT for name in _architectures(data)) or "eagle_config" in data:
@@ -185,14 +195,19 @@ def _load(folder: Path) -> dict[str, Tensor]:
             tensors |= load_file(str(path))
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"{path} is missing or damaged ({error}); get the head again.") from error
+    if (mask := folder / "mask_embedding.pt").is_file():  # of a block drafter, beside its weights
+        for tensor in _unpickled([mask], alone=True).values():
+            tensors["mask_embedding"] = tensor.flatten()
     return _renamed(tensors)
 
 
-def _unpickled(paths: list[Path]) -> dict[str, Tensor]:
+def _unpickled(paths: list[Path], alone: bool = False) -> dict[str, Tensor]:
+    """The tensors of some files; `alone`: a file may hold one without a name."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
-            tensors |= torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            held = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            tensors |= {path.stem: held} if alone and isinstance(held, Tensor) else held
         except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
             first = str(error).partition("\n")[0]
             raise ModelError(f"{path} is damaged, or holds more than tensors ({first}); get the head again.") from error
@@ -244,12 +259,14 @@ def _complete(reading: HeadConfig, tensors: dict[str, Tensor], where: str) -> di
 
 def _flat(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """One flat configuration, as EAGLE, SpecForge, NVIDIA and AngelSlim write it."""
-    own = data.get("eagle_config") or {}
+    own, kind = data.get("eagle_config") or {}, "an EAGLE-3 head"
     if own.get("use_aux_hidden_state") is False:
         raise ModelError(f"{where} reads only the target's last state (use_aux_hidden_state: false): not supported.")
     layout = next((_FLAT[name] for name in _architectures(data) if name in _FLAT), "EAGLE's own layout")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data) | own, named)
+    if _PARALLEL in _architectures(data):
+        kind, (base, named) = "a P-EAGLE head", _parallel(dict(data) | own, base, named, where)
     ids = own.get("eagle_aux_hidden_state_layer_ids") or data.get("eagle_aux_hidden_state_layer_ids")
     choices: list[list[Choice]] = [
         [({"taps": taps}, note) for taps, note in _flat_taps(ids, target.layers, where)],
@@ -261,7 +278,7 @@ def _flat(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConf
     if base.norm_output and not base.fc_norm:  # one trainer writes it always, and norms for the logits only
         choices[2].append(({"norm_output": False}, "drafts continue from the output before its norm"))
     tensors = _complete(base, named, where)
-    return PublishedHead(f"an EAGLE-3 head in {layout}", _readings(base, choices, where), tensors)
+    return PublishedHead(f"{kind} in {layout}", _readings(base, choices, where), tensors)
 
 
 def _readings(base: HeadConfig, choices: list[list[Choice]], where: str) -> tuple[Reading, ...]:
@@ -299,7 +316,9 @@ def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: Mo
     """The speculators format: the layer's sizes are in `transformer_layer_config`, layer ids are boundaries."""
     algorithm = str(data["speculators_model_type"])
     if algorithm not in ("eagle3", "peagle"):
-        raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; eagle3 and peagle are read.")
+        raise ModelError(
+            f"{where} is a '{algorithm}' drafter in the speculators format; eagle3, peagle and dflash are read."
+        )
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
     ids = data.get("eagle_aux_hidden_state_layer_ids")
@@ -336,6 +355,12 @@ def _parallel(
     if token is None or hidden is None or "embed_tokens.weight" not in named:
         lacks = "mask_token_id" if token is None else "mask_hidden" if hidden is None else "embed_tokens.weight"
         raise ModelError(f"{where} is a P-EAGLE head without '{lacks}', so that its masks are unknown.")
+    fused_width, known = named["fc.weight"].shape[-1], named["embed_tokens.weight"].shape[0]
+    if hidden.numel() != fused_width or not 0 <= int(token) < known:
+        shown = f"'mask_hidden' has the shape {list(hidden.shape)}, and its mask_token_id is {token}"
+        raise ModelError(
+            f"In {where} the tensor {shown}: its fc.weight reads {fused_width} numbers, of {known} tokens."
+        )
     states = hidden.float().reshape(1, -1)  # [1, taps * H]
     if base.fc_norm:
         parts = states.chunk(len(base.taps), 1)
@@ -388,6 +413,55 @@ def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     if not window or not kinds or "sliding_attention" not in kinds[:layers]:
         return ()
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+# ------------------------------------------------------------ blocks
+
+
+def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
+    """DFlash and DSpark, as z-lab and SpecForge write them (layer ids name outputs) or speculators (boundaries)."""
+    kind = next(n for n in (data.get("speculators_model_type"), *_architectures(data)) if n in _BLOCKS)
+    nested, own = data.get("transformer_layer_config"), dict(data.get("dflash_config") or {})
+    sizes = dict(data) | (dict(nested) if nested else {}) | own
+    if data.get("sample_from_anchor"):
+        raise ModelError(f"{where} drafts from its first row too (sample_from_anchor), which is not supported.")
+    named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
+    if "hidden_norm.weight" in named:
+        named[f"{FIRST}hidden_norm.weight"] = named.pop("hidden_norm.weight")
+    named = {name: tensor for name, tensor in named.items() if not name.startswith("confidence_head.")}
+    mask, size = sizes.get("mask_token_id"), int(sizes.get("block_size") or 16)
+    if mask is None and "mask_embedding" not in named:
+        raise ModelError(f"{where} does not say which token its masks are (mask_token_id).")
+    vocabulary = int(sizes["vocab_size"])
+    if not 2 <= size <= _LONGEST_BLOCK or not 0 <= int(mask or 0) < vocabulary:
+        raise ModelError(f"{where} has blocks of {size} tokens with the mask {mask}, which is no block drafter.")
+    base = _eagle3(sizes, named)
+    markov = named.get("markov_head.markov_w1.weight")
+    base = replace(
+        base, kind=DFLASH, block=size - 1, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
+        causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
+        norm_before_residual=False, norm_output=False,
+        taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
+    )  # fmt: skip
+    return PublishedHead(_BLOCKS[kind], (Reading(base),), _complete(base, named, where))
+
+
+def _block_taps(
+    data: Mapping[str, Any], own: Mapping[str, Any], boundaries: bool, count: int, target: ModelConfig, where: str
+) -> tuple[int, ...]:
+    """Which layers are tapped, by their outputs. Without a list they are spread from the second to the last but two."""
+    deep = int(data.get("num_target_layers") or own.get("num_target_layers") or target.layers)
+    if deep != target.layers:
+        raise ModelError(f"{where} was trained for a target of {deep} layers, but this one has {target.layers}.")
+    ids = data.get("aux_hidden_state_layer_ids") if boundaries else own.get("target_layer_ids")
+    ids = ids or data.get("target_layer_ids")
+    if ids:
+        taps = tuple(int(i) - boundaries for i in ids)
+    else:
+        taps = tuple(round(1 + i * (deep - 4) / max(count - 1, 1)) for i in range(count)) if count > 1 else (deep // 2,)
+    if len(taps) != count:
+        raise ModelError(f"{where} names {len(taps)} layers of its target, but its fc.weight reads {count} of them.")
+    return taps
 
 
 # ------------------------------------------------------------ the others
@@ -468,4 +542,6 @@ def _check_ids(ids: Tensor, count: int, vocabulary: int, where: str) -> None:
         raise ModelError(f"The draft vocabulary of {where} (token_map) names ids outside the target's, or one twice.")
 
 
-_READERS = {"eagle3": _flat, "speculators": _speculators, EAGLE1: _eagle1, MEDUSA: _medusa, MLP: _mlp}
+_READERS = {
+    "eagle3": _flat, "speculators": _speculators, DFLASH: _dflash, EAGLE1: _eagle1, MEDUSA: _medusa, MLP: _mlp,
+}  # fmt: skip

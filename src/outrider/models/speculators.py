@@ -27,6 +27,8 @@ from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
+MTP = "mtp"  # a layer of the target's own checkpoint
+DFLASH = "dflash"  # DFlash and DSpark: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
@@ -45,7 +47,7 @@ class TensorSource(Protocol):
 class HeadConfig:
     """The shape of a head or exit adapter, and its target."""
 
-    kind: str  # eagle3, block, eagle1 or exit
+    kind: str  # eagle3, block, eagle1, mtp, dflash or exit
     hidden_size: int  # the target's, or less: a narrow head has its own embedding
     intermediate_size: int
     heads: int
@@ -77,12 +79,16 @@ class HeadConfig:
     qkv_bias: bool = False
     logit_scale: float = 1.0
     target_norm_eps: float = 1e-5  # eagle1 reads the target's states after the target's last norm
+    mask_token: int = 0  # dflash: whose embedding a mask has, unless the file has one
+    own_mask: bool = False
+    causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
+    markov: int = 0  # dflash: the width of the term for the token before; 0: there is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "acceptance", tuple(min(max(float(a), 0.0), 1.0) for a in self.acceptance))
         object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
-        if self.kind not in (*KINDS, EAGLE1):
+        if self.kind not in (*KINDS, EAGLE1, MTP, DFLASH):
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
         fits = min(*sizes, self.draft_vocab_size, self.block, self.context_length, self.layers) > 0
@@ -96,6 +102,11 @@ class HeadConfig:
             raise ModelError(f"An early exit reads one layer of its target, not {list(self.taps)}.")
         if not self.taps or min(self.taps) < 0 or len(set(self.taps)) < len(self.taps):
             raise ModelError(f"A head reads different layers of its target, counted from 0, not {list(self.taps)}.")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all tokens of a draft come from one pass, instead of each continuing from the one before."""
+        return self.kind in ("block", DFLASH)
 
     @property
     def narrow(self) -> bool:
@@ -116,13 +127,18 @@ def shapes(c: HeadConfig) -> Shapes:
     if c.narrow or c.own_embedding:
         named["embed_tokens.weight"] = (c.vocab_size, h)
     for i in range(c.layers):
-        layer = _layer(c, 2 * h if i == 0 and c.kind != EAGLE1 else h)
+        layer = _layer(c, 2 * h if i == 0 and c.kind not in (EAGLE1, DFLASH) else h)
         if i == 0 and c.kind == EAGLE1:
             del layer["input_layernorm.weight"]
         named |= {f"{layer_name(i)}.{name}": shape for name, shape in layer.items()}
     named |= _output_shapes(c)
     if c.kind == "block":
         named |= {"mask_embedding": (h,), "mask_hidden": (h,)}
+    if c.own_mask:
+        named["mask_embedding"] = (h,)
+    if c.markov:
+        named["markov_head.markov_w1.weight"] = (c.vocab_size, c.markov)
+        named["markov_head.markov_w2.weight"] = (c.draft_vocab_size, c.markov)
     return named
 
 

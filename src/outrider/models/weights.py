@@ -109,6 +109,13 @@ def _layer(c: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
         if c.expert_bias:
             shapes |= {f"mlp.experts.{n}.bias": each[:2] for n in ("gate_proj", "up_proj")}
             shapes |= {"mlp.experts.down_proj.bias": (c.experts, c.hidden_size), "mlp.router.bias": (c.experts,)}
+        if c.corrected_router:
+            shapes["mlp.correction.bias"] = (c.experts,)
+        if c.shared_size:
+            shapes |= {
+                f"mlp.shared_experts.{n}.weight": (c.shared_size, c.hidden_size) for n in ("gate_proj", "up_proj")
+            }
+            shapes["mlp.shared_experts.down_proj.weight"] = (c.hidden_size, c.shared_size)
         return shapes | {"mlp.router.weight": (c.experts, c.hidden_size)}
     names = ("gate_proj", "up_proj") if c.gated else ("up_proj",)
     shapes |= {f"mlp.{n}.weight": (c.intermediate_size, c.hidden_size) for n in names}
@@ -180,10 +187,13 @@ _RENAMED = {  # Hugging Face's part of a layer -> Outrider's: Llama's names, and
     "olmo2": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
     "mixtral": {"block_sparse_moe.gate": "mlp.router", "mlp.gate": "mlp.router"},
     "qwen3_moe": {"mlp.gate": "mlp.router"},
+    "glm4_moe": {"mlp.gate": "mlp.router"},
     "gpt_oss": {"self_attn": "self_attn.sinks"},  # its name has no ending
     "glm4": {"post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"},
 }
-_IN_GGUF = {"gpt_oss": {"attention_post_norm": "post_attention_layernorm"}}  # llama.cpp names it after its place
+_IN_GGUF = {  # llama.cpp names it after its place
+    family: {"attention_post_norm": "post_attention_layernorm"} for family in ("gpt_oss", "glm4_moe")
+}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _FUSED_QKV, _FUSED_MLP = ("phi3",), ("phi3", "glm4")
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
@@ -200,7 +210,7 @@ class FamilyWeights(Weights):
         self.source, self.config, self.in_gguf = source, config, in_gguf
         stored = {_without_prefix(name): name for name in source.names()}
         renamed = _IN_GGUF.get(config.architecture, {}) if in_gguf else _RENAMED.get(config.architecture, {})
-        stored = {_renamed(name, renamed).replace("sinks.sinks", "sinks.weight"): own for name, own in stored.items()}
+        stored = {_with_ending(_renamed(name, renamed)): own for name, own in stored.items()}
         self._stored: dict[str, tuple[str, slice]] = {}
         self._stacked: dict[str, list[str]] = {}  # of experts that have a tensor each
         for name in expected(config):
@@ -374,6 +384,12 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _TEXT_PREFIXES if name.startswith(prefix)), name)
 
 
+def _with_ending(name: str) -> str:
+    """Two vectors have names of their own in Hugging Face's files, where others end in `weight` or `bias`."""
+    name = name.replace("sinks.sinks", "sinks.weight")
+    return name.replace("mlp.router.e_score_correction_bias", "mlp.correction.bias")
+
+
 def _renamed(name: str, names: dict[str, str]) -> str:
     layer, part, end = _split(name)
     return f"{layer}{names.get(part, part)}{end}"
@@ -440,6 +456,7 @@ def cut_config(config: ModelConfig, chosen: list[int]) -> ModelConfig:
         config,
         layers=len(chosen),
         no_rope_layers=frozenset(new for new, old in pairs if old in config.no_rope_layers),
+        dense_layers=frozenset(new for new, old in pairs if old in config.dense_layers),
         window_layers=windows,
         sliding_window=config.sliding_window if windows else 0,
     )

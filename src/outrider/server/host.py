@@ -306,7 +306,8 @@ class EngineHost:
         self._reported, engine, count = time.monotonic(), self.llm.engine, len(self._running)
         prices = engine.controller.prices
         price = max(prices.price(count) / count, 0.0) if prices is not None and count else None
-        self.send(Stats(1 - engine.cache.available / engine.cache.slots, price))
+        usage = 1 - engine.cache.available / engine.cache.slots
+        self.send(Stats(usage, price, self.llm.drift.as_json(), self.llm.learning))
 
     # ------------------------------------------------------------ failures
 

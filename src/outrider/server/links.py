@@ -7,6 +7,7 @@ engine's loop never waits for text, and text never waits for a step. Either side
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -262,6 +263,8 @@ def _engine_main(
         outbox.send(Failed(None, 500, str(error)))
         outbox.wait(1.0)
         return
+    gc.collect()
+    gc.freeze()  # the model's objects stay: a full collection would stop rounds for a tenth of a second
     outbox.send(Ready(facts_of(llm), llm.tokenizer))
     host = EngineHost(llm, outbox.send, options)
     host.start()

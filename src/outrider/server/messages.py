@@ -149,6 +149,8 @@ class Stats:
 
     cache_usage: float  # used share of the slots
     break_even: float | None  # acceptance at which a drafted token pays; None: unknown
+    drift: list[dict[str, Any]] = field(default_factory=list)  # by drafter and kind of text, as `Monitor.as_json`
+    learning: dict[str, Any] | None = None  # as `LLM.learning`
 
 
 Message = Facts | Ready | Accepted | Started | Progress | Left | Failed | Stats

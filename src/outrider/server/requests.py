@@ -28,7 +28,7 @@ SAME = (
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=1 << 22)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # of a function
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]  # of a function, or a kind of text
 MAX_TOOLS = 128
 
 
@@ -42,6 +42,7 @@ class Speculation(StrictModel):
     enabled: bool | None = Field(None, description="false: plain decoding")
     drafter: str | None = Field(None, max_length=64, description="one that GET /v1/drafters lists; off: plain decoding")
     k: int | None = Field(None, ge=0, le=64, description="maximum drafted tokens per step")
+    kind: Name | None = Field(None, description="the kind of text: acceptance is watched, and drafters learn, by kind")
     trace: Literal["off", "summary", "full"] | None = Field(
         None, description="adds the step's trace lines to each chunk of a stream, as `trace`"
     )
@@ -251,6 +252,8 @@ class RequestParser:
         values["temperature"] = 1.0 if request.temperature is None else request.temperature
         values["max_tokens"] = self._max_tokens(request)
         values |= _logprobs(request) | self._logit_bias(request) | _guide(request, tools)
+        if options.kind is not None:
+            values["kind"] = options.kind
         if request.prediction is not None:
             values["prediction"] = self.engine.tokenizer.encode(request.prediction.text)
         try:

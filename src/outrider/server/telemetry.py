@@ -1,7 +1,8 @@
 """What is measured: Prometheus metrics, and a log line and an OpenTelemetry span for every choice that ends.
 
 Metrics have vLLM's names with our prefix; the current K, the break-even acceptance and fallbacks by reason are our own.
-Labels are few and fixed: no request can create one. The log is one JSON object per line. It contains text only if that
+Labels are few and fixed; only the kinds of text that requests name (`speculation.kind`) become labels, at most
+`_drift.KINDS` of them. The log is one JSON object per line. It contains text only if that
 is configured; spans never do. Spans need the `otel` extra and go where OpenTelemetry is configured to send them.
 """
 
@@ -12,14 +13,14 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter as Counting
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -31,6 +32,12 @@ log = logging.getLogger("outrider.server")
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 MAX_POSITION = 64  # deepest position with a label of its own
+LEARNING = {  # numbers of `LLM.learning`
+    "records": "Verified tokens that were learnt from",
+    "updates": "Updates of the trained weights",
+    "rollbacks": "Trained weights that were given up because they were worse",
+    "seconds": "CPU seconds spent learning",
+}
 
 # Part of the controller's reason (a sentence with numbers) -> label.
 REASONS = (
@@ -92,6 +99,7 @@ class Metrics(Listener):
         gauge("kv_cache_usage_perc", "Used share of the slots, 0 to 1").set_function(lambda: worker.stats.cache_usage)
         self.break_even.set_function(lambda: worker.stats.break_even or 0.0)
         self.enabled.set(worker.engine.facts.drafter != "off")
+        self.registry.register(DraftQuality(worker, self._labels))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -169,6 +177,33 @@ class StepHistogram(Collector):
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family.add_metric(list(self._labels.values()), buckets, self._sum)
         yield family
+
+
+class DraftQuality(Collector):
+    """Acceptance by drafter and kind of text, whether it has fallen, and what a learning drafter has learnt."""
+
+    def __init__(self, worker: Worker, labels: dict[str, str]) -> None:
+        self.worker, self.labels = worker, labels
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        watched = [each for each in self.worker.stats.drift if each["alpha"] is not None]
+        yield self._by_kind("acceptance_rate", "Mean acceptance since the last change", watched, lambda d: d["alpha"])
+        yield self._by_kind("acceptance_stale", "1 after a fall without recovery", watched, lambda d: d["stale"])
+        yield self._by_kind("acceptance_changes", "Changes found, the latest 8", watched, lambda d: len(d["changes"]))
+        learning = self.worker.stats.learning or {}
+        for name, help in LEARNING.items():
+            family = GaugeMetricFamily(f"outrider:learning_{name}", help, labels=list(self.labels))
+            if name in learning:
+                family.add_metric(list(self.labels.values()), float(learning[name]))
+            yield family
+
+    def _by_kind(
+        self, name: str, help: str, watched: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]
+    ) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"outrider:spec_decode_{name}", help, labels=[*self.labels, "drafter", "kind"])
+        for each in watched:
+            family.add_metric([*self.labels.values(), each["drafter"], each["kind"]], float(value(each)))
+        return family
 
 
 class JsonFormatter(logging.Formatter):

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Answer:
     answer: list[int]
     temperature: float
     seed: int
+    source: list[int] = field(default_factory=list)  # what an encoder reads; the prompt is how the decoder starts
 
     @property
     def tokens(self) -> list[int]:

@@ -33,6 +33,8 @@ class Batch:
     depth: Tensor  # [M] p - (start - 1)
     kinds: tuple[str, ...]  # [B]
     count: int  # tokens that are not padding
+    sources: Tensor  # [B, S] what an encoder reads; S is 0 without an encoder
+    source_lengths: Tensor  # [B]
 
     @property
     def next_tokens(self) -> Tensor:
@@ -40,7 +42,7 @@ class Batch:
         return self.tokens[:, 1:].roll(-1, 1).flatten()[self.rows]
 
     def to(self, device: torch.device | str) -> Batch:
-        names = ("tokens", "lengths", "starts", "anchors", "rows", "depth")
+        names = ("tokens", "lengths", "starts", "anchors", "rows", "depth", "sources", "source_lengths")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -93,14 +95,22 @@ def pack(lengths: list[int], indices: list[int], budget: int) -> list[list[int]]
 
 
 def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
-    """One batch; anchors are drawn without replacement where there are enough rows."""
-    width = _padded(max(a.length for a in items))
+    """One batch; anchors are drawn without replacement where there are enough rows.
+
+    Behind an encoder all texts begin one place later, after a token that nothing reads: the first token of an answer is
+    drafted too, and has a row.
+    """
+    later = int(bool(items[0].source))
+    lengths = [a.length + later for a in items]
+    width = _padded(max(lengths))
     tokens = torch.zeros(len(items), width, dtype=torch.long)
     for row, a in enumerate(items):
-        tokens[row, : a.length] = torch.tensor(a.tokens)
-    ranges = [range(len(a.prompt) - 1, a.length - 2) for a in items]
+        tokens[row, later : later + a.length] = torch.tensor(a.tokens)
+    ranges = [range(len(a.prompt) - 1, length - 2) for a, length in zip(items, lengths, strict=True)]
     drawn = [sorted(rng.sample(r, anchors) if len(r) >= anchors else rng.choices(r, k=anchors)) for r in ranges]
-    lengths = [a.length for a in items]
+    sources = torch.zeros(len(items), _padded(max(len(a.source) for a in items)), dtype=torch.long)
+    for row, a in enumerate(items):
+        sources[row, : len(a.source)] = torch.tensor(a.source, dtype=torch.long)
     return Batch(
         tokens=tokens,
         lengths=torch.tensor(lengths),
@@ -110,6 +120,8 @@ def collate(items: list[Answer], anchors: int, rng: random.Random) -> Batch:
         depth=torch.cat([torch.arange(len(r)) for r in ranges]),
         kinds=tuple(a.kind for a in items),
         count=sum(lengths),
+        sources=sources,
+        source_lengths=torch.tensor([len(a.source) for a in items]),
     )
 
 

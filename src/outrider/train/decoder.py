@@ -188,10 +188,7 @@ def cut_target(
 
     The embedding and the output layer stay frozen unless `train_embedding`: they are most of a small model.
     """
-    if not 1 <= layers <= config.layers:
-        raise ModelError(f"--layers is {layers}, but the target has {config.layers}.")
-    last = config.layers - 1
-    chosen = [round(i * last / (layers - 1)) for i in range(layers)] if layers > 1 else [last]
+    chosen = chosen_layers(config, layers)
     net = TargetNet.load(
         cut_config(config, chosen), LayerSubset(weights, chosen), torch.float32, device
     ).requires_grad_(True)
@@ -199,6 +196,14 @@ def cut_target(
     if net.lm_head is not None:
         net.lm_head.requires_grad_(train_embedding)
     return net
+
+
+def chosen_layers(config: ModelConfig, layers: int) -> list[int]:
+    """The last of the target's layers, or so many evenly from first to last."""
+    if not 1 <= layers <= config.layers:
+        raise ModelError(f"--layers is {layers}, but the target has {config.layers}.")
+    last = config.layers - 1
+    return [round(i * last / (layers - 1)) for i in range(layers)] if layers > 1 else [last]
 
 
 # ---------------------------------------------------------------- operations

@@ -56,9 +56,11 @@ class GenerationJob:
         prepare()
         checkpoint, batch = open_checkpoint(self.target), self.options.batch
         longest = max(len(self.options.prompt_ids(checkpoint.tokenizer, r.prompt)) for r in self.requests)
-        length = min(checkpoint.config.context_length, longest + self.options.max_tokens)
+        apart = checkpoint.config.encoder is not None  # the prompt is no part of the text
+        most = (len(checkpoint.config.starts) if apart else longest) + self.options.max_tokens
+        length = min(checkpoint.config.context_length, most)
         sizes: dict[str, Any] = {"max_length": length, "max_batch": batch}
-        sizes["cache_tokens"] = min(batch * length, _MOST_SLOTS // self.workers)
+        sizes["cache_tokens"] = min(batch * (length + longest * apart), _MOST_SLOTS // self.workers)
         sizes["max_rows"] = max(512, 2 * batch)  # every answer's row, and new prompts
         llm = LLM(checkpoint, drafter="off", dtype=self.dtype, device=self.device, **sizes)
         AnswerGenerator(llm, self.options, store, counts).run(queue, stop)
@@ -123,14 +125,19 @@ class AnswerGenerator:
 
     def _add(self, request: AnswerRequest) -> None:
         ids = self.options.prompt_ids(self.llm.tokenizer, request.prompt)
-        room = self.llm.engine.cache.length - len(ids)
+        target = self.llm.target
+        if target.encoder and len(ids) > target.source_length:
+            ids = ids[: target.source_length]
+        start = target.opening(ids)
+        room = self.llm.engine.cache.length - len(start.tokens)
         if room < 2:  # the prompt fills the context: an empty answer keeps its number
-            self._append([_answer(request, ids[:1], [], 0)])
+            self._append([_answer(request, Sequence(0, start.tokens[:1]))])
             return
         seed = self.options.seed * 1_000_003 + request.number
         length, top_p = min(self.options.max_tokens, room), self.options.top_p
         params = SamplingParams(temperature=request.temperature, seed=seed, max_tokens=length, top_p=top_p)
-        seq = Sequence(request.number, ids, params, seed, self.end_ids, rule=self.llm.config.rule)
+        tokens, source = start
+        seq = Sequence(request.number, tokens, params, seed, self.end_ids, rule=self.llm.config.rule, source=source)
         self.running[request.number] = (seq, request)
         self.llm.engine.add(seq)
 
@@ -140,7 +147,7 @@ class AnswerGenerator:
             del self.running[seq.id]
             self.tokens += len(seq.generated)
         if finished:
-            self._append([_answer(r, seq.tokens[: seq.prompt_len], seq.generated, seq.seed) for seq, r in finished])
+            self._append([_answer(request, seq) for seq, request in finished])
 
     def _append(self, answers: list[Answer]) -> None:
         self.store.append(answers)
@@ -148,9 +155,10 @@ class AnswerGenerator:
         self.counts(self.answers, self.tokens)
 
 
-def _answer(request: AnswerRequest, prompt: list[int], answer: list[int], seed: int) -> Answer:
-    number, source, temperature = request
-    return Answer(number, source.kind, source.held, prompt, answer, temperature, seed)
+def _answer(request: AnswerRequest, seq: Sequence) -> Answer:
+    number, prompt, temperature = request
+    start, answer = seq.tokens[: seq.prompt_len], seq.generated
+    return Answer(number, prompt.kind, prompt.held, start, answer, temperature, seq.seed, seq.source)
 
 
 # ---------------------------------------------------------------- a generation pool

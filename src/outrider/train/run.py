@@ -20,6 +20,7 @@ from ..backends.machine import choose_device, device_name, prepare
 from ..errors import OutriderError
 from ..measure.environment import environment
 from ..models.checkpoint import open_checkpoint
+from ..models.encoder_decoder import write_pair
 from ..models.speculators import (
     DTYPES,
     read_head,
@@ -35,12 +36,14 @@ from .generation import GenerationJob, Progress, Stop, generate_missing
 from .loop import ALL, Schedule, TrainingLoop
 from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet, load_start
 from .objectives import BlockObjective, EagleObjective, ExitObjective, ModelObjective, Objective
+from .pairs import PairNet, PairObjective, cut_pair
 from .prompts import read_file, read_prompts
 from .recipe import MODEL, ON_DISK, Json, Recipe
 from .report import html_report, model_card
 
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MODEL_LAYERS = 4
+_PAIR_LAYERS = 1  # most of such a model's pass is its output matrix
 _MOST_SPECIALS = 64  # some vocabularies reserve hundreds that no text has
 
 
@@ -63,7 +66,10 @@ class _TrainingRun:
         self.recipe, self.device = recipe, choose_device(recipe.device)
         self.checkpoint = open_checkpoint(recipe.target)
         self.config, self.weights = self.checkpoint.config, self.checkpoint.weights
-        insist_trainable(self.config)
+        if self.config.encoder is None:
+            insist_trainable(self.config)
+        elif recipe.kind != MODEL:
+            raise OutriderError("For an encoder–decoder only a smaller decoder can be trained: choose --kind model.")
         self.identity = target_hash(self.config, self.weights)
 
     def train(self, progress: Progress | None, stop: Stop) -> Json:
@@ -72,8 +78,7 @@ class _TrainingRun:
         self._check_folder()
         answers = self._answers(prompts, progress, stop)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        target = TargetNet.load(self.config, self.weights, dtype, self.device)
-        build = (self._build_model if recipe.kind == MODEL else self._build_head)(target, answers)
+        build = self._build(dtype, answers)
         loop = self._loop(build.objective, answers)
         if recipe.resume:
             loop.resume()
@@ -83,6 +88,12 @@ class _TrainingRun:
         if recipe.html is not None:
             recipe.html.write_text(html_report(result), encoding="utf-8")
         return result
+
+    def _build(self, dtype: torch.dtype, answers: list[Answer]) -> _DrafterBuild:
+        if self.config.encoder is not None:
+            return self._build_pair(PairNet(self.config, self.weights, dtype, self.device), answers)
+        target = TargetNet.load(self.config, self.weights, dtype, self.device)
+        return (self._build_model if self.recipe.kind == MODEL else self._build_head)(target, answers)
 
     def _check_folder(self) -> None:
         """A folder belongs to one run: refuse to mix another into it, or to restart one without --resume."""
@@ -172,6 +183,21 @@ class _TrainingRun:
             return result
 
         return _DrafterBuild(ModelObjective(net, target, recipe.k, recipe.soft), write)
+
+    def _build_pair(self, target: PairNet, answers: list[Answer]) -> _DrafterBuild:
+        """The target's encoder with a smaller decoder, written as a Hugging Face folder."""
+        recipe = self.recipe
+        layers = recipe.layers or min(_PAIR_LAYERS, self.config.layers)
+        net = cut_pair(self.config, self.weights, layers, recipe.train_embedding, self.device)
+
+        def write(loop: TrainingLoop) -> Json:
+            result = self._result(loop, answers) | {"layers": layers}
+            dtype, card = DTYPES[recipe.store], model_card(result)
+            write_pair(recipe.out, self.checkpoint.path, net.config, net, self.checkpoint.tokenizer, dtype, card)
+            return result
+
+        objective: Any = PairObjective
+        return _DrafterBuild(objective(net, target, recipe.k, recipe.soft), write)
 
     def _loop(self, objective: Objective[Any], answers: list[Answer]) -> TrainingLoop:
         recipe, longest = self.recipe, self.config.context_length

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
@@ -22,14 +23,18 @@ from outrider.control.adaptive import Fixed
 from outrider.drafters import DraftRequest, Traits, Workspace
 from outrider.drafters.head import captured as captured_heads
 from outrider.drafters.head.captured import highest
+from outrider.drafters.head.dflash import DFlashHead
 from outrider.drafters.head.drafter import TrainedHead
+from outrider.drafters.head.mtp import MtpHead, mtp_readings
 from outrider.drafters.head.network import Head
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache, Plane
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
-from outrider.models.speculators import random_head
+from outrider.models.mtp import find_mtp
+from outrider.models.speculators import DFLASH, random_head
+from outrider.models.weights import Weights, expected
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
 from support.kernels import DEVICE, GPU, HALF
@@ -65,11 +70,50 @@ def target() -> Transformer:
         return Transformer(config, RandomWeights(config, 1), torch.float32, DEVICE)
 
 
+def mtp_head(target: Transformer) -> Head:
+    """One more layer of the toy's family behind a random product."""
+    weights, h, dice = RandomWeights(target.config, 3), target.config.hidden_size, torch.Generator().manual_seed(5)
+    tensors = {f"layers.2.{name}.weight": torch.ones(h) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["layers.2.eh_proj.weight"] = torch.randn(h, 2 * h, generator=dice) * h**-0.5
+    for name in expected(replace(target.config, layers=3)):
+        if name.startswith("layers.2."):
+            tensors[name] = weights.get(name, torch.float32)
+    layer = find_mtp(Tensors(tensors), target.config)
+    assert layer is not None
+    config: Any = mtp_readings(layer, target)[0].config
+    return MtpHead(layer, config, target, torch.float32, 96)
+
+
+class Tensors(Weights):
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.tensors[name].to(dtype)
+
+
 def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32) -> Head:
-    config, tensors = random_head(target.config, kind)
+    if kind == "mtp":
+        return mtp_head(target)
+    layers = 2 if kind in ("dflash", "dspark") else 1
+    config, tensors = random_head(target.config, DFLASH if kind == "dspark" else kind, layers=layers)
+    if kind == "dspark":
+        dice = torch.Generator().manual_seed(7)
+        config = replace(config, markov=5)
+        for i, size in enumerate((config.vocab_size, config.draft_vocab_size)):
+            tensors[f"markov_head.markov_w{i + 1}.weight"] = 3 * torch.randn(size, 5, generator=dice)
     for name, tensor in tensors.items():  # what it says must hang on what it sees
         if "self_attn" in name or name == "lm_head.weight":
             tensor *= 3
+    if config.kind == DFLASH:
+        config = replace(config, windows=(0, 7), mask_token=4) if kind == DFLASH else config
+        return DFlashHead(config, tensors, target.embedding, dtype, DEVICE, 96, None)
     return Head(config, tensors, target.embedding, dtype, DEVICE, 96)
 
 
@@ -172,6 +216,12 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("eagle3", CHAIN, "mixed"),
         ("eagle3", DEEP, "mixed"),
         ("eagle3", DEEP, "greedy"),
+        ("mtp", CHAIN, "mixed"),
+        ("mtp", DEEP, "mixed"),
+        ("dflash", CHAIN, "mixed"),
+        ("dflash", DEEP, "mixed"),
+        ("dflash", DEEP, "greedy"),
+        ("dspark", CHAIN, "mixed"),
         ("block", CHAIN, "mixed"),
         ("block", DEEP, "mixed"),
         ("block", DEEP, "greedy"),
@@ -199,6 +249,7 @@ def test_recorded_drafts_are_the_eager_ones(target: Transformer, kind: str, opti
         ("eagle3", CHAIN, "mixed"),
         ("eagle3", TREE, "mixed"),
         ("block", CHAIN, "mixed"),
+        ("dflash", CHAIN, "mixed"),
         pytest.param("block", TREE, "mixed", marks=slow),
         pytest.param("eagle3", TREE, "greedy", marks=slow),
         pytest.param("eagle3", CHAIN, "greedy", marks=slow),

@@ -17,12 +17,10 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.backends import ops
-from outrider.backends.rows import rows_of
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.drafters import Workspace
 from outrider.drafters.head.drafter import open_head
-from outrider.drafters.head.features import HeadBatch
 from outrider.drafters.head.readings import TOKENS
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
@@ -30,10 +28,11 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.prompts import bundled
 from outrider.models.speculators import random_head, target_hash, write_head
-from outrider.types import SamplingParams, Sequence
+from outrider.types import SamplingParams
 
 from support import tiny
-from support.reference_heads import Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
+from support.head_scores import block_scores, scored
+from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
 LAYERS, V, H, D, K = 8, 300, 32, 40, 6
 SEED = torch.Generator()
@@ -216,6 +215,16 @@ def peagle(llama: Llama, to: Path) -> Any:
     return reference
 
 
+def peagle_flat(llama: Llama, to: Path) -> Any:
+    """SpecForge's, with the token of the masks beside its other settings, and the whole vocabulary."""
+    c = sizes(num_hidden_layers=2)
+    tensors = eagle3(c, V, embedding=True, mask_hidden=(1, 1, 3 * H))
+    reference = Eagle3(llama, numbers(tensors), c, [1, 4, 8], mask=7)
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}
+    saved(to, c | {"architectures": ["PEagleDraftModel"], "eagle_config": taps, "mask_token_id": 7}, tensors)
+    return reference
+
+
 def eagle1(llama: Llama, to: Path, bias: bool = True) -> Any:
     c = sizes()
     shapes = {"fc.weight": (H, 2 * H)} | layer(c, "midlayer", H, first_norm=False)
@@ -258,9 +267,58 @@ def mlp(llama: Llama, to: Path, tied: bool = False) -> Any:
     return MlpSpeculator(llama, numbers(tensors), K, tied, tied)
 
 
+def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own: Any) -> Any:
+    """z-lab's: layer ids name outputs; embedding and output matrix are the target's; norms of q and k."""
+    layers = len(own.get("layer_types", "three"))
+    c = sizes(num_hidden_layers=layers, model_type="qwen3", rope_theta=5e5)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for i in range(layers):
+        shapes |= layer(c, f"layers.{i}", H) | {f"layers.{i}.self_attn.{n}_norm.weight": (6,) for n in "qk"}
+    if rank := own.pop("markov", 0):
+        shapes |= {"markov_head.markov_w1.weight": (V, rank), "markov_head.markov_w2.weight": (V, rank)}
+        shapes |= {"confidence_head.proj.weight": (1, H), "confidence_head.proj.bias": (1,)}
+    tensors = drawn(shapes)
+    for name in tensors if loud else ():  # masks are all alike: what they see has to matter
+        if name.endswith(("o_proj.weight", "markov_w2.weight")):
+            tensors[name] *= 8
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] *= 4
+    kinds = own.get("layer_types") or []
+    windows = [own["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
+    causal = own.get("dflash_config", {}).get("causal", False)
+    reference = DFlash(
+        llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, windows=windows or None, causal=causal
+    )
+    flat = c | {"architectures": ["DSparkDraftModel" if rank else "DFlashDraftModel"], "block_size": block}
+    ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {})
+    saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | own, tensors)
+    return reference
+
+
+def dflash_speculators(llama: Llama, to: Path) -> Any:
+    """Boundaries, a reduced vocabulary, a mask of its own; a block that is longer than the draft."""
+    reference = dflash(llama, to, block=9)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    ids, mask = torch.arange(D) * V // D, torch.randn(H, generator=SEED.manual_seed(8))
+    tensors["d2t"] = ids - torch.arange(D)
+    torch.save(mask[None], to / "mask_embedding.pt")
+    layer_config = {n: v for n, v in data.items() if n not in ("architectures", "dflash_config", "block_size")}
+    own = {"block_size": 9, "aux_hidden_state_layer_ids": [1, 4, 8], "mask_token_id": 9}
+    saved(to, speculators_format(layer_config, tensors, [], "dflash") | own, tensors)
+    return DFlash(llama, numbers(tensors | {"mask_embedding": mask}), reference.sizes, [1, 4, 8], block=9, mask=9)
+
+
+def dflash_sliding(llama: Llama, to: Path) -> Any:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return dflash(llama, to, layer_types=kinds, sliding_window=6)
+
+
 FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
+    "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
+    "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
+    "dspark": lambda llama, to: dflash(llama, to, markov=5),
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
-    "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle,
+    "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
     "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
     "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
@@ -342,24 +400,6 @@ def test_eight_bits_say_nearly_what_floats_say(name: str, llama: Llama, target: 
     assert (quick - floats).norm() < 0.1 * floats.norm()
 
 
-def scored(head: Any) -> Tensor:
-    """Scores of ten rows with true features, then of one that continues. [11, D]"""
-    tokens = [(13 * i + 5) % V for i in range(11)]
-    cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
-    plane = cache.add_plane(*head.plane_shape)
-    cache.open(seq)
-    cache.reserve(seq, 11, 4)
-    rows = HeadBatch(cache)
-    rows.committed(seq, 0, 10)
-    rows.want = list(range(10))
-    hidden = torch.randn(10, head.config.target_hidden_size * len(head.config.taps), generator=SEED.manual_seed(2))
-    first, outputs = head.read(rows_of(rows), plane, hidden)
-    after = HeadBatch(cache)
-    after.drafted(seq, 17, [0])
-    later, _ = head.scores(rows_of(after), plane, outputs[-1:])
-    return torch.cat([first, later])
-
-
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_gpus_kernels_run_every_variant(
@@ -373,6 +413,62 @@ def test_a_gpus_kernels_run_every_variant(
     monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
     there = scored(open_head(space).head)
     torch.testing.assert_close(there, here, rtol=2e-3, atol=2e-3)
+
+
+def opened(loaded: LLM, folder: Path, **options: Any) -> Any:
+    given = {"head": str(folder)} | options
+    return open_head(Workspace(loaded.target, Cache(64, 2, 64), loaded.engine.target.plane, given)).head
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("window", [0, 6])
+def test_blocks_in_eight_bits_and_on_a_gpus_kernels(
+    window: int, llama: Llama, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["sliding_attention" if window else "full_attention", "full_attention"]
+    dflash(llama, tmp_path / "head", loud=False, layer_types=kinds, sliding_window=window or None)
+    floats = block_scores(opened(plain, tmp_path / "head"))
+    rounded = block_scores(opened(plain, tmp_path / "head", draft_dtype="int8"))
+    assert (rounded - floats).norm() < 0.1 * floats.norm()
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "on_gpu", lambda tensor: True)
+    torch.testing.assert_close(block_scores(opened(plain, tmp_path / "head")), floats, rtol=2e-3, atol=2e-3)
+
+
+def test_the_reference_of_blocks_is_transformers_own(llama: Llama, tmp_path: Path) -> None:
+    """transformers has one assistant of this kind, whose layers all look both ways."""
+    module = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    reference = dflash(llama, tmp_path / "head")
+    c = reference.sizes
+    config = module.MuseGlimmerAssistantConfig(
+        hidden_size=H, intermediate_size=c["intermediate_size"], num_hidden_layers=c["num_hidden_layers"],
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, vocab_size=V,
+        target_layer_ids=[0, 3, 7], block_size=K + 1, mask_token_id=9, max_position_embeddings=64,
+        layer_types=["full_attention"] * c["num_hidden_layers"],
+        rope_parameters={"rope_type": "default", "rope_theta": c["rope_theta"]},
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs = module.MuseGlimmerAssistantModel(config).double().eval()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    theirs.load_state_dict({names.get(name, name): torch.tensor(tensor) for name, tensor in reference.w.items()})
+    tokens = [(13 * i + 5) % V for i in range(9)]
+    states = [np.concatenate([row[b] for b in (1, 4, 8)]) for row in llama.states(tokens[:-1])]
+    block = np.stack([reference.embedding[tokens[-1]], *[reference.mask] * K])
+    with torch.inference_mode():
+        got = theirs(torch.tensor(block)[None], torch.tensor(np.stack(states))[None]).last_hidden_state[0]
+    np.testing.assert_allclose(got.numpy(), np.stack(reference.hidden(tokens)), rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_of_blocks_would_notice(llama: Llama, tmp_path: Path) -> None:
+    """Rows that see less, another mask, another tap, another token before: none of them drafts the same."""
+    right, text = FORMATS["dspark"](llama, tmp_path / "head"), [(31 * i * i + 3) % V for i in range(1, 9)]
+    chain = right.draft(text, K)
+    for change in ({"causal": True}, {"windows": [3, 3, 3, 3, 3]}):
+        assert DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | change).draft(text, K) != chain
+    assert DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | {"mask": 10}).draft(text, K) != chain
+    assert DFlash(llama, right.w, right.sizes, [2, 4, 8], **right.flags).draft(text, K) != chain
+    right.w["markov_head.markov_w2.weight"] *= 0
+    assert right.draft(text, K) != chain
 
 
 def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
@@ -498,7 +594,7 @@ def broken(llama: Llama, to: Path, what: str) -> None:
     elif what == "heads":
         data["num_attention_heads"] = 0
     elif what == "kind":
-        data["architectures"] = ["DFlashDraftModel"]
+        data["architectures"] = ["DominoDraftModel"]
     elif what == "algorithm":
         data["speculators_model_type"] = "mtp"
     elif what == "whole model":
@@ -522,7 +618,7 @@ BROKEN = {
     "other vocabulary": "vocabulary of 301, this one of 300", "deeper": "reads layer 28, but this target has 8",
     "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
-    "heads": "fit together", "kind": "DFlash", "algorithm": "MTP", "whole model": "--draft-model",
+    "heads": "fit together", "kind": "Domino", "algorithm": "MTP", "whole model": "--draft-model",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
 }  # fmt: skip
 
@@ -572,12 +668,72 @@ def test_heads_without_attention_are_checked_too(
         plain.using(drafter="head", head=str(tmp_path / "head"))
 
 
+def spoilt_block(llama: Llama, to: Path, what: str) -> None:
+    """A DFlash or P-EAGLE folder with one thing wrong."""
+    (peagle if what.startswith("peagle") else FORMATS["dspark"] if what.startswith("dspark") else dflash)(llama, to)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    own = data.get("dflash_config", {})
+    if what.endswith("gap"):
+        del tensors["layers.1.mlp.up_proj.weight"]
+    elif what == "dspark gated":
+        tensors["markov_head.gate_proj.weight"] = torch.zeros(2, 2)
+    elif what == "dspark rank":
+        tensors["markov_head.markov_w2.weight"] = torch.zeros(V, 4)
+    elif what == "peagle width":
+        tensors["mask_hidden"] = torch.zeros(1, 1, 2 * H)
+    elif what == "peagle mask":
+        tensors.pop("mask_hidden")
+    elif what == "peagle token":
+        data["mask_token_id"] = V
+    elif what == "no mask":
+        del own["mask_token_id"]
+    elif what == "mask outside":
+        own["mask_token_id"] = V
+    elif what == "fewer taps":
+        own["target_layer_ids"] = [0, 3]
+    elif what == "deeper":
+        own["target_layer_ids"] = [0, 3, 28]
+    else:
+        data |= {"sizes": {"head_dim": 8}, "other target": {"num_target_layers": 36}, "other vocabulary": {
+            "vocab_size": 299}, "anchor": {"sample_from_anchor": True}, "block": {"block_size": 1},
+            "width": {"hidden_size": 24}, "word": {"block_size": "nine"}}[what]  # fmt: skip
+    saved(to, data, tensors)
+
+
+SPOILT = {
+    "dflash gap": "no tensor 'layers.1.mlp.up_proj.weight'", "dspark gap": "no tensor 'layers.1.mlp.up_proj.weight'",
+    "dspark gated": "'markov_head.gate_proj.weight' that no head known", "dspark rank": "has the shape [300, 4]",
+    "peagle gap": "no tensor 'layers.1.mlp.up_proj.weight'", "peagle width": "'mask_hidden' has the shape",
+    "peagle mask": "without 'mask_hidden'", "peagle token": "mask_token_id", "no mask": "(mask_token_id)",
+    "mask outside": "the mask 300", "fewer taps": "names 2 layers of its target, but its fc.weight reads 3",
+    "deeper": "reads layer 28, but this target has 8", "sizes": "has the shape", "other target": "36 layers",
+    "other vocabulary": "vocabulary of 299, this one of 300", "anchor": "sample_from_anchor", "block": "blocks of 1",
+    "width": "names 3 layers of its target, but its fc.weight reads 4", "word": "config.json",
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("what", SPOILT)
+def test_blocks_are_checked_too(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    spoilt_block(llama, tmp_path / "head", what)
+    with pytest.raises(OutriderError) as error:
+        plain.using(drafter="head", head=str(tmp_path / "head"))
+    message = str(error.value)
+    assert SPOILT[what] in message
+    assert str(tmp_path / "head") in message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
 def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) -> None:
     medusa(llama, tmp_path / "medusa")
     eagle1(llama, tmp_path / "eagle1")
     with pytest.raises(ConfigError, match="--drafter head only"):
         plain.using(drafter="ahead", head=str(tmp_path / "medusa"))
-    for name in ("medusa", "eagle1"):
+    dflash(llama, tmp_path / "dflash")
+    with pytest.raises(ConfigError, match="cannot continue from its own guesses"):
+        plain.using(drafter="ahead", head=str(tmp_path / "dflash"))
+    for name in ("medusa", "eagle1", "dflash"):
         with pytest.raises(ConfigError, match="cannot learn online"):
             plain.using(drafter="online", head=str(tmp_path / name))
 

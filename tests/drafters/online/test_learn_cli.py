@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.drafters.online import store
+from outrider.drafters._learning import store
 
 from support import tiny
 
@@ -46,6 +46,11 @@ def test_learn_keeps_weights_and_continues_from_them(folder: Path, tmp_path: Pat
     shown = json.loads(command("drafter", "show", "-m", folder, "--json").stdout)
     assert shown["model"] == "tiny"
     assert shown["learning"]["updates"] > 0
+    (listed,) = json.loads(command("drafter", "list", "--json").stdout)["learnt"]
+    assert (listed["model"], listed["kinds"]) == ("tiny", [])
+    unknown = command("drafter", "forget", "-m", folder, "--kind", "law")
+    assert unknown.exit_code == 1
+    assert "Nothing has been learnt of the kind 'law'" in unknown.stderr
     assert command("drafter", "save", tmp_path / "saved", "-m", folder).exit_code == 0
     frozen = generate(folder, "--no-learn", "--learn-from", tmp_path / "saved", "-s", "ignore_eos=true")
     assert (frozen["token_ids"], frozen["learning"]["state"]) == (plain["token_ids"], "off")

@@ -24,7 +24,7 @@ from ...models.config import SILU, ModelConfig
 from ...models.stages import stage
 from ...types import Output
 from .. import WHOLE, Model, Part, PlaneShape, ops
-from ..experts import Experts
+from ..experts import Experts, Router
 from ..linear import linear
 from ..rows import Rows
 from ..transformer import Cross, Layer, Transformer, layer_shape, rope_tables, routing_of
@@ -193,17 +193,16 @@ class Int8Decoder(Transformer):
 
     def _layer(self, i: int) -> Layer:
         c, at, t = self.config, f"layers.{i}.", self.tensors
-        names = PRODUCTS[:2] if c.has_experts(i) else PRODUCTS
+        names = PRODUCTS[:2] if c.has_experts(i) and not c.shared_size else PRODUCTS
         products: dict[str, Any] = {name: int8_product(quant.product(t, at + name, c)) for name in names}
         if c.has_experts(i):
             both, back = (
                 [int8_product(quant.product(t, f"{at}{name}.{e}", c)) for e in range(c.experts)]
                 for name in ("gate_up", "down")
             )
-            products |= {"gate_up": None, "down": None}
-            products["experts"] = Experts(
-                linear(t[f"{at}router.weight"], t.get(f"{at}router.bias")), both, back, routing_of(c)
-            )
+            products = {"gate_up": None, "down": None} | products
+            scores = linear(t[f"{at}router.weight"], t.get(f"{at}router.bias"))
+            products["experts"] = Experts(Router(scores, routing_of(c), t.get(f"{at}correction.bias")), both, back)
         else:
             products["experts"] = None
         norms: Any = (t[f"{at}q_norm"], t[f"{at}k_norm"], c.norm_eps) if c.qk_norm else None

@@ -234,11 +234,9 @@ class _Calibration:
             norms["cross_norm"] = layer.cross.norm
         self.tensors |= {f"layers.{i}.{name}": norm.contiguous() for name, norm in norms.items() if norm is not None}
         if layer.experts is not None:
-            names = ("weight", "bias") if self.config.expert_bias else ("weight",)
-            for name in names:
-                self.tensors[f"layers.{i}.router.{name}"] = self.source.get(
-                    f"layers.{i}.mlp.router.{name}", torch.float32
-                )
+            names = ["router.weight"] + ["router.bias"] * self.config.expert_bias
+            for name in names + ["correction.bias"] * self.config.corrected_router:
+                self.tensors[f"layers.{i}.{name}"] = self.source.get(f"layers.{i}.mlp.{name}", torch.float32)
         for name, product in products.items():
             self._quantise(name, product.weight, product.bias, product.largest, product.scale)
 
@@ -328,9 +326,17 @@ def product(tensors: Tensors, name: str, config: ModelConfig) -> Quantised:
     return Quantised(weight, high, scale, tensors.get(f"{name}.bias"), strong, *shape(name, config))
 
 
+def _middle(name: str, c: ModelConfig) -> int:
+    """The intermediate size of a product's MLP: of an expert, of the one that rows share, or of an ordinary one."""
+    if name[-1].isdigit():
+        return c.expert_size
+    _, layer, *_ = (*name.split("."), "", "")
+    return c.shared_size if layer.isdigit() and c.has_experts(int(layer)) else c.intermediate_size
+
+
 def shape(name: str, c: ModelConfig) -> tuple[int, int]:
     """Outputs and inputs of a product, such as "head" or "layers.3.qkv"."""
-    inner, middle = c.heads * c.head_dim, c.expert_size if name[-1].isdigit() else c.intermediate_size
+    inner, middle = c.heads * c.head_dim, _middle(name, c)
     pair = -(-middle // HALF) * OUTPUTS if c.llama_like else 2 * middle if c.gated else middle
     kv = 2 * c.kv_heads * c.head_dim
     return {

@@ -33,7 +33,6 @@ from .. import WHOLE, Model, Part
 from ..rows import Rows, rows_of
 from .capture import Driver, Field, PinnedBuffer, fill_padded
 from .kernels import attention, elementwise, sampling
-from .kernels.attention import Blocks
 from .kernels.sampling import Laws
 from .state import DEPTHS, F32, F64, I32, I64, PATCH, DeviceState, seconds
 
@@ -98,8 +97,7 @@ class RecordedPass:
     def _work(self) -> Output:
         d, results, state, shape = self.inputs.device, self.results.device, self.graphs.state, self.shape
         tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
-        scratch = state.scratch(self.graphs.model)
-        blocks = Blocks(d["info"], d["tail"], state.table, scratch, prompts=shape.rows > CHEAP_ROWS)
+        blocks = state.blocks(d["info"], d["tail"], self.graphs.model, shape.rows > CHEAP_ROWS)
         unused = d["slots"]
         rows = Rows(tokens, d["positions"], d["slots"], unused, unused, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
@@ -127,6 +125,7 @@ class Graphs:
         self.passes: dict[PassShape, RecordedPass] = {}
         self.missed: dict[PassShape, int] = {}  # requests for a shape that was not recorded
         self.rounds: Any = None  # `rounds.Rounds`, where this is the target's
+        state.add_reader(model, plane)
 
     def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
         return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
@@ -154,6 +153,7 @@ class Graphs:
 
     def _replay(self, phase: str, batch: Batch, part: Part, taps: tuple[int, ...]) -> tuple[RecordedPass, Output]:
         blocks, choosers = group_rows(batch, self.rows_per_block), batch.choosers
+        self.state.read_sources(batch.owners)
         recorded = self._recorded(_shape(batch, choosers, blocks, part, taps))
         recorded.fill(batch, choosers, blocks)
         return recorded, self.state.replay(phase, recorded.recording, recorded.inputs)
@@ -274,8 +274,9 @@ class UncapturedPasses:
         tail = torch.zeros(len(groups), depth, dtype=I32)
         for i, group in enumerate(groups):
             tail[i, : len(group[8])] = torch.tensor(group[8], dtype=I32)
-        scratch, prompts = state.scratch(self.graphs.model), batch.count > CHEAP_ROWS
-        blocks = Blocks(info.to(device), tail.to(device), state.table, scratch, prompts)
+        prompts = batch.count > CHEAP_ROWS
+        blocks = state.blocks(info.to(device), tail.to(device), self.graphs.model, prompts)
+        state.read_sources(batch.owners)
         tokens, positions, slots, want = (x.to(device) for x in (host.tokens, host.positions, host.slots, host.want))
         return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=blocks)
 
@@ -341,6 +342,7 @@ class Chains:
         shape = recorded.shape
         recorded.fill(seqs, budget)
         share = max(budget) / shape.length  # the recorded chain may be longer
+        state.read_sources(seqs)
         state.replay("draft", recorded.recording, recorded.inputs, min(share, 1.0))
         indices = [[self.offset + j * shape.batch + i for j in range(k)] for i, k in enumerate(budget)]
         if state.home:
@@ -394,7 +396,7 @@ class RecordedChain:
 
     def _pass(self, j: int, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         d, graphs, table = self.inputs.device, self.chains.graphs, self.chains.graphs.state.table
-        blocks = Blocks(d["info"][j], d["tail"], table, graphs.state.scratch(graphs.model))
+        blocks = graphs.state.blocks(d["info"][j], d["tail"], graphs.model)
         rows = Rows(tokens, positions, slots, slots, slots, table, None, d["want"], blocks=blocks)
         return graphs.model.forward(rows, graphs.plane, self.chains.part).logits  # [B, V]
 

@@ -19,6 +19,8 @@ from ...models.config import ModelConfig
 from ...models.precision import GGUF
 from ...models.quantised import Grouped
 from ..transformer import Loader, Transformer, WeightSource
+from . import nvrtc
+from .kernels.fields import Tiled, Variant, fits, prepare, tiled
 from .kernels.packed import SCHEMES, Packed, PackedProduct
 
 _BLOCK = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176)}
@@ -27,6 +29,13 @@ _CHUNK = 1 << 26  # weights that are unpacked at once
 
 
 # ------------------------------------------------------------ fields into words
+
+
+def _laid_out(compute: torch.dtype, kind: str, fields: Tensor, info: Tensor, group: int = 0) -> Packed | Tiled:
+    """For rows of type `compute` and the fastest kernel that there is. Other arguments: `_packed`."""
+    if compute == torch.bfloat16 and nvrtc.available(fields.device) and fits(kind, fields.shape[1], group):
+        return tiled(kind, fields, info, group)
+    return _packed(kind, fields, info, group)
 
 
 def _packed(kind: str, fields: Tensor, info: Tensor, group: int = 0) -> Packed:
@@ -45,29 +54,30 @@ def _packed(kind: str, fields: Tensor, info: Tensor, group: int = 0) -> Packed:
     return Packed(kind, low.flatten(1), high, info.T.contiguous(), inputs, group)
 
 
-def _in_chunks(make: Callable[[Tensor], Packed], rows: Tensor, inputs: int) -> Packed:
+def _in_chunks(make: Callable[[Tensor], Any], rows: Tensor, inputs: int) -> Packed | Tiled:
     """Packs some outputs at a time: unpacked fields take eight times the memory of their file."""
-    first, *rest = [make(chunk) for chunk in rows.split(max(64, _CHUNK // inputs))]
-    return first.joined(*rest) if rest else first
+    first, *rest = [make(chunk) for chunk in rows.split(max(1, _CHUNK // inputs // 64) * 64)]
+    made: Packed | Tiled = first.joined(*rest) if rest else first
+    return made
 
 
 # ------------------------------------------------------------ GGUF's blocks
 
 
-def pack_blocks(raw: Tensor, kind: str) -> Packed:
-    """Rows of GGUF blocks [N, bytes] of a kind in `SCHEMES`."""
+def pack_blocks(raw: Tensor, kind: str, compute: torch.dtype = torch.bfloat16) -> Packed | Tiled:
+    """Rows of GGUF blocks [N, bytes] of a kind in `SCHEMES`, for products with rows of type `compute`."""
     inputs, size = _BLOCK[kind]
-    return _in_chunks(lambda rows: _pack_rows(rows, kind), raw, raw.shape[1] // size * inputs)
+    return _in_chunks(lambda rows: _pack_rows(rows, kind, compute), raw, raw.shape[1] // size * inputs)
 
 
-def _pack_rows(raw: Tensor, kind: str) -> Packed:
+def _pack_rows(raw: Tensor, kind: str, compute: torch.dtype) -> Packed | Tiled:
     blocks = raw.view(raw.shape[0], -1, _BLOCK[kind][1])  # [N, U, bytes]
     fields, info = _UNPACK[kind](blocks)  # [N, U, ...] uint8 both
     fields, scheme = fields.flatten(1), SCHEMES[kind]
     steps = -(-fields.shape[1] // scheme.step)
     info = info.flatten(1)
     info = F.pad(info, (0, 4 * steps * scheme.infos - info.shape[1])).contiguous().view(torch.int32)
-    return _packed(kind, fields, info)
+    return _laid_out(compute, kind, fields, info)
 
 
 def _halves(qs: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ def grouped_kind(w: Grouped) -> str:
     return {torch.float16: "int4", torch.bfloat16: "int4b"}.get(w.scale.dtype, "")
 
 
-def pack_groups(w: Grouped) -> Packed:
+def pack_groups(w: Grouped, compute: torch.dtype = torch.bfloat16) -> Packed | Tiled:
     """A weight whose `grouped_kind` is not empty, in the order of its inputs."""
     kind, inputs = grouped_kind(w), w.values.shape[1]
     s = SCHEMES[kind]
@@ -148,7 +158,7 @@ def pack_groups(w: Grouped) -> Packed:
     groups = -(-inputs // s.step) * s.step // group + 1  # a padded step may begin another group
     info = F.pad(info, (0, max(0, groups - info.shape[1])))
     fields = w.values.view(torch.uint8) if w.values.dtype != torch.int8 else (w.values.view(torch.uint8) ^ 128)
-    return _packed(kind, fields, info, group)
+    return _laid_out(compute, kind, fields, info, group)
 
 
 # ------------------------------------------------------------ the decoder
@@ -156,31 +166,38 @@ def pack_groups(w: Grouped) -> Packed:
 
 @dataclass(frozen=True)
 class PackedLoader(Loader):
-    """Loads products in the checkpoint's own precision. `floats` collects the names of those that have none."""
+    """Loads products in the checkpoint's own precision. `floats` collects the names of those that have none, `variants`
+    the kernels that the others need."""
 
     precision: str
     floats: list[str]
+    variants: set[Variant]
 
     def fused_product(self, name: str, sources: list[str], bias: Tensor | None) -> Any:
         packed = [self.packed(source) for source in sources]
         orders = [order for _, order in packed if order is not None]
         alike = len(orders) in (0, len(packed)) and all(torch.equal(orders[0], order) for order in orders[1:])
         if alike and all(weight is not None for weight, _ in packed):
-            return PackedProduct([w for w, _ in packed if w is not None], bias, orders[0] if orders else None)
+            weights = [w for w, _ in packed if w is not None]
+            product = PackedProduct(weights, bias, orders[0] if orders else None)
+            self.variants.update(product.variants(self.config.activation if name.endswith("gate_up") else None))
+            return product
         self.floats.append(name)
         return super().fused_product(name, sources, bias)
 
     def head(self, embedding: Tensor) -> Any:
         weight, order = self.packed("embed_tokens.weight" if self.config.tied else "lm_head.weight")
         if weight is not None and order is None:
-            return PackedProduct([weight])
+            product = PackedProduct([weight])
+            self.variants.update(product.variants(None))
+            return product
         return super().head(embedding)
 
     def mixture(self, layer: str) -> dict[str, Any]:
         self.floats.append(f"{layer}.experts")
         return super().mixture(layer)
 
-    def packed(self, name: str) -> tuple[Packed | None, Tensor | None]:
+    def packed(self, name: str) -> tuple[Packed | Tiled | None, Tensor | None]:
         """A weight and the order of its inputs, if the kernel has a scheme for it."""
         source: Any = self.source
         if self.precision != GGUF:
@@ -188,10 +205,10 @@ class PackedLoader(Loader):
             if grouped is None or not grouped_kind(grouped):
                 return None, None
             order = None if grouped.order is None else grouped.order.to(self.device)
-            return pack_groups(grouped.to(self.device)), order
+            return pack_groups(grouped.to(self.device), self.dtype), order
         if source.kind(name) not in _BLOCK:
             return None, None
-        return pack_blocks(source.blocks(name).to(self.device), source.kind(name)), None
+        return pack_blocks(source.blocks(name).to(self.device), source.kind(name), self.dtype), None
 
 
 class PackedTransformer(Transformer):
@@ -208,8 +225,10 @@ class PackedTransformer(Transformer):
         length: int | None = None,
         compute: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.precision, self._floats = precision, list[str]()
+        self.precision, self._floats, self._variants = precision, list[str](), set[Variant]()
         super().__init__(config, weights, compute, device, length)
+        if self._variants:
+            prepare(self._variants, self.device)
         self.dtype = torch.uint8
         self.description = f"The weights are read in the checkpoint's own precision ({precision})."
         if self._floats:
@@ -218,5 +237,13 @@ class PackedTransformer(Transformer):
 
     def loader(self, weights: WeightSource, int8: bool) -> Loader:
         return PackedLoader(
-            self.config, weights, self.compute, self.stream, self.device, int8, self.precision, self._floats
+            self.config,
+            weights,
+            self.compute,
+            self.stream,
+            self.device,
+            int8,
+            self.precision,
+            self._floats,
+            self._variants,
         )

@@ -35,7 +35,7 @@ from ..rows import Rows
 from .capture import Field, PinnedBuffer, fill_padded
 from .graphs import CHEAP_ROWS, MISSES, ROW_SIZES, SAMPLING, WANTED_SIZES, Graphs, padded_size
 from .kernels import adjusting, rounds as kernels, sampling
-from .kernels.attention import Blocks, rows_per_block
+from .kernels.attention import rows_per_block
 from .kernels.rounds import DEPTH, DRAFT, REPORT
 from .kernels.sampling import Laws
 from .lines import Lines, is_adjusted_here
@@ -163,8 +163,9 @@ class RecordedRound:
             results["ranked"].copy_(ids)
             results["logprobs"].copy_(values)
         if rounds.lookup is not None:
-            sizes = rounds.lookup[:2]
-            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes)
+            sizes, sources = rounds.lookup[:2], state.sources
+            texts = None if sources is None else (sources.ids, sources.lengths)
+            kernels.look_up(lines.numbers, lines.tokens, lines.draft, lines.parents, d["lines"], *sizes, texts)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The target's choice at each wanted row [R], and its highest logit [R]. logits [R, V]."""
@@ -234,6 +235,8 @@ class Rounds:
                 shape = RoundShape(lanes, rows, wanted, tree=tree)
                 if shape not in self._recorded:
                     self._recorded[shape] = RecordedRound(self, shape)
+        if self.state.sources is not None:
+            self.state.sources.warm()
         if self.drafts is not None:
             for lanes in (n for n in LANES if n <= self.capacity):
                 self.drafts.warm(lanes)
@@ -247,6 +250,7 @@ class Rounds:
             order.sort(key=lambda i: not asks[i])  # recorded drafts are for the first lanes
             turns, late, asks = [turns[i] for i in order], [late[i] for i in order], [asks[i] for i in order]
         rows = [self.state.cache.rows[turn.seq.id] for turn in turns]
+        self.state.read_sources(turn.seq for turn in turns)
         for turn, row in zip(turns, rows, strict=True):
             if self._owners.get(row.line) is not row:
                 self._join(turn.seq, row)
@@ -354,8 +358,7 @@ class Rounds:
     def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None, prompts: bool = False) -> Rows:
         """Rows that a kernel lays out, for a model's pass. prompts: some of them may be many rows of one prompt."""
         table, slots = self.state.table, made["slots"]
-        tail = made.get("tail", self.state.no_tail)
-        blocks = Blocks(made["info"], tail, table, self.state.scratch(model), prompts)
+        blocks = self.state.blocks(made["info"], made.get("tail", self.state.no_tail), model, prompts)
         want = made["want"] if want is None else want
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
 

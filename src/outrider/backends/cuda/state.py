@@ -6,17 +6,20 @@ knows neither layers nor rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import nan
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...engine.cache import Cache
+from ...engine.cache import Cache, Plane
+from ...types import Sequence
 from .. import Model
 from .capture import Driver, PinnedBuffer, fill_padded
 from .kernels import attention
+from .sources import Sources
 
 PATCH = 512  # table entries that a recorded pass can update
 DEPTHS = (16, 64)  # of a draft
@@ -57,6 +60,7 @@ class DeviceState:
         self.no_tail = torch.zeros(1, 1, dtype=I32, device=device)  # of attention blocks whose keys are in the table
         self.phases: list[Phase] = []  # started since the last `take_phases`
         self._scratch: dict[tuple[int, int], attention.Scratch] = {}
+        self.sources = None if cache.sources is None else Sources(cache, self)
 
     def _poison_slots(self, slots: list[int]) -> None:
         """Slots change hands: their K/V is that of another sequence, or of none."""
@@ -72,8 +76,24 @@ class DeviceState:
     def scratch(self, model: Model) -> attention.Scratch:
         shape = (model.config.heads, model.config.head_dim)
         if shape not in self._scratch:
-            self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, self.cache.length, self.device)
+            longest = max(self.cache.length, 0 if self.sources is None else self.sources.length)
+            self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, longest, self.device)
         return self._scratch[shape]
+
+    def blocks(self, info: Tensor, tail: Tensor, model: Model, prompts: bool = False) -> attention.Blocks:
+        """Groups of rows of a pass over this cache. prompts: some of them may be many rows of one prompt."""
+        sources = None if self.sources is None else (self.sources.slots, self.sources.lengths)
+        return attention.Blocks(info, tail, self.table, self.scratch(model), sources=sources, prompts=prompts)
+
+    def add_reader(self, model: Model, plane: Plane) -> None:
+        """A model whose encoder, if it has one, reads every sequence's source into this plane."""
+        if self.sources is not None and model.reader is not None:
+            self.sources.add_reader(model.reader, plane)
+
+    def read_sources(self, seqs: Iterable[Sequence]) -> None:
+        """Every plane holds the sources of these sequences, as soon as what is started here has run."""
+        if self.sources is not None:
+            self.sources.read(seqs)
 
     def patch(self, arrays: dict[str, Any]) -> None:
         """Write the table's changes into a pass's input arrays; too many for these are copied to the table at once."""

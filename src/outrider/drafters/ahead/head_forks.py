@@ -95,7 +95,7 @@ class HeadForker(Forker):
 def head_source(space: Workspace) -> tuple[Head, FeatureCache, tuple[int, ...], TrainedHead]:
     """The head that was given or belongs to the target, its features, all taps, and the drafter for just in time."""
     head = load_head(space)
-    if head.config.kind == "block":
+    if head.config.parallel:
         raise ConfigError(
             f"A head of the kind '{head.config.kind}' cannot continue from its own guesses, as drafting ahead needs: "
             f"give an eagle3 head or a draft model, or use --drafter head."

@@ -90,6 +90,7 @@ class HeadGraphs:
         self.slots: list[list[int]] = self.lanes.tolist()  # the same on the host
         self.every = torch.arange(self.state.lanes * LANE, device=device)  # row numbers
         self.ids: Tensor = self.head.device_ids  # [D]
+        self.outputs: Tensor | None = None  # [S, H] every row's output, in its slot
         self.captured: dict[HeadShape, HeadPass] = {}
         self.misses: dict[HeadShape, int] = {}
 
@@ -99,7 +100,7 @@ class HeadGraphs:
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
         """The same for trees: captured rankings apply temperature and noise, but no filters."""
-        fits = self.head.config.kind == "block" or (depth - 1) * width <= LANE
+        fits = self.head.config.parallel or (depth - 1) * width <= LANE
         return fits and self.suits(seqs) and not any(filters(seq) for seq in seqs)
 
     # ------------------------------------------------------------ the drafts
@@ -108,7 +109,7 @@ class HeadGraphs:
         """budget[i] tokens after each sequence, whose committed rows from starts[i] on the plane lacks."""
         starts, filtered = self._read_ahead(seqs, starts), any(filters(seq) for seq in seqs)
         budget = [min(k, LENGTHS[-1]) for k in budget]
-        draft = self._block if self.head.config.kind == "block" else self._chain
+        draft = self._block if self.head.config.parallel else self._chain
         indices = draft(seqs, starts, budget, filtered)
         trees = (Tree([-1 - at for at in one], list(range(-1, len(one) - 1)), source=self.source) for one in indices)
         return Draft.pack(trees, self.state.unread)
@@ -193,7 +194,14 @@ class HeadGraphs:
         blocks = Blocks(info, tail, self.state.table, self.state.scratch(self.head))
         rows = Rows(tokens, positions, slots, slots, slots, self.state.table, None, want, blocks=blocks)
         scores, outputs = self.head.scores(rows, self.graphs.plane, features, masked)
+        if self.outputs is not None:
+            self.outputs.index_copy_(0, slots, outputs.to(self.outputs.dtype))
         return scores, outputs
+
+    def keep_outputs(self) -> None:
+        """From now on passes leave every row's output in its slot; call it before any is captured."""
+        slots, width = self.graphs.plane.k[0].shape[0], self.head.config.hidden_size
+        self.outputs = torch.zeros(slots, width, dtype=self.head.compute, device=self.state.device)
 
     def _replay(
         self, shape: HeadShape, kind: type[Kind], packed: HeadBatch, seqs: list[Sequence], lengths: list[int],
@@ -377,11 +385,15 @@ class RankingPass(HeadPass):
         self.reply.device["probabilities"].copy_(probabilities)
 
     def read(self, rows: int) -> list[Ranking]:
-        """Wait for the first rows' rankings. Tokens of probability 0 are left out, except the best one."""
-        a = received(self.reply, self.heads)
-        columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
-        rankings = [list(zip(*row, strict=True)) for row in columns]
-        return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
+        """Wait for the first rows' rankings."""
+        return ranking_lists(received(self.reply, self.heads), rows)
+
+
+def ranking_lists(a: dict[str, Any], rows: int) -> list[Ranking]:
+    """The first rows' rankings. Tokens of probability 0 are left out, except the best one."""
+    columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
+    rankings = [list(zip(*row, strict=True)) for row in columns]
+    return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
 
 
 class Level(NamedTuple):

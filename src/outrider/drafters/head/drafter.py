@@ -1,6 +1,7 @@
-"""A trained head on the target's own features (EAGLE, a block of masks, Medusa, an MLP speculator).
+"""A trained head on the target's own features (EAGLE, a block of masks, MTP, Medusa, an MLP speculator).
 
-The head is a folder that `outrider train` wrote for this target, or that somebody has published for it. It reads hidden
+The head is a folder that `outrider train` wrote for this target, or that somebody has published for it, or a layer of
+the target's own checkpoint (MTP). It reads hidden
 states that verification computes anyway, so it needs a layer or two where a draft model needs many. Its K/V lives in
 the target's slots. Missed features cost acceptance, never correctness.
 """
@@ -25,11 +26,25 @@ from ...backends.rows import rows_of
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
-from ...models.speculators import CONFIG, EAGLE1, HeadConfig, HeadTensors, random_head, read_config, target_ids
+from ...models.speculators import (
+    CONFIG,
+    DFLASH,
+    EAGLE1,
+    MTP,
+    HeadConfig,
+    HeadTensors,
+    random_head,
+    read_config,
+    target_ids,
+)
 from ...types import Draft, Sequence, Step, Tree
 from .. import Drafter, DraftRequest, Forecast, Memory, Prices, Traits, Workspace, register
+from .._learning.options import OPTIONS
 from .._trained import insist_on_target, precision
+from .dflash import DFlashHead, DFlashRollout
 from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
+from .learning import HeadLearning
+from .mtp import MtpHead, mtp_readings
 from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
@@ -87,11 +102,13 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends), tree,
-    tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU)."""
+    """Options: head (a folder, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends),
+    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU),
+    learn (the head itself learns from what the target emits), learn_from, learn_every, learn_cap_ms, learn_share,
+    learn_rate."""
 
     traits = Traits(
-        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary"),
+        options=("head", "draft_dtype", "stop_below", "tree", "tree_width", "tree_depth", "learn_vocabulary", *OPTIONS),
         auto=lambda workspace: configured_head(workspace) is not None,
         trial=lambda target: _trial(target),
     )
@@ -106,26 +123,30 @@ class TrainedHead(Drafter):
         attends = not isinstance(head, PerPositionHead)
         passes: Any = space.passes(model, plane) if attends else None
         self.features: FeatureCache
-        graphs, taps = None, tuple[int, ...]()
+        graphs: Any = None
+        taps = tuple[int, ...]()
         if passes is None and (attends or head.device.type != "cuda"):
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
             space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
-        if passes is not None and attends:
-            from .captured import HeadGraphs  # needs triton
+        if passes is not None:
+            from .captured import HeadGraphs  # these need triton
+            from .dflash_captured import BlockGraphs
 
-            graphs = HeadGraphs(passes, space.plane, "head")
+            graphs = (BlockGraphs if config.kind == DFLASH else HeadGraphs)(passes, space.plane, "head")
         self.rollout: HeadRollout | PerPositionRollout
         if isinstance(head, PerPositionHead):
             self.rollout = PerPositionRollout(head, space.cache, plane, self.features)
+        elif isinstance(head, DFlashHead):
+            self.rollout = DFlashRollout(head, space.cache, plane, self.features, graphs)
         else:
             self.rollout = HeadRollout(head, space.cache, plane, self.features, graphs)
         self.rollout.record_guesses = space.record_guesses
         shape = space.option("tree", default=None)
         self.tree, self.tree_in_rounds = bool(shape), shape is None or bool(shape)  # there its rows are cheap
-        block = config.kind == "block"
+        block = not isinstance(config, PerPositionConfig) and config.parallel
         self.width = int(space.option("tree_width", default=8 if block else 3))  # a block's branches cost nothing
         self.depth = int(space.option("tree_depth", default=config.block))
         width, depth = (int(space.option(f"tree_{side}", default=n)) for side, n in ROUND_TREE.items())
@@ -144,12 +165,25 @@ class TrainedHead(Drafter):
             memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
-        on_cpu = head.device.type == "cpu"  # a GPU's rounds have not been timed with it
-        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=on_cpu) else None
+        self.learning = self._learning(head)
+        follows = head.device.type == "cpu" or self.learning is not None  # alone it has not been timed on a GPU
+        self.vocabulary = learnt_vocabulary(space, head) if space.option("learn_vocabulary", default=follows) else None
+
+    def _learning(self, head: Head | PerPositionHead) -> HeadLearning | None:
+        """What learns, with the option `learn`, or with weights to start from."""
+        space, rollout = self.space, self.rollout
+        if not space.option("learn", default=False) and space.option("learn_from", default=None) is None:
+            return None
+        learns = isinstance(head, Head) and head.config.kind in HEADS
+        if not isinstance(head, Head) or not learns or not isinstance(rollout, HeadRollout):
+            raise ConfigError(f"{self.about.format} cannot learn while it serves: leave learn out.")
+        learning = HeadLearning(head, rollout, space)
+        self.traits = replace(self.traits, learning=learning)
+        return learning
 
     def record(self, rounds: Any) -> None:
         heads = self.rollout.graphs
-        if heads is None or self.rollout.head.config.kind == "block":
+        if heads is None or heads.head.config.parallel:
             return
         from .rounds import HeadRounds, fits  # need triton
 
@@ -161,6 +195,8 @@ class TrainedHead(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
+        if self.learning is not None:
+            self.learning.choose(request.seqs)
         if request.in_round:
             return request.asked(self.unread, self.name)
         seqs, budgets = request.seqs, request.budgets
@@ -170,6 +206,8 @@ class TrainedHead(Drafter):
             draft = self._roll(part)
             for tree in draft.trees:
                 self.pace.drafted(tree)
+            if self.learning is not None:
+                self.learning.proposed(part.seqs, [tree.tokens if tree.is_chain else [] for tree in draft.trees])
             return draft
 
         return request.answer(ready, roll)
@@ -207,6 +245,14 @@ class TrainedHead(Drafter):
         self.features.retain(self.space.cache.rows.keys())
         if self.vocabulary is not None:
             self.vocabulary.observe(step)
+        if self.learning is not None:
+            self.learning.observe(step)
+            if self.learning.due != self.traits.overlaps:
+                self.traits = replace(self.traits, overlaps=self.learning.due and not self.rollout.graphs)
+
+    def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
+        if self.learning is not None:
+            self.learning.work()
 
     def begin(self, seq: Sequence) -> None:
         if self.vocabulary is not None:
@@ -215,9 +261,13 @@ class TrainedHead(Drafter):
     def inherit(self, old: Drafter) -> None:
         if isinstance(old, TrainedHead) and old.vocabulary is not None and self.vocabulary is not None:
             self.vocabulary.see(old.vocabulary.learnt)
+        if isinstance(old, TrainedHead) and old.learning is not None and self.learning is not None:
+            self.learning.inherit(old.learning)
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
+        if self.learning is not None:
+            self.learning.end(seq)
 
     def _ready(self, seq: Sequence) -> bool:
         """Whether the target has read all but the last token, and the feature of the last but one is there."""
@@ -267,11 +317,13 @@ def head_for(target: Any) -> Path | None:
 
 
 def configured_head(space: Workspace) -> Any:
-    """The option `head`, else the head that belongs to the target; None if there is none, or with `head=none`."""
+    """The option `head`, else the head that belongs to the target, else the target's own layer (`mtp`) if it is whole;
+    None if there is none, or with `head=none`."""
     option = space.option("head", default=None)
-    if option is None:
-        return head_for(space.target)
-    return None if option == "none" else option
+    if option is not None:
+        return None if option == "none" else option
+    own = space.target.mtp
+    return head_for(space.target) or (MTP if own is not None and not own.problem() else None)
 
 
 @dataclass(frozen=True)
@@ -294,11 +346,15 @@ def load_head(space: Workspace) -> Head:
 def open_head(space: Workspace) -> OpenedHead:
     """The configured head, in memory."""
     head, target = configured_head(space), space.target
+    if head is None and target.mtp is not None:
+        target.mtp.check()
     if head is None:
         raise ConfigError(
             "The drafter 'head' needs a trained head, and none is shipped for this model: give its folder with "
             "--set head=PATH (or head=…), or make one with `outrider train`."
         )
+    if head == MTP:
+        return _own_layer(space)
     if isinstance(head, str | Path):
         return _read(head_folder(head), space)
     if not isinstance(head, Head):
@@ -309,12 +365,33 @@ def open_head(space: Workspace) -> OpenedHead:
     return OpenedHead(head)
 
 
+def _own_layer(space: Workspace) -> OpenedHead:
+    """The layer for further tokens of the target's own checkpoint."""
+    layer, target = space.target.mtp, space.target
+    if layer is None:
+        why = "has no layer for further tokens (MTP)"
+        if not target.has_layers:
+            why = "runs through transformers, which keeps its layers for further tokens (MTP) to itself"
+        raise ConfigError(f"head is mtp, but this target {why}: choose another drafter, or give a head's folder.")
+    readings = mtp_readings(layer, target)
+    first = readings[0].config
+    assert isinstance(first, HeadConfig)
+    loaded = MtpHead(layer, first, target, _precision(space), space.cache.length)
+    head, tried = choose_reading(loaded, readings, space, MTP)
+    about = f"the target's own layer for further tokens (MTP), in {layer.layout.format}"
+    return OpenedHead(head, about, tried.sentence(readings))
+
+
+def _precision(space: Workspace) -> torch.dtype:
+    dtype = precision(space)
+    if dtype is torch.int8 and space.target.device.type != "cpu":
+        raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
+    return dtype
+
+
 def _read(folder: Path, space: Workspace) -> OpenedHead:
     """The head in a folder, ours or a published one."""
-    target = space.target
-    dtype = precision(space)
-    if dtype is torch.int8 and target.device.type != "cpu":
-        raise ConfigError("A head in int8 runs on a CPU only so far: choose draft_dtype bfloat16, or auto.")
+    target, dtype = space.target, _precision(space)
     if is_own(folder):
         config, tensors = read_head(folder)
         published = PublishedHead(OpenedHead.format, (Reading(config),), tensors)
@@ -344,9 +421,11 @@ def _with_target(
     output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
     in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
-    if in_pieces and config.kind != EAGLE1:  # native code reads single rows of them
+    if in_pieces and config.kind not in (EAGLE1, DFLASH):  # native code reads single rows of them
         return Head(config, tensors, target, dtype, device, space.cache.length, stored_as, output)
     embedding = embedding_of(target)
+    if config.kind == DFLASH:
+        return DFlashHead(config, tensors, embedding, dtype, device, space.cache.length, output)
     if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
         some = torch.arange(0, own.shape[0], 61)
         if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):

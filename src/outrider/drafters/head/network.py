@@ -44,6 +44,7 @@ from ...models.speculators import (
 from .._trained import DraftVocabulary
 
 _FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
+Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
 
 
@@ -99,10 +100,14 @@ class Head(DraftVocabulary):
         self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
         self.layers = [self._layer(i) for i in range(config.layers)]
         self.head = self._product("head", "lm_head.weight") if output is None else output
+        self.shares_output = output is not None  # with the target: its rows are not to be changed
         self.ids, self.vocab_size = target_ids(tensors["d2t"].cpu()), config.vocab_size  # [D]
         self.device_ids = self.ids.to(self.device)  # [D] the same
         self._other_rows: OtherRows | None = None
         self.vocabulary: Any = None  # who replaces ids
+        self.correction: Correction | None = None  # learnt while serving (`learning.py`), on a CPU
+        self._own_rows: Tensor | None = None  # [D, H] on a GPU: the output rows, where `head` has a correction inside
+        self._folded: Correction | None = None
         self.masks = [self._vector(n) for n in ("mask_embedding", "mask_hidden")] if config.kind == "block" else []
         self._tensors, self._packed = {}, {}
         self._scratch: Any = None
@@ -126,10 +131,45 @@ class Head(DraftVocabulary):
         if self.device.type != "cpu":
             self.device_ids[places.to(self.device)] = ids.to(self.device)
         if ops.on_gpu(self.cos):
-            self.head.weight[places.to(self.device)] = rows.to(self.device, self.compute)
+            rows = rows.to(self.device, self.compute)
+            if self._own_rows is not None:
+                self._own_rows[places.to(self.device)] = rows
+            self.head.weight[places.to(self.device)] = rows if self._folded is None else folded(rows, self._folded)
             return
         self._other_rows = self._other_rows or OtherRows(self.config.hidden_size)
         self._other_rows.put(places.tolist(), rows)
+
+    # ------------------------------------------------------------ a learnt correction
+
+    @property
+    def folds(self) -> bool:
+        """Whether a correction goes into the output rows: on a GPU, where passes are recorded."""
+        return bool(ops.on_gpu(self.cos))
+
+    def keep_output_rows(self) -> Tensor:
+        """On a GPU: the output rows [D, H] as they are, from now on kept apart from those that are multiplied with."""
+        if self._own_rows is None:
+            self._own_rows = self.head.weight.clone()
+        return self._own_rows
+
+    def fold_output_rows(self, correction: Correction | None) -> None:
+        """Put a correction into the output rows, in place: recorded passes read them where they are."""
+        rows, self._folded = self.keep_output_rows(), correction
+        self.head.weight.copy_(rows if correction is None else folded(rows, correction))
+
+    def output_scores(self, normed: Tensor) -> Tensor:
+        """Scores [n, D] of states after the norm [n, H], without a correction."""
+        scores: Tensor = summed(self.head(normed.to(self.compute))).to(self.stream)
+        if self._other_rows is not None:
+            self._other_rows.score(normed, scores)
+        return scores
+
+    def _corrected_scores(self, x: Tensor) -> Tensor:
+        """Scores [R, D] of outputs x [R, H], with the correction."""
+        assert self.correction is not None
+        down, up = self.correction
+        h = ops.add_norm(x.contiguous(), None, self.norm, self.config.norm_eps, self.stream)  # [R, H]
+        return self.output_scores(h + (h @ down.T) @ up.T)
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -168,7 +208,7 @@ class Head(DraftVocabulary):
     def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`scores` of rows with the target's hidden states after all taps [T, taps * H], not fused yet."""
         if self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None:
-            return self._outcome(rows.want, *self.native(rows, plane, self._normed(hidden), masked, fused=False))
+            return self._native_pass(rows, plane, self._normed(hidden), masked, fused=False)
         return self.scores(rows, plane, self.fuse([hidden]), masked)
 
     def forward(
@@ -187,7 +227,7 @@ class Head(DraftVocabulary):
         if self.native is not None:
             if self.config.kind == EAGLE1:
                 features = self._beside_token(self.embedding[rows.tokens].to(self.stream), features)
-            return self._outcome(rows.want, *self.native(rows, plane, features, masked))
+            return self._native_pass(rows, plane, features, masked)
         rows = self._on_device(rows)
         x = features.to(self.stream, copy=True)  # [T, H] the residual stream; the next norm adds `delta`
         e = self.embedding[rows.tokens].to(self.stream)  # [T, H]
@@ -217,7 +257,18 @@ class Head(DraftVocabulary):
             h = ops.add_norm(x, delta, self.norm, eps, self.compute)
         if not rows.want.shape[0]:
             return self._outcome(rows.want, x.new_zeros(0, self.config.draft_vocab_size), x)
+        if self.correction is not None:
+            return self._corrected_scores(x[rows.want]), x
         return self._outcome(rows.want, summed(self.head(h[rows.want])).to(self.stream), x)
+
+    def _native_pass(
+        self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        assert self.native is not None
+        if self.correction is None or not rows.want.shape[0]:
+            return self._outcome(rows.want, *self.native(rows, plane, features, masked, fused))
+        outputs = self.native(rows, plane, features, masked, fused, scored=False)[1]
+        return self._corrected_scores(outputs[rows.want]), outputs
 
     def _beside_token(self, e: Tensor, features: Tensor) -> Tensor:
         """eagle1: the residual stream [T, H] from the tokens' embeddings and the features."""
@@ -328,6 +379,12 @@ class Head(DraftVocabulary):
         return Rows(tokens, positions, slots, slots, slots, table, None, want, blocks=blocks)
 
 
+def folded(rows: Tensor, correction: Correction) -> Tensor:
+    """Output rows [n, H] that score a state as `rows` score the corrected one."""
+    down, up = correction
+    return torch.addmm(rows, rows @ up, down)
+
+
 class OtherRows:
     """Output rows that a CPU's packed weights do not have: they are multiplied apart, and replace their scores."""
 
@@ -371,13 +428,14 @@ class Int8Head(Addresses):
         return words.data_ptr(), 0
 
     def __call__(
-        self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True
+        self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True, scored: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Scores of the wanted rows [R, D], and every row's output [T, H].
+        """Scores of the wanted rows [R, D] (none, unless `scored`), and every row's output [T, H].
 
         features [T, H]; with `fused` false, hidden states [T, taps * H].
         """
         lists, table = _lists(rows)
+        lists[5] = lists[5] if scored else []
         if masked is not None:
             lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
         count, wanted = len(lists[0]), len(lists[5])

@@ -132,7 +132,7 @@ class _Trial:
         hidden = torch.cat([self.hidden[tap] for tap in head.config.taps], 1)[: n - 1].to(head.device, head.stream)
         scores, outputs = head.read(rows_of(rows), plane, hidden)
         right = int((self._tokens(head, scores) == self.choices[1:]).sum())
-        if head.config.kind == "block":
+        if head.config.parallel:
             return right / (n - 1)
         later, spare = HeadBatch(self.cache), self.cache.rows[self.seq.id].spare
         for p in range(n - 2):  # each row continues from the output of one committed row

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +35,19 @@ class HeadRollout(DraftVocabularyRollout):
         self.head, self.graphs = head, graphs
         self.committed = CommittedRows(head, cache, plane, features)
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the feature of its children
+        self.node_scores: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [D], where they are kept
+        self._keeps: Callable[[Sequence], bool] | None = None
         self.passes_run = 0  # eager passes of the current draft
+        self.in_order = False  # a block's scores depend on the tokens chosen before
+
+    def keep_states(self, of: Callable[[Sequence], bool]) -> None:
+        """Keep what tokens are chosen from, for these sequences: scores, or on a GPU every row's output in its slot."""
+        self._keeps = of
+        if self.graphs is not None:
+            self.graphs.keep_outputs()
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
-        block = self.head.config.kind == "block"
+        block = self.head.config.parallel
         budget = [min(k, self.head.config.block) for k in budget] if block else budget
         if self.graphs is not None and self.graphs.suits(seqs):
             draft = self.graphs.chains(seqs, self._starts(seqs), budget)
@@ -47,12 +57,14 @@ class HeadRollout(DraftVocabularyRollout):
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         for growth, rows in zip(grown, self._blocks(seqs, budget), strict=True):
-            if growth.seq.rule == "match" and growth.seq.params.plain and not self._records_guesses(growth.seq):
+            fast = growth.seq.rule == "match" and growth.seq.params.plain and not self._records_guesses(growth.seq)
+            if fast and not self.in_order:
                 for token, confidence in self._likeliest(rows):
                     growth.add(token, len(growth.tokens) - 1, confidence)
             else:
                 for row in rows:
-                    self._extend(growth, row)
+                    before = growth.tokens[-1] if growth.tokens else growth.seq.tokens[-1]
+                    self._extend(growth, self._after(row, before))
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def leaves_unread(self, seqs: list[Sequence]) -> bool:
@@ -61,7 +73,7 @@ class HeadRollout(DraftVocabularyRollout):
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         captured = self.graphs is not None and self.graphs.suits_trees(seqs, width, depth)
-        if self.head.config.kind != "block":
+        if not self.head.config.parallel:
             grow = self._captured_trees if captured else super().trees
             return grow(seqs, budget, width, depth)
         depths = [min(k, depth, self.head.config.block) for k in budget]
@@ -105,7 +117,9 @@ class HeadRollout(DraftVocabularyRollout):
         for seq, rows in zip(seqs, self._blocks(seqs, lengths), strict=True):
             levels: list[Ranking] = []
             for row in rows:
-                levels.append(self._ranked(row, seq, [level[0][0] for level in levels], width))
+                best = [level[0][0] for level in levels]
+                row = self._after(row, best[-1] if best else seq.tokens[-1])
+                levels.append(self._ranked(row, seq, best, width))
             rankings.append(levels)
         return rankings
 
@@ -114,10 +128,17 @@ class HeadRollout(DraftVocabularyRollout):
         scores, _ = self._forward_committed(seqs, [k - 1 for k in lengths])
         return list(scores.split(lengths))
 
+    def _after(self, row: Tensor, token: int) -> Tensor:
+        """A block's scores at a position [D], given the token before."""
+        return row
+
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; scores of the next token. [B, D]"""
         scores, outputs = self._forward_committed(seqs, [0] * len(seqs))
         self.outputs = {seq.id: {-1: output} for seq, output in zip(seqs, outputs, strict=True)}
+        if self._keeps is not None:
+            rows = zip(seqs, scores, strict=True)
+            self.node_scores = {seq.id: {-1: row} for seq, row in rows if self._keeps(seq)}
         return scores
 
     def _run(self, batch: list[tuple[Growth, list[int]]]) -> Tensor:
@@ -130,9 +151,12 @@ class HeadRollout(DraftVocabularyRollout):
                 features.append(self.outputs[growth.seq.id][growth.parents[node]])
         self.passes_run += 1
         scores, outputs = self.head.scores(rows_of(packed), self.plane, torch.stack(features))
-        rows = iter(outputs)
+        rows, scored = iter(outputs), iter(scores)
         for growth, nodes in batch:
             self.outputs[growth.seq.id] |= {node: next(rows) for node in nodes}
+            named = {node: next(scored) for node in nodes}
+            if growth.seq.id in self.node_scores:
+                self.node_scores[growth.seq.id] |= named
         return scores.cpu()
 
     def _forward_committed(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:

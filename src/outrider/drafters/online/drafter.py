@@ -1,9 +1,9 @@
 """A drafter that learns from verification while it serves: Draft, Verify, Improve.
 
-It drafts with a trained head, or, where there is none, with the target's own output on its last hidden state. Verified
-nodes, up to the first reject, go into a ring buffer; an update runs now and then while the target is busy; weights
-change between two steps. A request with `learn=False` is served without leaving a record.
-It knows steps; how learning works is in `learner`.
+It drafts with the target's own output on its last hidden state; where there is a trained head, that head learns instead
+(`drafters/head/learning.py`). Verified nodes, up to the first reject, go into a ring buffer; an update runs now and
+then while the target is busy; weights change between two steps. A request with `learn=False` is served without leaving
+a record. It knows steps; how learning works is in `_learning`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...errors import ConfigError
 from ...types import REJECTED, Draft, Sequence, Step
 from .. import Drafter, DraftRequest, Traits, Workspace, lookup, names, register
-from . import store
-from .buffer import VerifiedNodes
-from .learner import Learner, LearningPlan, warm
+from .._learning import store
+from .._learning.buffer import VerifiedNodes
+from .._learning.learner import Learner, LearningPlan, warm
+from .._learning.options import OPTIONS, plan_of
 from .tap import BareTap
 
 _PHASES = ("draft", "verify", "judge")  # of a step's time; learning is part of the second
@@ -43,21 +43,25 @@ class Online(Drafter):
     learn_rate."""
 
     traits = Traits(
-        options=(
-            "head", "draft_dtype", "draft_vocab", "learn", "learn_from", "learn_every", "learn_cap_ms", "learn_share",
-            "learn_rate",
-        ),
+        options=("head", "draft_dtype", "draft_vocab", *OPTIONS),
         needs_layers=True,
         trial=lambda target: {"learn_every": 2, "learn_share": 1.0},
-    )  # fmt: skip
+    )
+
+    def __new__(cls, space: Workspace) -> Any:
+        """The drafter `head`, learning, where there is one for this target; else a bare tap."""
+        uses_head = lookup("head").traits.auto if "head" in names() else None
+        if uses_head is None or not uses_head(space):
+            return super().__new__(cls)
+        return lookup("head")(replace(space, options={"learn": True} | space.options))
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.inner = _inner(space)
+        self.inner = BareTap(space)
         self.rollout: Any = self.inner.rollout  # a `StateKeeping`
         network: Any = self.rollout.network
         self.frozen = network.frozen
-        plan = _plan(space)
+        plan = plan_of(space, LearningPlan())
         weights = self.frozen.initial(plan.rank)
         if (folder := space.option("learn_from", default=None)) is not None:
             weights = store.load(folder, self.frozen, weights)
@@ -116,8 +120,7 @@ class Online(Drafter):
 
     def report(self) -> dict[str, Any]:
         """State, reason, counts and times."""
-        kind = "tap" if isinstance(self.inner, BareTap) else "head"
-        return {"drafter": kind, "vocabulary": len(self.frozen.ids)} | self.learner.as_json()
+        return {"drafter": "tap", "vocabulary": len(self.frozen.ids)} | self.learner.as_json()
 
     def save(self, folder: Path | str, **facts: Any) -> None:
         """Write the weights that draft, and these facts."""
@@ -131,7 +134,7 @@ class Online(Drafter):
         before = len(seq.tokens) - len(verdict.tokens)
         proposal = self.proposals.pop(seq.id, None)
         if not tree.tokens:
-            if isinstance(self.inner, BareTap) and self.inner.last.has(seq, before - 2):
+            if self.inner.last.has(seq, before - 2):
                 return [(self.inner.last.at(seq, before - 2), seq.tokens[before - 1], -1, False, first)]
             return []
         if proposal is None or proposal.length != before or not tree.is_chain:
@@ -151,34 +154,3 @@ def _with_logits(step: Step, nodes: list[Node]) -> VerifiedNodes:
     adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
     logits = step.output.logits[rows[0] : rows[-1] + 1].clone() if adjacent else step.output.logits[rows]
     return VerifiedNodes(states, previous, drafted, accepted, logits)
-
-
-def _inner(space: Workspace) -> Any:
-    """The trained head, where the drafter `head` exists and has one for this target; else a bare tap."""
-    uses_head = lookup("head").traits.auto if "head" in names() else None
-    if uses_head is None or not uses_head(space):
-        return BareTap(space)
-    from .heads import adapted_head
-
-    return adapted_head(space)
-
-
-def _plan(space: Workspace) -> LearningPlan:
-    plan = LearningPlan()
-    if space.target.device.type == "cuda":
-        plan = replace(plan, slice=plan.batch)  # slices do not block a step there
-    return replace(
-        plan,
-        every=_positive(space, "learn_every", plan.every, int),
-        cap=_positive(space, "learn_cap_ms", plan.cap * 1e3, float) / 1e3,
-        share=_positive(space, "learn_share", plan.share, float),
-        rate=_positive(space, "learn_rate", plan.rate, float),
-        rank=min(plan.rank, 2 * space.target.config.hidden_size),
-    )
-
-
-def _positive(space: Workspace, name: str, default: Any, kind: Any) -> Any:
-    value = space.option(name, default=default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"{name} is {value!r}, but it must be a number above 0.")
-    return kind(value)

@@ -21,9 +21,9 @@ from ...engine.cache import Cache
 from ...errors import ConfigError
 from ...types import Draft, Sequence, Step
 from .. import Drafter, DraftRequest, Traits, Workspace
+from .._learning.adapter import FrozenOutput, Weights
 from .._rollout import DraftVocabularyRollout, Growth, Rollout
 from .._trained import DraftVocabulary
-from .adapter import FrozenOutput, Weights
 
 Live = Callable[[], Weights]  # the weights that draft now
 _VOCABULARY = {"cpu": 8192, "cuda": 32768}  # ids that a bare tap drafts: the first ones, the most frequent tokens

@@ -9,11 +9,14 @@ hold anything, NaN included.
 
 With a few rows, programs share a context, and the last one merges their sums. A prompt's blocks, which follow each
 other, become tiles of many queries: a tile reads each key once for all of them, and keeps its sums in registers.
+
+Rows of an encoder, and decoders' rows on their source, see all keys of their line, whatever their position. A bias by
+distance (T5) is looked up in a table: the same number in any pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import fused
+from .fused import packed_index
+from .launching import begin, launch_options
 from .wide import shared_memory
 
 QUERIES = 16  # of one block: its rows times the heads that share a key head
@@ -38,13 +44,22 @@ class Blocks:
     """Which rows are computed together: consecutive rows, each of which sees one key more than the one before it.
 
     Key p of a block is slot table[line, p], or tail[p - base] from `base` on. Blocks of no rows are padding.
+    With `lengths` every row sees the first lengths[line] keys of the table instead, which may be none.
     """
 
     info: Tensor  # [N, 8] int32: first row, rows, line in the table, base, keys of the first row; the rest is unused
     tail: Tensor  # [N, D] int32 slots of the keys from the base on
     table: Tensor  # [lines, length] int32
     scratch: Scratch
+    lengths: Tensor | None = None  # [lines] int32
+    sources: tuple[Tensor, Tensor] | None = None  # slots [lines, length] and lengths [lines] of each line's source
     prompts: bool = False  # whether there may be prompts among them
+
+    @property
+    def on_sources(self) -> Blocks:
+        """The same rows on the sources of their lines; on nothing, where there are none."""
+        slots, lengths = self.sources or (self.table, self.table.new_zeros(self.table.shape[0]))
+        return replace(self, table=slots, lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -117,20 +132,44 @@ def _merge(high, weight, total, new_high, new_weight, new_total):
 
 
 @triton.jit
+def _slots(slots, tail, base, start, max_keys, SPAN: tl.constexpr):
+    """Where the keys of a span are [SPAN]."""
+    p = start + tl.arange(0, SPAN)
+    exists = p < max_keys
+    slot = tl.load(slots + p, mask=exists & (p < base), other=0, cache_modifier=".cg")
+    return slot + tl.load(tail + p - base, mask=exists & (p >= base), other=0, cache_modifier=".cg")
+
+
+@triton.jit
 def _keys(
-    k_plane, v_plane, slots, tail, base, head, start, max_keys,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr,
+    k_plane, v_plane, slot, head, start, first, last, k, v,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """K and V of a span [SPAN, d]. WHOLE: all of its keys exist, and are in the table."""
+    """K and V of a span [SPAN, d]: of keys from `first` on and before `last`; the others stay as they are."""
     p = start + tl.arange(0, SPAN)
     d = tl.arange(0, DIM_PAD)
-    if WHOLE:
+    offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]
+    ok = ((p >= first) & (p < last))[:, None] & (d < DIM)[None, :]
+    return (
+        tl.load(k_plane + offset, mask=ok, other=k, cache_modifier=".cg"),
+        tl.load(v_plane + offset, mask=ok, other=v, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
+def _tile_keys(
+    k_plane, v_plane, slots, head, start, max_keys,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPAN: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
+    """The same for a tile, whose keys are all in the table. SEEN: all keys of the span exist."""
+    p = start + tl.arange(0, SPAN)
+    d = tl.arange(0, DIM_PAD)
+    if SEEN:
         slot = tl.load(slots + p)
     else:
-        slot = tl.load(slots + p, mask=(p < max_keys) & (p < base), other=0)
-        slot += tl.load(tail + p - base, mask=(p < max_keys) & (p >= base), other=0)
+        slot = tl.load(slots + p, mask=p < max_keys, other=0)
     offset = (slot.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + d[None, :]  # [SPAN, d]
-    if WHOLE and DIM == DIM_PAD:
+    if SEEN and DIM == DIM_PAD:
         k, v = tl.load(k_plane + offset), tl.load(v_plane + offset)
     else:
         ok = (p < max_keys)[:, None] & (d < DIM)[None, :]
@@ -140,20 +179,25 @@ def _keys(
 
 @triton.jit
 def _span(
-    q, k, v, start, keys, scale, window, cap,
-    SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    q, k, v, start, keys, bias, shift, scale, window, cap,
+    SPAN: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """One span's sum for every query [M, d], with its highest score [M] and its weight [M].
 
-    WHOLE: every query sees every key of the span.
+    bias [M]: where each query's row of the table begins; shift [M]: key p adds number shift - p of it.
+    SEEN: every query sees every key of the span.
     """
     p = start + tl.arange(0, SPAN)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, SPAN]
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * scale * (2.0 * 1.4426950408889634 / cap)))
         scale = 1.0
-    if not WHOLE:
-        sees = p[None, :] < keys[:, None]
+    sees = p[None, :] < keys[:, None]
+    if BIASED:
+        column = shift[:, None] - p[None, :]
+        scores = scores * scale + tl.load(bias[:, None] + column, mask=sees, other=0.0) * 1.4426950408889634
+        scale = 1.0
+    if not SEEN:
         if window > 0:
             sees = sees & (p[None, :] >= keys[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
@@ -166,51 +210,72 @@ def _span(
     return high, weight, tl.dot(weights, v, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pending"])
 def _attend(
-    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks,
-    scale, length, depth, max_spans, scratch_rows, window, cap,
+    q, k_plane, v_plane, out, table, info, tail, sums, stats, finished, sinks, lengths, bias, shift,
+    scale, length, depth, max_spans, scratch_rows, window, cap, distances, pending,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block and key head; its spans in turn by SPLITS programs. PER_TILE > 0: tiles are computed elsewhere."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, rows = tl.load(info + block * 8), tl.load(info + block * 8 + 1)
-    line, base = tl.load(info + block * 8 + 2), tl.load(info + block * 8 + 3)
-    min_keys = tl.load(info + block * 8 + 4)
-    max_keys = min_keys + rows - 1
+    every, info = info, info + block * 8
+    first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
+    line, base = tl.load(info + 2, cache_modifier=".cg"), tl.load(info + 3, cache_modifier=".cg")
+    min_keys = tl.load(info + 4, cache_modifier=".cg")
+    max_keys = tl.where(rows > 0, min_keys + rows - 1, 0)  # padding may describe anything
+    if WHOLE:  # a line may have no keys: its rows are zeros
+        max_keys = tl.load(lengths + line, mask=rows > 0, other=0, cache_modifier=".cg")
+        base = max_keys
+        min_keys = max_keys
     earliest = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0  # before it no row sees a key
     end = tl.cdiv(max_keys, SPAN)
-    unsplit = (SPLITS == 1) | (end - earliest == 1) | (first + rows > scratch_rows)
+    unsplit = (SPLITS == 1) | (end - earliest <= 1) | (first + rows > scratch_rows)
+    stride = 1 if unsplit else SPLITS
+    initial = (earliest + split) * SPAN  # the first key of this program
+    slots_of_line = table + line.to(tl.int64) * length
+    tail_of_block = tail + block.to(tl.int64) * depth
+    slot = _slots(slots_of_line, tail_of_block, base, initial, max_keys, SPAN)
+    nothing = tl.zeros((SPAN, DIM_PAD), k_plane.dtype.element_ty)
+    # Of a row's keys at most `pending` were written by this pass, and they are its last ones.
+    settled = max_keys - pending
+    k, v = _keys(k_plane, v_plane, slot, head, initial, 0, settled, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN)
+    begin(PDL)
     if (rows == 0) | (split >= (1 if unsplit else end - earliest)):
         return
     if PER_TILE > 0:  # noqa: SIM102 -- of a constant, so that the other kernel has none of it
-        if _rows_together(info, block // PER_TILE, tl.num_programs(0), PER_TILE, PER_BLOCK) > 0:
+        if _rows_together(every, block // PER_TILE, tl.num_programs(0), PER_TILE, PER_BLOCK) > 0:
             return
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m, d = tl.arange(0, QUERIES), tl.arange(0, DIM_PAD)
     row = first + m // GROUP
     valid = m // GROUP < rows
-    keys = tl.where(valid, min_keys + m // GROUP, 0)
+    keys = tl.where(valid, max_keys if WHOLE else min_keys + m // GROUP, 0)
     index = row.to(tl.int64) * HEADS + head * GROUP + m % GROUP  # [M] among rows and heads
     ok = valid[:, None] & (d < DIM)[None, :]
     query = tl.load(q + index[:, None] * DIM + d[None, :], mask=ok, other=0.0)
-    slots_of_line = table + line.to(tl.int64) * length
-    tail_of_block = tail + block.to(tl.int64) * depth
+    bias_of_head, shift_of_row = bias + m * 0, m * 0
+    if BIASED:
+        bias_of_head += (head * GROUP + m % GROUP) * distances
+        shift_of_row = tl.load(shift + row, mask=valid, other=0).to(tl.int32)
     high = tl.full((QUERIES,), float("-inf"), tl.float32)
     weight = tl.zeros((QUERIES,), tl.float32)
     if SINKS:  # as if it were a span before the first
         high = tl.load(sinks + head * GROUP + m % GROUP) * 1.4426950408889634
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
-    for span in range(earliest + split, end, 1 if unsplit else SPLITS):
-        k, v = _keys(
-            k_plane, v_plane, slots_of_line, tail_of_block, base, head, span * SPAN, max_keys,
-            KV_HEADS, DIM, DIM_PAD, SPAN, False,
-        )  # fmt: skip
+    k, v = _keys(k_plane, v_plane, slot, head, initial, settled, max_keys, k, v, KV_HEADS, DIM, DIM_PAD, SPAN)
+    for span in range(earliest + split, end, stride):
         new_high, new_weight, new_total = _span(
-            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, False
+            query, k, v, span * SPAN, keys, bias_of_head, shift_of_row, scale, window, cap,
+            SPAN, PRECISION, CAPPED, BIASED, False,
+        )  # fmt: skip
+        following = (span + stride) * SPAN
+        slot = _slots(slots_of_line, tail_of_block, base, following, max_keys, SPAN)
+        k, v = _keys(
+            k_plane, v_plane, slot, head, following, 0, max_keys, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN
         )
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
@@ -234,7 +299,12 @@ def _attend(
                 values = sums + at[:, None] * DIM + d[None, :]
                 new_total = tl.load(values, mask=ok & here, other=0.0, cache_modifier=".cg")
                 high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
-    tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
+    if WHOLE:
+        weight = tl.where(end == 0, 1.0, weight)
+    at = index[:, None] * DIM + d[None, :]
+    if TILES > 0:
+        at = packed_index(row[:, None], (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :], TILES)
+    tl.store(out + at, (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -269,21 +339,15 @@ def _attend_tile(
     earliest = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0
     whole = earliest if window > 0 else min_keys // SPAN  # where spans end that every row sees
     for span in range(earliest, whole):
-        k, v = _keys(
-            k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys,
-            KV_HEADS, DIM, DIM_PAD, SPAN, True,
-        )  # fmt: skip
+        k, v = _tile_keys(k_plane, v_plane, slots, head, span * SPAN, max_keys, KV_HEADS, DIM, DIM_PAD, SPAN, True)
         new_high, new_weight, new_total = _span(
-            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, True
+            query, k, v, span * SPAN, keys, m, m, scale, window, cap, SPAN, PRECISION, CAPPED, False, True
         )
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     for span in tl.range(whole, tl.cdiv(max_keys, SPAN), num_stages=1):
-        k, v = _keys(
-            k_plane, v_plane, slots, slots, length, head, span * SPAN, max_keys,
-            KV_HEADS, DIM, DIM_PAD, SPAN, False,
-        )  # fmt: skip
+        k, v = _tile_keys(k_plane, v_plane, slots, head, span * SPAN, max_keys, KV_HEADS, DIM, DIM_PAD, SPAN, False)
         new_high, new_weight, new_total = _span(
-            query, k, v, span * SPAN, keys, scale, window, cap, SPAN, PRECISION, CAPPED, False
+            query, k, v, span * SPAN, keys, m, m, scale, window, cap, SPAN, PRECISION, CAPPED, False, False
         )
         high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
     tl.store(out + index[:, None] * DIM + d[None, :], (total / weight[:, None]).to(out.dtype.element_ty), mask=ok)
@@ -291,39 +355,46 @@ def _attend_tile(
 
 def attend(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Blocks, scale: float, window: int = 0, cap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, bias: tuple[Tensor, Tensor] | None = None, packs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Each row over its own keys: q [T, heads, d] and planes [S, kv_heads, d] -> [T, heads * d] in q's type.
 
+    packs: the result's rows are packed (`fused.packed_index`).
     cap > 0: scores s become cap * tanh(s / cap). The kernel's scores are logarithms to the base 2, and so is its cap.
     sinks [heads] float32: a score of each head that takes its share of the weights and adds nothing.
+    bias: [heads, distances] float32 and shift [T]; key j of a row adds column shift - j to its score.
     """
     rows, heads, dim = q.shape
     kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
-    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
+    packed = fused.tiles(rows) if packs else 0
+    out = torch.empty((8 * packed if packs else rows, heads * dim), dtype=q.dtype, device=q.device)
     per_block, width = rows_per_block(heads, kv_heads), max(16, triton.next_power_of_2(dim))
-    fits = blocks.prompts and q.element_size() == 2
+    causal = blocks.lengths is None and bias is None
+    fits = blocks.prompts and causal and not packs and q.element_size() == 2
     tile = tile_of(width, shared_memory(q.device)) if fits else None
     per_tile = 0 if tile is None else tile.queries // (per_block * (heads // kv_heads))
-    given = (q if sinks is None else sinks, scale * LOG2_E, blocks.table.shape[1], window, cap * LOG2_E)
+    sinks_ = q if sinks is None else sinks
+    scale_, length, limits = scale * LOG2_E, blocks.table.shape[1], (window, cap * LOG2_E)
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": width,
-        "SPAN": SPAN, "PRECISION": "ieee", "CAPPED": cap > 0, "SINKS": sinks is not None, "PER_TILE": per_tile,
-        "PER_BLOCK": per_block, "enable_fp_fusion": False,
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": width, "SPAN": SPAN, "PRECISION": "ieee",
+        "CAPPED": cap > 0, "SINKS": sinks is not None, "PER_TILE": per_tile, "PER_BLOCK": per_block,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     if tile is not None and per_tile:
         launch: Any = _attend_tile[(triton.cdiv(n, per_tile), kv_heads)]
-        sinks_, scale_, length, *rest = given
         launch(
-            q, k_plane, v_plane, out, blocks.table, blocks.info, sinks_, n, scale_, length, *rest,
+            q, k_plane, v_plane, out, blocks.table, blocks.info, sinks_, n, scale_, length, *limits,
             QUERIES=tile.queries, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **constants,
         )  # fmt: skip
-    programs = PROMPT_PROGRAMS if per_tile else PROGRAMS
-    splits = min(scratch.spans, max(1, programs // (n * kv_heads)))
+    splits = min(scratch.spans, max(1, (PROMPT_PROGRAMS if per_tile else PROGRAMS) // (n * kv_heads)))
+    added, shift = bias or (q, q)
+    lengths = blocks.info if blocks.lengths is None else blocks.lengths
     launch = _attend[(n, kv_heads, splits)]
     launch(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
-        *given[:3], blocks.tail.shape[1], scratch.spans, scratch.rows, *given[3:],
-        QUERIES=QUERIES, SPLITS=splits, num_warps=WARPS, num_stages=1, **constants,
+        sinks_, lengths, added, shift, scale_, length, blocks.tail.shape[1], scratch.spans, scratch.rows, *limits,
+        added.shape[1], rows,
+        QUERIES=QUERIES, SPLITS=splits, WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed,
+        num_warps=WARPS, num_stages=1, **constants, **launch_options("attend", rows),
     )  # fmt: skip
     return out

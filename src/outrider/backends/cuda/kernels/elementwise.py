@@ -13,42 +13,88 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import fused
+from .fused import load_squares, packed_index, row_scale as scale_of, sum_of_sixteen
+from .launching import begin, launch_options
 from .matmul import Parts
 
 
 @triton.jit
-def _sum_parts(parts, bias, row, rows, width, columns, ok, PARTS: tl.constexpr, BIASED: tl.constexpr):
+def _sum_parts(
+    parts, bias, row_scale, row, rows, width, columns, ok,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     value = tl.load(parts + row * width + columns, mask=ok, other=0.0)
     for part in tl.static_range(1, PARTS):
         value += tl.load(parts + (part * rows.to(tl.int64) + row) * width + columns, mask=ok, other=0.0)
+    if SCALED:
+        value *= tl.load(row_scale + row)
     if BIASED:
         value += tl.load(bias + columns, mask=ok, other=0.0).to(tl.float32)
     return value
 
 
-@triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
-def _add_norm(
-    x, parts, bias, weight, out, rows, width, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit
+def _embed(
+    tokens, table, positions, added, out, width, scale, POSITIONED: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     ok = i < width
+    value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * scale
+    if POSITIONED:
+        value += tl.load(added + tl.load(positions + row) * width + i, mask=ok, other=0.0)
+    tl.store(out + row * width + i, value, mask=ok)
+
+
+def embed(tokens: Tensor, table: Tensor, scale: float, positions: Tensor | None, added: Tensor | None) -> Tensor:
+    """table[tokens] * scale + added[positions], [T, H] float32. tokens, positions [T] int64; tables [·, H]."""
+    rows, width = tokens.shape[0], table.shape[1]
+    out = torch.empty((rows, width), dtype=torch.float32, device=table.device)
+    launch: Any = _embed[(rows,)]
+    launch(
+        tokens, table, tokens if positions is None else positions, out if added is None else added, out, width, scale,
+        POSITIONED=added is not None, WIDE=triton.next_power_of_2(width), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
+def _add_norm(
+    x, parts, bias, weight, out, rows, width, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, STREAM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    begin(PDL)
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
-        tl.store(x + row * width + i, value, mask=ok)
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
+        if not STREAM:
+            tl.store(x + row * width + i, value, mask=ok)
+    if LAYER:
+        value = tl.where(ok, value - tl.sum(value, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    gain = tl.load(weight + i, mask=ok, other=0.0)
-    tl.store(out + row * width + i, (value * scale * gain).to(out.dtype.element_ty), mask=ok)
+    value = value * scale * gain
+    if LAYER:
+        value += tl.load(weight + width + i, mask=ok, other=0.0)
+    if STREAM:
+        tl.store(x + row * width + i, value, mask=ok)
+    tl.store(out + row * width + i, value.to(out.dtype.element_ty), mask=ok)
 
 
-def add_norm(x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x [T, H] float32 += delta in place; returns rms_norm(x) * weight [T, H] of `dtype`."""
+def add_norm(
+    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype, stream: bool = False
+) -> Tensor:
+    """x [T, H] float32 += delta in place; returns the norm of x [T, H] of `dtype`: rms_norm(x) * weight [H], or the
+    layer norm with gain and bias [2, H]. stream: x becomes its norm."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     parts, bias, constants = _operands(x, delta)
+    constants |= {"LAYER": weight.dim() == 2, "STREAM": stream}
     launch: Any = _add_norm[(rows,)]
-    launch(x, parts, bias, weight, out, rows, width, eps, **constants, num_warps=8)
+    launch(x, parts, bias, weight, out, rows, width, eps, **constants, **launch_options("norm", rows), num_warps=8)
     return out
 
 
@@ -61,6 +107,75 @@ def _operands(x: Tensor, delta: Parts | None) -> tuple[Tensor, Tensor, dict[str,
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _add_gain(
+    x, parts, bias, tokens, table, factor, weight, out, squares, row_scale, rows, width, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+    EMBEDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    ok = i < width
+    gain = tl.load(weight + i, mask=ok, other=0.0)
+    begin(PDL)
+    if EMBEDS:
+        value = tl.load(table + tl.load(tokens + row) * width + i, mask=ok, other=0.0).to(tl.float32) * factor
+        tl.store(x + row * width + i, value, mask=ok)
+    else:
+        value = tl.load(x + row * width + i, mask=ok, other=0.0)
+    if PARTS > 0:
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
+        tl.store(x + row * width + i, value, mask=ok)
+    at = row * width + i
+    if TILES > 0:
+        at = packed_index(row, i, TILES)
+    tl.store(out + at, (value * gain).to(out.dtype.element_ty), mask=ok)
+    group = tl.arange(0, WIDE // 16)
+    sums = sum_of_sixteen(tl.reshape(value * value, (WIDE // 16, 16)), WIDE // 16)
+    tl.store(squares + row * GROUPS + group, sums, mask=group < GROUPS)
+    tl.debug_barrier()  # the program's own stores are read again, in the order of the other kernels that read them
+    one = row + tl.arange(0, 1)
+    scale = scale_of(load_squares(squares, one, rows, GROUPS), width, eps, GROUPS, 1)
+    tl.store(row_scale + one, scale)
+
+
+Gained = tuple[Tensor, Tensor, Tensor]  # stream * gain [T, H], squares [T, H / 16], 1 / rms [T]
+
+
+def add_gain(
+    x: Tensor, delta: Parts | None, weight: Tensor, eps: float, dtype: torch.dtype, packs: bool = False
+) -> Gained:
+    """x [T, H] float32 += delta in place; returns x * weight [T, H] of `dtype`, x's squares by groups of sixteen
+    [T, H / 16], and 1 / rms(x) [T]: an RMS norm in two parts, as `fused` reads it. packs: the rows are packed.
+    """
+    return _gained(x, delta, (x, x, 1.0), False, weight, eps, dtype, packs)
+
+
+def embed_gain(
+    tokens: Tensor, table: Tensor, factor: float, weight: Tensor, eps: float, packs: bool
+) -> tuple[Tensor, Gained]:
+    """The stream of these tokens [T, H] float32, rows of table [V, H] times the factor, and what `add_gain` returns."""
+    x = torch.empty((tokens.shape[0], table.shape[1]), dtype=torch.float32, device=table.device)
+    return x, _gained(x, None, (tokens, table, factor), True, weight, eps, table.dtype, packs)
+
+
+def _gained(
+    x: Tensor, delta: Parts | None, lookup: tuple[Tensor, Tensor, float], embeds: bool, weight: Tensor, eps: float,
+    dtype: torch.dtype, packs: bool,
+) -> Gained:  # fmt: skip
+    rows, width = x.shape
+    tiles = fused.tiles(rows) if packs else 0
+    out = torch.empty((8 * tiles if packs else rows, width), dtype=dtype, device=x.device)
+    squares, scale = x.new_empty((rows, width // 16)), x.new_empty((rows,))
+    parts, bias, constants = _operands(x, delta)
+    launch: Any = _add_gain[(rows,)]
+    launch(
+        x, parts, bias, *lookup, weight, out, squares, scale, rows, width, eps, **constants,
+        GROUPS=width // 16, TILES=tiles, EMBEDS=embeds, **launch_options("norm", rows),
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, squares, scale
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _keep_stream(
     x, parts, bias, kept, slots, rows, width,
     PARTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
@@ -69,7 +184,7 @@ def _keep_stream(
     ok = i < width
     value = tl.load(x + row * width + i, mask=ok, other=0.0)
     if PARTS > 0:
-        value += _sum_parts(parts, bias, row, rows, width, i, ok, PARTS, BIASED)
+        value += _sum_parts(parts, bias, x, row, rows, width, i, ok, PARTS, BIASED, False)
         tl.store(x + row * width + i, value, mask=ok)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(kept + slot * width + i, value.to(kept.dtype.element_ty), mask=ok)
@@ -85,20 +200,22 @@ def keep_stream(x: Tensor, delta: Parts | None, kept: Tensor, slots: Tensor) -> 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rope_store(
-    parts, bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
-    PARTS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    parts, bias, row_scale, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm, rows, eps,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row. Dimensions i and i + ROTARY/2 are rotated together, for i < ROTARY/2."""
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
     ok = d < DIM
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-    value = _sum_parts(parts, bias, row, rows, width, head * DIM + d, ok, PARTS, BIASED)
-    if head < HEADS + KV_HEADS:
+    value = _sum_parts(parts, bias, row_scale, row, rows, width, head * DIM + d, ok, PARTS, BIASED, SCALED)
+    if (NORMED or ROTARY > 0) and head < HEADS + KV_HEADS:
         HALF: tl.constexpr = ROTARY // 2
         partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
-        other = _sum_parts(parts, bias, row, rows, width, head * DIM + partner, ok, PARTS, BIASED)
+        other = _sum_parts(parts, bias, row_scale, row, rows, width, head * DIM + partner, ok, PARTS, BIASED, SCALED)
         if NORMED:
             gains = q_norm if head < HEADS else k_norm
             scale = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
@@ -135,13 +252,20 @@ def rope_store(
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     launch: Any = _rope_store[(rows, heads + 2 * kv_heads)]
     launch(
-        qkv.parts, cos if qkv.bias is None else qkv.bias, cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
+        qkv.parts, cos if qkv.bias is None else qkv.bias, cos if qkv.scale is None else qkv.scale,
+        cos, sin, q, k_plane, v_plane, slots, q_norm, k_norm,
         rows, eps,
-        PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, NORMED=norms is not None,
+        PARTS=qkv.parts.shape[0], BIASED=qkv.bias is not None, SCALED=qkv.scale is not None, NORMED=norms is not None,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), ROTARY=2 * cos.shape[1],
-        num_warps=1,
+        **launch_options("rope", rows), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return q
+
+
+def heads_of(q: Parts, k_plane: Tensor, v_plane: Tensor, heads: int) -> Tensor:
+    """An unsummed product as queries [T, heads, d] in the planes' type, as `rope_store` makes them, not rotated."""
+    none = q.parts[0, :, :0]
+    return rope_store(q, none, none, k_plane, v_plane, none, heads, 0)
 
 
 @triton.jit

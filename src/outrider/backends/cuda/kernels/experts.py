@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import ops
+from .matmul import activated
 
 _OUTPUTS, _STEP = 32, 128
 
@@ -46,14 +47,7 @@ def _expert_product(
         if GATED:
             other += tl.load(where + outs, mask=o < outs, other=0.0).to(tl.float32)
     if GATED:
-        steepness = total
-        if KIND == 1:
-            steepness = 1.5957691216057308 * (total + 0.044715 * total * total * total)
-        if KIND == 2:
-            total = tl.minimum(total, 7.0)
-            other = tl.minimum(tl.maximum(other, -7.0), 7.0) + 1.0
-            steepness = 1.702 * total
-        total = total / (1.0 + tl.exp(-steepness)) * other
+        total = activated(total, other, KIND)
     tl.store(out + pair * outs + o, total.to(out.dtype.element_ty), mask=o < outs)
 
 

@@ -21,28 +21,32 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from ... import ops
+from .launching import begin, launch_options
 from .wide import tiles_for, tiles_of, wide_product
 
 STEP = 64  # inputs of one step of a sum
+AHEAD = 8  # steps whose weights a product that starts early requests before it waits
 ROW_TILES = (16, 32, 64, 128, 256)
 _STAGES = {128: 3, 256: 4}  # of wide tiles, limited by registers and shared memory
 
 
 @dataclass(frozen=True)
 class Parts:
-    """An unsummed result: its value is the sum over the first dimension, in order, plus the bias."""
+    """An unsummed result: its value is the sum over the first dimension, in order, times the scale, plus the bias."""
 
     parts: Tensor  # [S, T, out] float32
     bias: Tensor | None = None  # [out]
+    scale: Tensor | None = None  # [T] float32
 
     def __getitem__(self, rows: Tensor) -> Parts:
-        return Parts(self.parts[:, rows], self.bias)
+        return Parts(self.parts[:, rows], self.bias, None if self.scale is None else self.scale[rows])
 
     def total(self) -> Tensor:
         """[T, out] float32."""
         total = self.parts[0]
         for part in self.parts[1:]:
             total = total + part
+        total = total if self.scale is None else total * self.scale[:, None]
         return total if self.bias is None else total + self.bias.float()
 
 
@@ -57,40 +61,82 @@ class Tiling:
     step: int = STEP
 
 
+@triton.jit
+def _chain(
+    total, other, x_ptr, w_ptr, second, o_in, r_in, i, first, split, ins,
+    STEP: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both sums after the inputs from `first` on. The gate's weights and those of `up` are `second` numbers apart."""
+    for at in range(0, split, STEP):
+        w_ok, x_ok = o_in, r_in
+        if not EVEN:
+            left = (first + at + i) < ins
+            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
+        columns = tl.load(x_ptr + first + at, mask=x_ok, other=0.0)
+        block = tl.load(w_ptr + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(block.to(DTYPE), columns, total, input_precision=PRECISION)
+        if GATED:
+            block = tl.load(w_ptr + second + first + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
+            other = tl.dot(block.to(DTYPE), columns, other, input_precision=PRECISION)
+    return total, other
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring these lines to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows"])  # the same code for any number of rows
 def _product(
-    x, w, scale, out, rows, outs, ins, split,
+    x, w, scale, row_scale, out, rows, outs, ins, split,
     OUTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
+    SLICES: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up, unsplit.
+    """out[split, row, o] = sum over the split's inputs of w[o, i] x[row, i]; gated: silu(gate) * up.
 
+    SLICES parts of a sum are added in one program.
     Both activations are g * sigmoid(s): s is g (silu), or twice gelu's inner polynomial.
     """
     o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     r = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, STEP)
-    start = tl.program_id(1) * split
-    w_ptr = w + o[:, None] * ins + start + i[None, :]  # [OUTS, STEP]
-    x_ptr = x + r[None, :] * ins + start + i[:, None]  # [STEP, ROWS]
+    start = tl.program_id(1) * SLICES * split
+    w_ptr = w + o[:, None] * ins + i[None, :]  # [OUTS, STEP]
+    x_ptr = x + r[None, :] * ins + i[:, None]  # [STEP, ROWS]
+    second = outs.to(tl.int64) * ins
     o_in, r_in = (o < outs)[:, None], (r < rows)[None, :]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
-    other = tl.zeros((OUTS, ROWS), tl.float32)
-    for at in range(0, split, STEP):
-        w_ok, x_ok = o_in, r_in
-        if not EVEN:
-            left = (start + at + i) < ins
-            w_ok, x_ok = o_in & left[None, :], r_in & left[:, None]
-        columns = tl.load(x_ptr + at, mask=x_ok, other=0.0)
-        block = tl.load(w_ptr + at, mask=w_ok, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(block.to(x.dtype.element_ty), columns, total, input_precision=PRECISION)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    zero = tl.zeros((OUTS, ROWS), tl.float32)
+    if AHEAD > 0:
+        first = tl.minimum(start + STEP * tl.arange(0, AHEAD), ins - 1)
+        line = w + tl.minimum(o, outs - 1)[:, None] * ins + first[None, :]
+        _prefetch(line)
         if GATED:
-            block = tl.load(w_ptr + at + outs.to(tl.int64) * ins, mask=w_ok, other=0.0, eviction_policy="evict_first")
-            other = tl.dot(block.to(x.dtype.element_ty), columns, other, input_precision=PRECISION)
+            _prefetch(line + second)
+    begin(PDL)
+    total, other = _chain(
+        zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start, split, ins, STEP, EVEN, GATED, DTYPE, PRECISION
+    )
+    for part in range(1, SLICES):
+        more, further = _chain(
+            zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start + part * split, split, ins,
+            STEP, EVEN, GATED, DTYPE, PRECISION,
+        )  # fmt: skip
+        total += more
+        other += further
     if SCALED:
         total *= tl.load(scale + o, mask=o < outs, other=0.0)[:, None]
         if GATED:
             other *= tl.load(scale + outs + o, mask=o < outs, other=0.0)[:, None]
+    if ROW_SCALED:
+        factor = tl.load(row_scale + r, mask=r < rows, other=0.0)[None, :]
+        total *= factor
+        if GATED:
+            other *= factor
     if GATED:
         steepness = total
         if GELU:
@@ -101,27 +147,88 @@ def _product(
 
 
 def product(
-    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU
-) -> Tensor:
+    x: Tensor, w: Tensor, tiling: Tiling, scale: Tensor | None = None, gated: bool = False, activation: str = SILU,
+    row_scale: Tensor | None = None, summed: bool = False, early: bool = False,
+) -> Tensor:  # fmt: skip
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
-    Of many rows the parts are added already: S is 1.
+    summed: the parts are added up, in order: [1, T, out]; gated ones and those of many rows always are.
+    scale [out] and row_scale [T] float32: factors of the sums. early: it follows a small kernel (`launching`).
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     split = split_of(ins, tiling.splits, tiling.step)
     if (tiles := tiles_for(x, w, tiling.splits, gated)) is not None and many_rows_are_exact(x.device):
-        return wide_product(x, w, tiling.splits, split, tiles, scale, gated, activation)
-    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits, rows, outs), torch.float32)
+        return wide_product(x, w, tiling.splits, split, tiles, scale, gated, activation, row_scale)
+    slices = tiling.splits if gated or summed else 1
+    shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits // slices, rows, outs), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
-    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits, triton.cdiv(rows, tile))
+    if slices > 1:  # there are two sums at a time
+        tile = min(tile, 64 if gated else 128)
+    options = launch_options("product" if early else "", rows)
+    grid = (triton.cdiv(outs, tiling.outputs), tiling.splits // slices, triton.cdiv(rows, tile))
     _product[grid](
-        x, w, x if scale is None else scale, out, rows, outs, ins, split,
+        x, w, x if scale is None else scale, x if row_scale is None else row_scale, out, rows, outs, ins, split,
         OUTS=tiling.outputs, ROWS=tile, STEP=tiling.step,
         EVEN=split * tiling.splits == ins, GATED=gated, GELU=activation == GELU, SCALED=scale is not None,
-        PRECISION="ieee", enable_fp_fusion=False,
+        ROW_SCALED=row_scale is not None, SLICES=slices, PRECISION="ieee", enable_fp_fusion=False,
+        AHEAD=AHEAD if "launch_pdl" in options else 0, **options,
         num_warps=tiling.warps if tile < 256 else 8, num_stages=_STAGES.get(tile, tiling.stages),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def activated(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up. KIND: as `ops.ACTIVATIONS` numbers them; mostly g * sigmoid(s), where s is g, twice
+    gelu's inner polynomial, or gpt-oss's."""
+    if KIND == 3:
+        value = tl.maximum(gate, 0.0) * up
+    elif KIND == 4:
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        steepness = gate
+        if KIND == 1:
+            steepness = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        if KIND == 2:
+            gate = tl.minimum(gate, 7.0)
+            up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+            steepness = 1.702 * gate
+        value = gate / (1.0 + tl.exp(-steepness)) * up
+    return value
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _activate(
+    parts, bias, out, rows, width,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, PAIRED: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    ok = i < width
+    stride = width * 2 if PAIRED else width
+    gate, up = tl.zeros((WIDE,), tl.float32), tl.full((WIDE,), 0.0 if PAIRED else 1.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts + (part * rows.to(tl.int64) + row) * stride + i
+        gate += tl.load(at, mask=ok, other=0.0)
+        if PAIRED:
+            up += tl.load(at + width, mask=ok, other=0.0)
+    if BIASED:
+        gate += tl.load(bias + i, mask=ok, other=0.0).to(tl.float32)
+        if PAIRED:
+            up += tl.load(bias + width + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, activated(gate, up, KIND).to(out.dtype.element_ty), mask=ok)
+
+
+def activate(x: Parts, activation: str, paired: bool, dtype: torch.dtype) -> Tensor:
+    """activation(gate) * up [T, I] of `dtype` from unsummed [T, 2I], gate first; not paired: activation of [T, I]."""
+    splits, rows, width = x.parts.shape
+    width //= 1 + paired
+    out = torch.empty((rows, width), dtype=dtype, device=x.parts.device)
+    _activate[(rows, triton.cdiv(width, 1024))](
+        x.parts, x.parts if x.bias is None else x.bias, out, rows, width,
+        PARTS=splits, BIASED=x.bias is not None, PAIRED=paired, KIND=ops.ACTIVATIONS.index(activation), WIDE=1024,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -130,10 +237,11 @@ class Product:
     """y = x Wᵀ + b on a GPU, unsummed. With eight bits, each output's weights are int8 times one scale."""
 
     exact = True  # rows do not depend on each other
+    early = False  # whether it follows a small kernel (`launching`), as gate and up always do
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, eight_bits: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
+        self.bias = None if bias is None else bias.float()
         self.scale: Tensor | None = None  # [out] float32
         self.weight = weight.contiguous()  # [out, in]
         if eight_bits:
@@ -142,7 +250,7 @@ class Product:
         self.tiling = tiling(self.out_features, self.in_features, processors(weight.device))
 
     def __call__(self, x: Tensor) -> Parts:
-        return Parts(product(x, self.weight, self.tiling, self.scale), self.bias)
+        return Parts(product(x, self.weight, self.tiling, self.scale, early=self.early), self.bias)
 
     def first(self, x: Tensor, outputs: int) -> Tensor:
         """The first outputs only [T, outputs], summed."""
@@ -150,10 +258,9 @@ class Product:
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
-        if self.bias is None:
-            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation)
-        gate, up = self(x).total().chunk(2, dim=1)
-        return ops.gated(gate, up, activation).to(x.dtype)
+        if self.bias is None and activation in (SILU, GELU):
+            return product(x, self.weight, replace(self.tiling, splits=1), self.scale, True, activation, early=True)
+        return activate(self(x), activation, True, x.dtype)
 
 
 def tiling(outs: int, ins: int, processors: int) -> Tiling:

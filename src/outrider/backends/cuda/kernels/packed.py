@@ -15,6 +15,7 @@ It knows weights and rows; it does not know layers, and of file formats only whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.config import GELU, SILU
-from ... import ops
-from .matmul import Parts, processors
+from . import fields
+from .fields import Tiled
+from .matmul import Parts, activate, processors
 
 WORD = 32  # bits
 
@@ -73,15 +75,14 @@ class Tiling:
     """
 
     outputs: int = 32
-    slices: int = 4  # of a sum within a program: a warp each, which take its steps in turn
+    slices: int = 2  # of a sum within a program: a warp each, which take its steps in turn
     stages: int = 3
     rows: int = 16  # of the largest tile
-    programs: float = 2.0  # for each processor, before a sum is split no further
-    steps: int = 2  # of a slice, at least, where a sum is split into parts
+    programs: float = 4.0  # for each processor, before a sum is split no further
+    steps: int = 1  # of a slice, at least, where a sum is split into parts
     registers: int | None = None  # of a thread, at most: fewer let more programs share a processor
 
 
-TILINGS: dict[str, Tiling] = {}  # by kind, where the default is not the best
 DEFAULT = Tiling()
 ROW_TILES = (8, 16, 32, 64)
 
@@ -318,48 +319,82 @@ class PackedProduct:
 
     exact = True  # rows do not depend on each other
 
-    def __init__(self, weights: list[Packed], bias: Tensor | None = None, order: Tensor | None = None) -> None:
+    def __init__(self, weights: list[Packed | Tiled], bias: Tensor | None = None, order: Tensor | None = None) -> None:
         """order [K]: the inputs in the order in which the weights have them, if that is another one."""
         self.weights, self.bias, self.order = _merged(weights), bias, order
         self.in_features, self.out_features = weights[0].inputs, sum(w.outputs for w in weights)
-        self.parts = splits(self.weights, processors(weights[0].words.device))
+        count = processors(weights[0].words.device)
+        self.parts = splits(self.weights, count)
+        self._slices = [_slices(w, count, self.parts) for w in self.weights]
+        self._alone = _slices(self.weights[0], count, 1)  # where its parts are one, as those of a gate
 
     def __call__(self, x: Tensor) -> Parts:
         out = torch.empty((self.parts, x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
         x, column = self._ordered(x), 0
-        for w in self.weights:
-            packed_product(x, w, tiling_of(w), out, column)
+        for w, slices in zip(self.weights, self._slices, strict=True):
+            _multiply(x, w, out, slices, column)
             column += w.outputs
         return Parts(out, self.bias)
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
-        if self.bias is None and len(self.weights) == 1:
+        if self.bias is None and len(self.weights) == 1 and _halves(self.weights[0]):
             out = torch.empty((1, x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
-            packed_product(self._ordered(x), self.weights[0], tiling_of(self.weights[0]), out, 0, True, activation)
+            _multiply(self._ordered(x), self.weights[0], out, self._alone, 0, True, activation)
             return out[0]
-        gate, up = self(x).total().chunk(2, dim=1)
-        return ops.gated(gate, up, activation).to(x.dtype)
+        return activate(self(x), activation, True, x.dtype)
+
+    def variants(self, activation: str | None) -> set[fields.Variant]:
+        """The kernels that it needs, of those that are compiled at the start. activation: of a gate, if it is one."""
+        found = set()
+        for w, slices in zip(self.weights, self._slices, strict=True):
+            if isinstance(w, Tiled):
+                gated = activation is not None and self.bias is None and len(self.weights) == 1 and _halves(w)
+                shape = fields.Division(1, self._alone) if gated else fields.Division(self.parts, slices)
+                tiles = (*fields.FEW, fields.MANY)
+                found |= {fields.variant_for(w, rows, shape, gated, activation or SILU) for rows in tiles}
+        return found
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self.order is None else x[:, self.order].contiguous()
 
 
-def _merged(weights: list[Packed]) -> list[Packed]:
+def _slices(w: Packed | Tiled, processors: int, parts: int) -> int:
+    """Of each part of a sum, for `fields`."""
+    return fields.division(w.words.shape[0], w.steps, processors, parts).slices if isinstance(w, Tiled) else 0
+
+
+def _multiply(
+    x: Tensor, w: Packed | Tiled, out: Tensor, slices: int, column: int, gated: bool = False, activation: str = SILU
+) -> None:
+    if isinstance(w, Tiled):
+        fields.product(x, w, out, slices, column, gated, activation)
+    else:
+        packed_product(x, w, DEFAULT, out, column, gated, activation)
+
+
+def _halves(w: Packed | Tiled) -> bool:
+    """Whether one kernel can compute a gate and its partner."""
+    return isinstance(w, Packed) or w.outputs % (2 * fields.TILE) == 0
+
+
+def _merged(weights: list[Packed | Tiled]) -> list[Packed | Tiled]:
     """Neighbours of one kind as one weight."""
-    groups: list[list[Packed]] = []
-    for w in weights:
-        groups.append([w]) if not groups or not groups[-1][0].joins(w) else groups[-1].append(w)
+    groups: list[list[Any]] = []
+    each: Any
+    for each in weights:
+        joins = groups and type(groups[-1][0]) is type(each) and groups[-1][0].joins(each)
+        groups[-1].append(each) if joins else groups.append([each])
     return [first.joined(*rest) if rest else first for first, *rest in groups]
 
 
-def tiling_of(w: Packed) -> Tiling:
-    return TILINGS.get(w.kind, DEFAULT)
-
-
-def splits(weights: list[Packed], processors: int) -> int:
+def splits(weights: list[Packed | Tiled], processors: int) -> int:
     """As few parts of a sum as keep the memory busy, because the parts have to be added up."""
-    tiling = tiling_of(weights[0])
-    tiles = sum(triton.cdiv(w.outputs, tiling_of(w).outputs) for w in weights)
-    most = max(1, min(w.steps for w in weights) // (tiling.slices * tiling.steps))
-    return int(min(most, triton.cdiv(int(tiling.programs * processors), tiles)))
+    packed = [w for w in weights if isinstance(w, Packed)]
+    tiled = [w for w in weights if isinstance(w, Tiled)]
+    most = [fields.division(w.words.shape[0], w.steps, processors).parts for w in tiled]
+    if packed:
+        tiles = sum(triton.cdiv(w.outputs, DEFAULT.outputs) for w in packed)
+        steps = max(1, min(w.steps for w in packed) // (DEFAULT.slices * DEFAULT.steps))
+        most.append(int(min(steps, triton.cdiv(int(DEFAULT.programs * processors), tiles))))
+    return min(most)

@@ -352,46 +352,70 @@ def settle(
 
 
 @triton.jit
+def _occurrence(text, length, end, n, least, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """The latest position in a text of this length that follows the longest of the last MOST … least of the n tokens
+    before `end`: the length of the match, and the position; 0, 0 if there is none."""
+    best = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, length, BLOCK):
+        p = start + tl.arange(0, BLOCK)  # the token at p would be the first of the draft
+        run = tl.full((BLOCK,), 1, tl.int32)
+        match = tl.zeros((BLOCK,), tl.int32)
+        for back in tl.static_range(1, MOST + 1):
+            ok = (p < length) & (p >= back)
+            own = tl.load(text + p - back, mask=ok, other=-1)
+            run = run & (ok & (own == tl.load(end - back, mask=n >= back, other=-2))).to(tl.int32)
+            match += run
+        best = tl.maximum(best, tl.where(match >= least, match.to(tl.int64) * 4294967296 + p, 0))
+    top = tl.max(best, 0)
+    return (top // 4294967296).to(tl.int32), (top % 4294967296).to(tl.int32)
+
+
+@triton.jit
 def _look_up(
-    numbers, tokens, draft, parents, lines, length, least,
-    MOST: tl.constexpr, BLOCK: tl.constexpr,
+    numbers, tokens, draft, parents, lines, sources, source_lengths, length, source_length, least,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, SOURCED: tl.constexpr,
 ):  # fmt: skip
-    """The latest position that follows the longest of the last MOST … least tokens; what stands there is the draft."""
+    """What stands where `_occurrence` found the end of the text is the draft: in the text, or, after a longer match, in
+    its source."""
     i = tl.program_id(0)
     line = tl.load(lines + i).to(tl.int64)
     n, text = _get(numbers, line, _LENGTH).to(tl.int32), tokens + line * length
     drafts = (_get(numbers, line, _LIVE) > 0) & (_get(numbers, line, _HELD).to(tl.int32) == n - 1)
-    best = tl.zeros((BLOCK,), tl.int64)  # match * 2^32 + position
     if drafts:
-        for start in range(0, n, BLOCK):
-            p = start + tl.arange(0, BLOCK)  # the token at p would be the first of the draft
-            run = tl.full((BLOCK,), 1, tl.int32)
-            match = tl.zeros((BLOCK,), tl.int32)
-            for back in tl.static_range(1, MOST + 1):
-                ok = (p < n) & (p >= back) & (n > back)
-                own = tl.load(text + p - back, mask=ok, other=-1)
-                end = tl.load(text + n - back, mask=n >= back, other=-2)
-                run = run & (ok & (own == end)).to(tl.int32)
-                match += run
-            best = tl.maximum(best, tl.where(match >= least, match.to(tl.int64) * 4294967296 + p, 0))
-        top = tl.max(best, 0)
-        match, at = (top // 4294967296).to(tl.int32), (top % 4294967296).to(tl.int32)
+        match, at = _occurrence(text, n, text + n, n, least, MOST, BLOCK)
+        # At the end of the text the copy continues into itself: after "abab" comes "abab".
+        j = tl.arange(0, _DRAFT)
+        found = tl.load(text + at + j % (n - at))
+        count = tl.full((), _DRAFT, tl.int32)
+        if SOURCED:
+            ids, last = sources + line * source_length, tl.load(source_lengths + line)
+            longer, at = _occurrence(ids, last, text + n, n, least, MOST, BLOCK)
+            better = longer > match
+            found = tl.where(better, tl.load(ids + at + j, mask=better & (at + j < last), other=0), found)
+            count = tl.where(better, tl.minimum(last - at, _DRAFT), count)
+            match = tl.maximum(match, longer)
         if match > 0:
-            j = tl.arange(0, _DRAFT)
-            # At the end of the text the copy continues into itself: after "abab" comes "abab".
-            tl.store(draft + line * _DRAFT + j, tl.load(text + at + j % (n - at)))
+            tl.store(draft + line * _DRAFT + j, found)
             tl.store(parents + line * _DRAFT + j, j - 1)
-            _set(numbers, line, _DRAFTED, tl.full((), _DRAFT, tl.int32))
+            _set(numbers, line, _DRAFTED, count)
             _set(numbers, line, _SOURCE, tl.full((), _LOOKUP, tl.int32))
             _set(numbers, line, _MATCH, match)
 
 
 def look_up(
-    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, least: int, most: int
-) -> None:
-    """Draft what followed the latest earlier occurrence of the last tokens, as the drafter `ngram` does."""
+    numbers: Tensor, tokens: Tensor, draft: Tensor, parents: Tensor, lines: Tensor, least: int, most: int,
+    sources: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Draft what followed the latest earlier occurrence of the last tokens, as the drafter `ngram` does.
+
+    sources: ids [lines, length] and lengths [lines] of the texts that answers are made from.
+    """
+    ids, lengths = sources or (tokens, lines)
     launch: Any = _look_up[(lines.shape[0],)]
-    launch(numbers, tokens, draft, parents, lines, tokens.shape[1], least, MOST=most, BLOCK=1024, num_warps=4)
+    launch(
+        numbers, tokens, draft, parents, lines, ids, lengths, tokens.shape[1], ids.shape[1], least,
+        MOST=most, BLOCK=1024, SOURCED=sources is not None, num_warps=4,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------ chains of a draft model
@@ -410,29 +434,32 @@ def _lay_out_chain(
     n, held = _get(numbers, line, _LENGTH).to(tl.int32), _get(numbers, line, _HELD).to(tl.int32)
     limit, feed = _get(numbers, line, _LIMIT).to(tl.int32), tl.load(feeds + i)
     budget = tl.minimum(tl.minimum(tl.load(budgets + i), PASSES), limit - n - 1)
-    ready = (_get(numbers, line, _LIVE) > 0) & (held + feed >= n) & (n >= AGAIN) & (budget > 0)
+    ready = (_get(numbers, line, _LIVE) > 0) & (held + feed >= n) & (budget > 0)
     read = held if AGAIN == 1 else _get(numbers, line, _READ).to(tl.int32)
     ready = ready & (read >= n - AGAIN)
     budget = tl.where(ready, budget, 0)
     tl.store(drafts + i, budget)
     last = tl.arange(0, AGAIN)
-    at = line * length + n - AGAIN + last
-    token = tl.load(tokens + at, mask=ready & (last < AGAIN), other=0)
+    place = n - AGAIN + last
+    exists = ready & (place >= 0)
+    at = line * length + place
+    token = tl.load(tokens + at, mask=exists, other=0)
     tl.store(first_tokens + AGAIN * i + last, token.to(tl.int64))
-    tl.store(first_positions + AGAIN * i + last, tl.where(ready, n - AGAIN + last, 0).to(tl.int64))
-    slot = tl.load(table + at, mask=ready & (last < AGAIN), other=0)
-    tl.store(first_slots + AGAIN * i + last, tl.where(ready, slot, padding).to(tl.int64))
+    tl.store(first_positions + AGAIN * i + last, tl.where(exists, place, 0).to(tl.int64))
+    slot = tl.load(table + at, mask=exists, other=0)
+    tl.store(first_slots + AGAIN * i + last, tl.where(exists, slot, padding).to(tl.int64))
+    first = tl.minimum(n, AGAIN)  # rows of pass 0: a text may be a single token
     inside, real = j < PASSES, (j >= 1) & (j < budget)
     at = j * batch + i
     tl.store(positions + at, tl.where(real, n - 1 + j, 0).to(tl.int64), mask=inside)
     slot = tl.load(table + line * length + n - 1 + j, mask=real, other=0)
     tl.store(slots + at, tl.where(real, slot, padding).to(tl.int64), mask=inside)
     block = info + at * 8
-    tl.store(block, tl.where(j == 0, AGAIN * i, i), mask=inside)
-    tl.store(block + 1, tl.where(j == 0, tl.where(ready, AGAIN, 0), real.to(tl.int32)), mask=inside)
+    tl.store(block, tl.where(j == 0, AGAIN * (i + 1) - first, i), mask=inside)
+    tl.store(block + 1, tl.where(j == 0, tl.where(ready, first, 0), real.to(tl.int32)), mask=inside)
     tl.store(block + 2, tl.zeros((WIDTH,), tl.int32) + line.to(tl.int32), mask=inside)
     tl.store(block + 3, tl.zeros((WIDTH,), tl.int32) + length, mask=inside)
-    tl.store(block + 4, tl.where(j == 0, n + 1 - AGAIN, n + j), mask=inside)
+    tl.store(block + 4, tl.where(j == 0, n + 1 - first, n + j), mask=inside)
     tl.store(position + at, (n + j).to(tl.int64), mask=inside)
     at_line = line * _COLUMNS
     tl.store(seed + i, tl.load(numbers + at_line + _SEED))

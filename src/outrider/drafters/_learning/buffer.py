@@ -8,7 +8,7 @@ contains neither its neighbours nor its sequence nor its request (docs/learning.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,22 +40,41 @@ class VerifiedNodes(NamedTuple):
     accepted: list[bool]
     logits: Tensor  # [n, V] the target's
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         return len(self.states)
 
+    @staticmethod
+    def records(steps: list[VerifiedNodes], top: int) -> Records:
+        """Several steps' nodes as records, together: each operation costs more to launch than to run."""
+        logits = steps[0].logits if len(steps) == 1 else torch.cat([step.logits for step in steps])
+        top_ids, values = likeliest(logits, top)
+        return Records(
+            torch.stack([state for step in steps for state in step.states]),
+            torch.tensor([token for step in steps for token in step.previous]),
+            torch.tensor([token for step in steps for token in step.drafted]),
+            torch.tensor([accepted for step in steps for accepted in step.accepted]),
+            top_ids,
+            values,
+        )
 
-def records_of(steps: list[VerifiedNodes], top: int) -> Records:
-    """Several steps' nodes as records, together: each operation costs more to launch than to run."""
-    logits = steps[0].logits if len(steps) == 1 else torch.cat([step.logits for step in steps])
-    top_ids, values = likeliest(logits, top)
-    return Records(
-        torch.stack([state for step in steps for state in step.states]),
-        torch.tensor([token for step in steps for token in step.previous]),
-        torch.tensor([token for step in steps for token in step.drafted]),
-        torch.tensor([accepted for step in steps for accepted in step.accepted]),
-        top_ids,
-        values,
-    )
+
+class Nodes(Protocol):
+    """Verified nodes of one step, of some kind of drafter."""
+
+    @property
+    def drafted(self) -> list[int]:
+        """Target ids; -1 where nothing was drafted."""
+        ...
+
+    @property
+    def accepted(self) -> list[bool]: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @staticmethod
+    def records(steps: list[Any], top: int) -> Records: ...
 
 
 class Ring:

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from ...errors import ModelError, OutriderError
 from ...models.paths import cache_folder
-from .adapter import FrozenOutput, Weights
+from .adapter import Output, Weights
 
 FORMAT = 1
 WEIGHTS, FACTS = "learnt.safetensors", "learnt.json"
-_SAMPLE = 16  # rows and columns of the table that identify it
 _SIMILAR = 0.98  # cosine of two samples of the same table in different dtypes, at least
 
 
@@ -35,14 +34,12 @@ def kept_folder(model: str, options: dict[str, Any]) -> Path:
     return cache_folder() / "learnt" / re.sub(r"[^\w.-]+", "_", "-".join(parts)).strip("._")
 
 
-def identity(frozen: FrozenOutput) -> dict[str, Any]:
+def identity(frozen: Output) -> dict[str, Any]:
     """Identifies a drafter: a hash of its vocabulary and shapes, and a sample of its table, which dtypes round."""
-    ids = frozen.ids.cpu().to(torch.int32).numpy().tobytes()
-    facts = (tuple(frozen.table.shape), frozen.draft_ids.shape[0], frozen.embedding is None)
-    sample = frozen.table[:: max(1, frozen.table.shape[0] // _SAMPLE), :_SAMPLE].float().cpu().flatten()
+    facts, ids, sample = frozen.identity()
     return {
-        "words": hashlib.sha256(repr(facts).encode() + ids).hexdigest()[:24],
-        "sample": [round(float(value), 4) for value in sample],
+        "words": hashlib.sha256(repr(facts).encode() + ids.cpu().to(torch.int32).numpy().tobytes()).hexdigest()[:24],
+        "sample": [round(float(value), 4) for value in sample.float().cpu().flatten()],
     }
 
 
@@ -85,23 +82,59 @@ def facts_of(folder: Path | str) -> dict[str, Any]:
     return facts
 
 
-def load(folder: Path | str, frozen: FrozenOutput, initial: Weights) -> Weights:
+def load(folder: Path | str, frozen: Output, initial: Weights) -> Weights:
     """The weights in a folder, with the shapes, dtypes and devices of the initial ones."""
+    return load_kinds(folder, frozen, initial).get("", initial)
+
+
+def save_kinds(folder: Path | str, weights: dict[str, Weights], facts: dict[str, Any]) -> None:
+    """`save` the weights of several kinds of text; those of no kind have plain names."""
+    named = {f"{kind}/{name}" if kind else name: w for kind, each in weights.items() for name, w in each.items()}
+    save(folder, named, facts | {"kinds": sorted(weights)})
+
+
+def forget_kind(folder: Path | str, kind: str) -> None:
+    """Write a folder again without the weights of one kind of text."""
+    facts = facts_of(folder)
+    kinds: list[str] = facts.get("kinds", [])
+    if kind not in kinds:
+        known = ", ".join(filter(None, kinds)) or "none"
+        raise OutriderError(f"Nothing has been learnt of the kind '{kind}'; kinds with weights of their own: {known}.")
+    kept: dict[str, Weights] = {each: {} for each in kinds if each != kind}
+    for name, weight in _read(folder).items():
+        owner, _, short = name.rpartition("/")
+        if owner in kept:
+            kept[owner][short] = weight
+    facts.get("learning", {}).get("kinds", {}).pop(kind, None)
+    save_kinds(folder, kept, facts)
+
+
+def load_kinds(folder: Path | str, frozen: Output, initial: Weights) -> dict[str, Weights]:
+    """The weights in a folder by kind of text ("" is no kind), each as `load` returns them; no kind is there always."""
     facts = facts_of(folder)
     if not same(identity(frozen), facts.get("identity")):
         raise ModelError(
             f"The weights in {folder} belong to another drafter or target ({facts.get('model', 'unknown')}). Omit "
             f"--learn-from to start anew, or give the same model, head and draft_vocab as before."
         )
+    kinds: dict[str, Weights] = {}
+    for name, weight in _read(folder).items():
+        kind, _, short = name.rpartition("/")
+        kinds.setdefault(kind, {})[short] = weight
+    shapes = {n: w.shape for n, w in initial.items()}
+    if any({n: w.shape for n, w in each.items()} != shapes for each in kinds.values()):
+        raise ModelError(f"The weights in {folder} have other shapes than this drafter's. Learn again.")
+    if not all(bool(w.isfinite().all()) for each in kinds.values() for w in each.values()):
+        raise ModelError(f"The weights in {folder} are not all finite. Learn again.")
+    loaded = {kind: {n: each[n].to(w.device, w.dtype) for n, w in initial.items()} for kind, each in kinds.items()}
+    return {"": initial} | loaded
+
+
+def _read(folder: Path | str) -> Weights:
     try:
-        read = load_file(Path(folder) / WEIGHTS)
+        return load_file(Path(folder) / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"The weights in {folder} cannot be read: {error}. Learn again.") from error
-    if {n: w.shape for n, w in read.items()} != {n: w.shape for n, w in initial.items()}:
-        raise ModelError(f"The weights in {folder} have other shapes than this drafter's. Learn again.")
-    if not all(bool(w.isfinite().all()) for w in read.values()):
-        raise ModelError(f"The weights in {folder} are not all finite. Learn again.")
-    return {name: read[name].to(w.device, w.dtype) for name, w in initial.items()}
 
 
 def copy(source: Path | str, folder: Path | str) -> None:

@@ -1,9 +1,10 @@
 """Learning in slices: one update every few verifications, within a cap on the time of one step.
 
 Promise: the weights that draft (`live`) change only in `swap`, as a whole, and only to weights that predict more of the
-held-out latest records; weights that predict fewer are reset to the live ones. An update that fails, meets NaN or is
-interrupted leaves only a count and a reason; after a few failures in a row learning stops. Nothing here raises, except
-an interruption of the program. It knows records and weights, not where they come from.
+held-out latest records; weights that predict fewer are reset to the live ones, and live ones that predict fewer than
+the initial ones are switched off. While nothing better is found, learning takes less and less time. An update that
+fails, meets NaN or is interrupted leaves only a count and a reason; after a few failures in a row learning stops.
+Nothing here raises, except an interruption of the program. It knows records and weights, not where they come from.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ...backends.machine import gc_paused
-from .adapter import Candidates, FrozenOutput, Schedule, Weights, copied, loss
-from .buffer import TOP, Records, Ring, VerifiedNodes, records_of
+from .adapter import Output, Schedule, Weights, copied, loss
+from .buffer import TOP, Nodes, Records, Ring
 
 _FAILURES = 3  # in a row, until learning stops
 _INBOX = 64  # nodes that wait to become records
@@ -30,10 +31,12 @@ _TOO_SLOW = 64  # slices of the smallest size in a row that exceed the cap, unti
 _SMALLEST = 4  # records of the smallest slice
 _FORGET = 0.98  # decay per slice of the remembered time of a larger one
 _MARGIN = 3.0  # times the mean time of a slice: an occasional one takes this long
-_BETTER, _WORSE = 1.0, 2.0  # standard deviations by which new weights must be better to draft, and worse to be reset
+_WORSE = 2.0  # standard deviations by which trained weights must be worse to be reset
 _ROWS, _FEWEST_ROWS = 512, 32  # table rows of the largest and the smallest slice of a comparison
 _WARM = 64  # upper bound on the calls that one update needs
 _SMOOTH = 0.99  # weight of the past in the baseline
+_RECENT = 0.7  # weight of the past in the comparison with the initial weights
+_TIRE, _TIRED = 0.8, 8  # without progress each comparison lowers the share of time, to an eighth at most
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,13 @@ class LearningPlan:
     rate: float = 7e-4
     rank: int = 128
     capacity: int = 2048  # records that are kept
-    top: int = 16  # ids of each record's distribution that are candidates of an update
+    kept: int = TOP  # ids of the target's distribution that a record has
+    top: int = 16  # of those, candidates of an update
     judge_every: int = 8  # updates between two comparisons with the live weights
     holdout: int = 64  # records of such a comparison, the latest: nothing was learnt from them before
+    proof: float = 1.0  # standard deviations by which trained weights must be better to draft
+    memory: float = 0.0  # weight of earlier comparisons in that
+    patience: float = 2.0  # standard deviations by which the initial weights must be better to draft again
     decay: float = 0.01
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -64,6 +71,7 @@ class LearningReport:
     records: int = 0
     missed: int = 0  # verifications dropped for lack of time
     updates: int = 0
+    adopted: int = 0  # times that trained weights began to draft
     rollbacks: int = 0
     failures: int = 0
     seconds: float = 0.0  # CPU time of learning, including the collection of records
@@ -105,30 +113,53 @@ class SideStream:
             self.done.record(self.stream)
 
 
+@dataclass
+class Evidence:
+    """How many records only the one, or only the other of two weights predicts, recent comparisons first."""
+
+    better: float = 0.0
+    worse: float = 0.0
+
+    def add(self, one: Tensor, other: Tensor, memory: float) -> None:
+        """Which records [n] each of them predicts."""
+        self.better = memory * self.better + int((one & ~other).sum())
+        self.worse = memory * self.worse + int((other & ~one).sum())
+
+    @property
+    def deviations(self) -> float:
+        """By how many standard deviations the one is better; a sign test."""
+        return (self.better - self.worse) / math.sqrt(max(self.better + self.worse, 1.0))
+
+
 class Learner:
     """Trains a copy of the live weights."""
 
     def __init__(
         self,
-        frozen: FrozenOutput,
+        frozen: Output,
         weights: Weights,
         plan: LearningPlan,
         clock: Callable[[], float] = time.perf_counter,  # wall clock
         used: Callable[[], float] = time.thread_time,  # CPU time of the calling thread
     ) -> None:
         self.frozen, self.plan, self.clock, self.used, self.report = frozen, plan, clock, used, LearningReport()
-        self.live = copied(weights)
-        self.ring = Ring(plan.capacity, frozen.table.shape[1], frozen.norm, min(TOP, frozen.draft_ids.shape[0]))
+        self.live, self.initial = copied(weights), copied(frozen.initial(weights["up"].shape[1]))
+        self.unchanged = all(torch.equal(w, self.initial[name]) for name, w in weights.items())  # what drafts next
+        self.differs = not self.unchanged  # whether the live weights differ from the initial ones
+        self.gain, self.lead = Evidence(), Evidence()  # of trained over drafting, of drafting over initial weights
+        self.share = plan.share  # less while nothing new is learnt
+        self.ring = Ring(plan.capacity, frozen.norm.shape[0], frozen.norm, min(plan.kept, frozen.vocabulary))
         self.side = SideStream(frozen.norm.device)
         self.slice, self.judge_rows = plan.slice, _ROWS
         self._larger = math.inf  # seconds of a slice of twice as many records
         self.baseline = 0.0  # of rewards: the recent acceptance
         self.waiting = 0  # verifications since the last update
-        self.inbox: deque[VerifiedNodes] = deque()
+        self.inbox: deque[Nodes] = deque()
         self.pending = 0  # nodes in the inbox
         self.costs: dict[str, float] = {}  # seconds by kind of slice
         self._generator = torch.Generator().manual_seed(0)
         self._failed = self._slow = 0  # in a row
+        self._allowed = 0.0  # seconds that learning may have taken
         self._ready: Weights | None = None
         self._job: Iterator[str] | None = None
         self._restart(weights)
@@ -142,23 +173,24 @@ class Learner:
     @property
     def within_share(self) -> bool:
         """Whether learning is on and has not used up its share of the serving time."""
-        return self.report.state == "on" and self.report.seconds <= self.plan.share * self.report.served
+        return self.report.state == "on" and self.report.seconds <= self._allowed
 
     def account(self, seconds: float, learning: float = 0.0) -> None:
         """A step took so many seconds, `learning` of them for the collection of records."""
         self.report.served += seconds
+        self._allowed += self.share * seconds
         self.report.seconds += learning
 
-    def add(self, nodes: VerifiedNodes) -> None:
+    def add(self, nodes: Nodes) -> None:
         """One verification, for a later slice; if too many wait, the oldest are dropped."""
         if self.report.state != "on":
             return
         self.inbox.append(nodes)
         self.side.inputs_written()
-        self.pending += len(nodes)
+        self.pending += nodes.size
         self.waiting += 1
         while self.pending > _INBOX and len(self.inbox) > 1:
-            self.pending -= len(self.inbox.popleft())
+            self.pending -= self.inbox.popleft().size
             self.report.missed += 1
         for drafted, accepted in zip(nodes.drafted, nodes.accepted, strict=True):
             if drafted >= 0:
@@ -167,7 +199,7 @@ class Learner:
     def swap(self) -> None:
         """Between two steps: newly learnt weights become the live ones."""
         if self._ready is not None and self.side.idle:
-            self.live, self._ready = self._ready, None
+            self.live, self._ready, self.differs = self._ready, None, not self.unchanged
 
     def stop(self, state: str, why: str) -> None:
         self.report.state, self.report.why = state, why
@@ -224,7 +256,8 @@ class Learner:
             yield "take"
         yield "choose"
         records = self.ring.sample(self.plan.batch, self._generator, self.plan.holdout)
-        candidates, mix = self._candidates(records), self.plan.schedule.at(self.report.updates)
+        candidates = self.frozen.candidates(records, self.plan.top)
+        mix = self.plan.schedule.at(self.report.updates)
         at, count = 0, records.state.shape[0]
         while at < count:
             yield "learn"
@@ -242,78 +275,66 @@ class Learner:
         self.optimiser.zero_grad(set_to_none=True)
         self.report.updates += 1
         if self.report.updates % self.plan.judge_every == 0:
-            trained, drafting = yield from self._hits(self.ring.latest(self.plan.holdout))
+            hits = yield from self._hits(self.ring.latest(self.plan.holdout))
             yield "compare"
-            self._compare(trained, drafting)
+            self._compare(*hits)
         self._failed = 0
 
     def _take(self) -> bool:
         """Move a handful of nodes from the inbox into the ring; False if there were none."""
-        steps: list[VerifiedNodes] = []
-        while self.inbox and sum(map(len, steps)) < _HANDFUL:
+        steps: list[Nodes] = []
+        while self.inbox and sum(step.size for step in steps) < _HANDFUL:
             steps.append(self.inbox.popleft())
         if steps:
-            records = records_of(steps, self.ring.top)
+            records = steps[0].records(steps, self.ring.top)
             self.ring.add(records)
             self.pending -= records.state.shape[0]
             self.report.records += records.state.shape[0]
         return bool(steps)
 
-    def _candidates(self, records: Records) -> Candidates:
-        """The likely and drafted tokens of these records; on a GPU all tokens, because counting would synchronise."""
-        table, draft_ids = self.frozen.table, self.frozen.draft_ids
-        ids = self.frozen.ids.to(draft_ids.device)
-        if draft_ids.device.type == "cpu":
-            likely = torch.cat([records.top_ids[:, : self.plan.top].flatten(), records.drafted.clamp(min=0)])
-            chosen = torch.unique(draft_ids[likely])
-            chosen = chosen[chosen >= 0]  # [m]
-            table, ids = table[chosen], ids[chosen]
-        m = table.shape[0]
-        index = torch.full((draft_ids.shape[0] + 1,), m, device=draft_ids.device)
-        index[ids] = torch.arange(m, device=draft_ids.device)
-        return Candidates(table, index)
-
     # ------------------------------------------------------------ better or worse
 
     @torch.no_grad()
-    def _hits(self, records: Records) -> Generator[str, None, tuple[Tensor, Tensor]]:
-        """Which records the trained weights predict, and which the drafting ones. [n] bool each
+    def _hits(self, records: Records) -> Generator[str, None, Tensor]:
+        """Which records the trained, the drafting and, where it is another one, the initial weights predict. [2-3, n]
 
-        Over the whole vocabulary: an update compares only candidates, and may have raised other tokens. The table is
-        larger than a CPU cache, so it is read in slices, once for all records and both weights.
+        Over the whole vocabulary: an update compares only candidates, and may have raised other tokens.
         """
-        pair = (self.trained, self._drafting)
-        normed = torch.cat([self.frozen.adapt(w, records.state, records.previous).normed for w in pair])  # [2n, H]
-        normed = normed.to(self.frozen.table.dtype)
-        values, ids, start = [], [], 0
-        while start < self.frozen.table.shape[0]:
-            yield "judge"
-            top = (normed @ self.frozen.table[start : start + self.judge_rows].T).max(-1)
-            values.append(top.values)
-            ids.append(top.indices + start)
-            start += self.judge_rows
-        piece = torch.stack(values).argmax(0)  # [2n]
-        predicted = torch.stack(ids).gather(0, piece[None])[0].view(2, -1)  # [2, n]
-        right = self.frozen.draft_ids[records.top_ids[:, 0]]  # [n] -1 where no draft can be right
-        return predicted[0] == right, predicted[1] == right
+        each = [self.trained, self._drafting, *([] if self.unchanged else [self.initial])]
+        normed = torch.cat([self.frozen.adapt(w, records.state, records.previous).normed for w in each])  # [2-3 n, H]
+        predicted = yield from self.frozen.predicted(normed, lambda: self.judge_rows)
+        return predicted.view(len(each), -1) == records.top_ids[:, 0]
 
     @property
     def _drafting(self) -> Weights:
         """The weights that draft from the next step on."""
         return self.live if self._ready is None else self._ready
 
-    def _compare(self, trained: Tensor, drafting: Tensor) -> None:
-        """A sign test on the same records, so that a change of text does not count as a change of weights."""
-        better, worse = int((trained & ~drafting).sum()), int((drafting & ~trained).sum())
-        deviation = math.sqrt(better + worse)
-        if worse - better > _WORSE * deviation:
+    def _compare(self, trained: Tensor, drafting: Tensor, initial: Tensor | None = None) -> None:
+        """Sign tests on the same records, so that a change of text does not count as a change of weights."""
+        plan, adopts = self.plan, False
+        self.gain.add(trained, drafting, plan.memory)
+        if initial is not None:
+            self.lead.add(drafting, initial, _RECENT)
+        if self.lead.deviations < -plan.patience:
+            self._switch_off()
+        elif self.gain.deviations < -_WORSE:
             self._roll_back("acceptance fell")
-        elif better - worse > _BETTER * deviation:
-            self._ready = copied(self.trained)
+        elif self.gain.deviations > plan.proof:
+            self._ready, self.unchanged, adopts = copied(self.trained), False, True
+            self.report.adopted += 1
+            self.gain, self.lead = Evidence(), Evidence()
+        self.share = self.plan.share if adopts else max(_TIRE * self.share, self.plan.share / _TIRED)
+
+    def _switch_off(self) -> None:
+        """On recent text what was learnt is accepted less often than what there was before: draft with that."""
+        self._ready, self.unchanged, self.lead = copied(self.initial), True, Evidence()
+        self._roll_back("what was learnt does not suit the recent text")
 
     def _roll_back(self, why: str) -> None:
         self.report.rollbacks += 1
         self.report.why = why
+        self.gain = Evidence()
         self._restart(self._drafting)
 
     def _fail(self, why: str) -> None:
@@ -371,7 +392,7 @@ def warm(learner: Learner) -> None:
     """Run updates of another learner on empty records: the first one is slow, and no request should wait for it."""
     plan = replace(learner.plan, cap=math.inf, judge_every=1, share=math.inf)
     other = Learner(learner.frozen, learner.live, plan)
-    other.ring.added, other.report.served = plan.batch, 1.0
+    other.ring.added, other._allowed = plan.batch, math.inf
     for _ in range(_WARM):
         other.waiting = plan.every
         other.work()

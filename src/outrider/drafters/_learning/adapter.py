@@ -10,8 +10,9 @@ the candidates' rows of the table: a few hundred instead of thousands, which wou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 from .buffer import Records
 
 Weights = dict[str, Tensor]
+SAMPLE = 16  # rows and columns of a table that identify it
 
 
 class Adapted(NamedTuple):
@@ -27,7 +29,28 @@ class Adapted(NamedTuple):
     normed: Tensor  # [n, H] which the table is multiplied with
 
 
-@dataclass(frozen=True)
+class Output(Protocol):
+    """The part of a drafter that is not trained, and what its weights do. `FrozenOutput` is one."""
+
+    norm: Tensor  # [H] in the dtype and on the device of all trained weights
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def initial(self, rank: int) -> Weights: ...
+
+    def adapt(self, w: Weights, state: Tensor, previous: Tensor) -> Adapted: ...
+
+    def scores(self, w: Weights, state: Tensor, previous: Tensor, rows: Tensor) -> Tensor: ...
+
+    def candidates(self, records: Records, top: int) -> Candidates: ...
+
+    def predicted(self, normed: Tensor, rows: Callable[[], int]) -> Generator[str, None, Tensor]: ...
+
+    def identity(self) -> tuple[tuple[object, ...], Tensor, Tensor]: ...
+
+
+@dataclass
 class FrozenOutput:
     """The part of a drafter that is not trained."""
 
@@ -46,6 +69,11 @@ class FrozenOutput:
         draft_ids[ids.to(table.device)] = torch.arange(ids.shape[0], device=table.device)
         return FrozenOutput(table, ids, draft_ids, norm, eps, embedding)
 
+    @property
+    def vocabulary(self) -> int:
+        """V"""
+        return self.draft_ids.shape[0]
+
     def initial(self, rank: int, seed: int = 0) -> Weights:
         """Weights that change nothing. Exactly one factor of each product is zero, so that gradients are not."""
         size = self.table.shape[1]
@@ -62,17 +90,48 @@ class FrozenOutput:
 
     def adapt(self, w: Weights, state: Tensor, previous: Tensor) -> Adapted:
         """state [n, H]; previous [n]: the ids of the last tokens."""
-        x = _unit(state.to(w["state"].dtype), self.eps)  # [n, H]
+        x = unit(state.to(w["state"].dtype), self.eps)  # [n, H]
         y = w["state"] * x
         if self.embedding is not None:
-            e = _unit(self.embedding[previous].to(x.dtype), self.eps)  # [n, H]
+            e = unit(self.embedding[previous].to(x.dtype), self.eps)  # [n, H]
             x, y = torch.cat([x, e], 1), y + w["token"] * e
         y = y + F.linear(F.silu(F.linear(x, w["gate"])) * F.linear(x, w["down"]), w["up"])
-        return Adapted(y, _unit(y, self.eps) * w["norm"])
+        return Adapted(y, unit(y, self.eps) * w["norm"])
 
     def scores(self, w: Weights, state: Tensor, previous: Tensor, rows: Tensor) -> Tensor:
         """Scores [n, m] with these rows of the table [m, H]."""
-        return F.linear(self.adapt(w, state, previous).normed.to(rows.dtype), rows).to(w["state"].dtype)
+        return F.linear(self.adapt(w, state, previous).normed.to(rows.dtype), rows).to(self.norm.dtype)
+
+    def candidates(self, records: Records, top: int) -> Candidates:
+        """The likely and drafted tokens of these records; on a GPU all tokens, because counting would synchronise."""
+        table, ids = self.table, self.ids.to(self.draft_ids.device)
+        if self.draft_ids.device.type == "cpu":
+            likely = torch.cat([records.top_ids[:, :top].flatten(), records.drafted.clamp(min=0)])
+            chosen = torch.unique(self.draft_ids[likely])
+            chosen = chosen[chosen >= 0]  # [m]
+            table, ids = table[chosen], ids[chosen]
+        return Candidates.of(table, ids, self.draft_ids.shape[0])
+
+    def predicted(self, normed: Tensor, rows: Callable[[], int]) -> Generator[str, None, Tensor]:
+        """The target id that each of normed [n, H] predicts [n], over all tokens.
+
+        The table is larger than a CPU cache: it is read in slices of `rows()`, each once for all of them.
+        """
+        normed, values, best, start = normed.to(self.table.dtype), list[Tensor](), list[Tensor](), 0
+        while start < self.table.shape[0]:
+            yield "judge"
+            count = rows()
+            top = (normed @ self.table[start : start + count].T).max(-1)
+            values.append(top.values)
+            best.append(top.indices + start)
+            start += count
+        piece = torch.stack(values).argmax(0)  # [n]
+        return self.ids.to(normed.device)[torch.stack(best).gather(0, piece[None])[0]]
+
+    def identity(self) -> tuple[tuple[object, ...], Tensor, Tensor]:
+        """What the weights belong to: shapes, the draft vocabulary [D], and some of the table's rows and columns."""
+        facts = (tuple(self.table.shape), self.draft_ids.shape[0], self.embedding is None)
+        return facts, self.ids, self.table[:: max(1, self.table.shape[0] // SAMPLE), :SAMPLE]
 
 
 def copied(weights: Weights, trained: bool = False) -> Weights:
@@ -80,7 +139,7 @@ def copied(weights: Weights, trained: bool = False) -> Weights:
     return {name: weight.detach().clone().requires_grad_(trained) for name, weight in weights.items()}
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
+def unit(x: Tensor, eps: float) -> Tensor:
     """x [n, H] scaled to a mean square of one."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -129,6 +188,13 @@ class Candidates:
 
     rows: Tensor  # [m, H] of the table
     index: Tensor  # [V + 1] each target id's index among them, or m; the last entry (id -1) is m
+
+    @staticmethod
+    def of(rows: Tensor, ids: Tensor, vocabulary: int) -> Candidates:
+        """rows [m, H] of these target ids [m]."""
+        index = torch.full((vocabulary + 1,), rows.shape[0], device=ids.device)
+        index[ids] = torch.arange(rows.shape[0], device=ids.device)
+        return Candidates(rows, index)
 
     def labels(self, records: Records, temperature: float) -> Labels:
         m = self.rows.shape[0]

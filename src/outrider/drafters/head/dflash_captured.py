@@ -1,0 +1,175 @@
+"""Captured drafts of a DFlash head: the context's rows and whole blocks behind them, all in one graph.
+
+Context rows read the target's states from their slots, as in `captured`; block rows live in their sequence's lane of
+scratch slots. A block at the end of the longest sequence is cut, so that no position lies outside the table. It knows a
+head, its plane and the cache; the caller tells which rows the plane lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends.cuda.capture import Field, PinnedBuffer
+from ...backends.cuda.graphs import SAMPLING, Graphs, fill_sampling
+from ...backends.cuda.kernels import sampling
+from ...backends.cuda.kernels.attention import Blocks
+from ...backends.cuda.kernels.sampling import Laws
+from ...backends.cuda.state import F32, F64, I32, I64, lanes_for
+from ...backends.rows import Rows
+from ...engine.cache import Plane
+from ...types import Sequence
+from .._rollout import Ranking
+from .captured import (
+    LANE,
+    HeadGraphs,
+    HeadPass,
+    HeadShape,
+    each_position,
+    feed_size,
+    fill_noise,
+    likeliest,
+    lines_of,
+    ranking_lists,
+    received,
+)
+
+
+class BlockGraphs(HeadGraphs):
+    """Captured drafts of one DFlash head over its plane."""
+
+    def __init__(self, graphs: Graphs, target_plane: Plane, source: str) -> None:
+        super().__init__(graphs, target_plane, source)
+        self.size = self.head.config.block + 1  # rows of a block
+        assert self.size <= LANE
+
+    def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
+        return self.head.markov is None and super().suits_trees(seqs, width, depth)
+
+    def _block(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
+        packed, each = self._rows(seqs, starts), self.size - 1
+        shape = HeadShape("blocks", feed_size(len(packed.tokens)), lanes_for(len(seqs)), drawn=filtered)
+        self._replay(shape, BlockPass, packed, seqs, budget)
+        return [[self.at + i * each + j for j in range(k)] for i, k in enumerate(budget)]
+
+    def rankings(self, seqs: list[Sequence], starts: list[int], lengths: list[int], width: int) -> list[list[Ranking]]:
+        packed, each = self._rows(seqs, self._read_ahead(seqs, starts)), self.size - 1
+        drawn, width = any(not seq.params.greedy for seq in seqs), min(width, self.ids.shape[0])
+        shape = HeadShape(
+            "block rankings", feed_size(len(packed.tokens)), lanes_for(len(seqs)), width=width, drawn=drawn
+        )
+        rows = self._replay(shape, BlockRankingPass, packed, seqs, lengths).read(len(seqs) * each)
+        return [rows[i * each : i * each + k] for i, k in enumerate(lengths)]
+
+
+class _Blocks(HeadPass):
+    """Context rows, then a block for each of `shape.wanted` sequences."""
+
+    heads: BlockGraphs
+
+    def __init__(self, heads: BlockGraphs, shape: HeadShape) -> None:
+        b, s = shape.wanted, heads.size
+        every = torch.arange(b * s, device=heads.state.device)
+        self.index, self.masked = every % s, every % s > 0  # [b s] each row's place in its block
+        self.want = self.masked.nonzero().flatten()  # [b (s - 1)]
+        self.slots = heads.lanes[:b, :s].flatten().contiguous()  # [b s]
+        self.tails = heads.tails[:b].repeat_interleave(s, 0).contiguous()  # [b s, LANE]
+        super().__init__(heads, shape)
+
+    def more(self) -> dict[str, Field]:
+        n = self.shape.wanted * self.heads.size
+        return {"block_tokens": (I64, (n,)), "block_positions": (I64, (n,)), "block_info": (I32, (n, 8))}
+
+    def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
+        s, length = self.heads.size, self.heads.state.cache.length
+        for name in ("block_tokens", "block_positions", "block_info"):
+            a[name].fill(0)
+        for i, (seq, line) in enumerate(zip(seqs, lines_of(self.heads, seqs), strict=True)):
+            at, first = len(seq.tokens) - 1, i * s
+            rows = min(s, length - at)
+            a["block_tokens"][first], here = seq.tokens[-1], np.arange(rows)
+            a["block_positions"][first : first + rows] = at + here
+            a["block_info"][first : first + rows, 1:5] = (1, line, at, at + rows)
+            a["block_info"][first : first + rows, 0] = first + here
+
+    def _scores(self) -> Tensor:
+        """Of every mask [b (s - 1), D]."""
+        d, heads = self.form.device, self.heads
+        self._first()  # the context
+        upto = d["block_info"].clone()  # each row sees the block up to itself
+        upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.index)
+        whole, causal = (self._rows(info) for info in (d["block_info"], upto))
+        scores: Tensor = heads.head.blocks(whole, causal, heads.graphs.plane, self.masked)
+        return scores
+
+    def _rows(self, info: Tensor) -> Rows:
+        d, state, at = self.form.device, self.heads.state, self.slots
+        blocks = Blocks(info, self.tails, state.table, state.scratch(self.heads.head))
+        tokens, positions = d["block_tokens"], d["block_positions"]
+        return Rows(tokens, positions, at, at, at, state.table, None, self.want, blocks=blocks)
+
+    def _positions(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Every mask's sequence, and the position of its token."""
+        return each_position(seqs, [self.heads.size - 1] * len(seqs))
+
+
+class BlockPass(_Blocks):
+    """A choice for each position; with a term for the token before, from left to right."""
+
+    def more(self) -> dict[str, Field]:
+        n = self.shape.wanted * (self.heads.size - 1)
+        return super().more() | {name: (dtype, (n,)) for name, dtype in SAMPLING.items()}
+
+    def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
+        super()._fill_more(a, seqs, lengths)
+        fill_sampling(a, *self._positions(seqs))
+
+    def _work(self) -> None:
+        d, at, b = self.form.device, self.heads.at, self.shape.wanted
+        scores, laws = self._scores(), [d[name] for name in SAMPLING]
+        tokens = self._chosen(scores, laws) if self.heads.head.markov is None else self._in_order(scores, laws, b)
+        self.heads.state.unread[at : at + len(tokens)].copy_(tokens)
+
+    def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
+        tokens, _, _ = sampling.choose(self._logits(scores), Laws(*laws), self.shape.drawn)
+        return tokens
+
+    def _in_order(self, scores: Tensor, laws: list[Tensor], b: int) -> Tensor:
+        each = scores.view(b, -1, scores.shape[1])  # [b, s - 1, D]
+        tokens, chain = self.form.device["block_tokens"].view(b, -1)[:, 0], []  # [b]
+        for j in range(each.shape[1]):
+            given = self.heads.head.after(each[:, j], tokens)
+            tokens = self._chosen(given, [law.view(b, -1)[:, j].contiguous() for law in laws])
+            chain.append(tokens)
+        return torch.stack(chain, 1).flatten()
+
+
+class BlockRankingPass(_Blocks):
+    """The likeliest tokens at each position, read back."""
+
+    def __init__(self, heads: BlockGraphs, shape: HeadShape) -> None:
+        n = (shape.wanted * (heads.size - 1), shape.width)
+        self.reply = PinnedBuffer(heads.state.driver, {"tokens": (I64, n), "probabilities": (F32, n)})
+        super().__init__(heads, shape)
+
+    def more(self) -> dict[str, Field]:
+        n = self.shape.wanted * (self.heads.size - 1)
+        return super().more() | {"key": (I64, (n,)), "temperature": (F64, (n,))}
+
+    def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
+        super()._fill_more(a, seqs, lengths)
+        fill_noise(a, *self._positions(seqs))
+
+    def _work(self) -> None:
+        d = self.form.device
+        noise = (d["key"], d["temperature"]) if self.shape.drawn else None
+        tokens, probabilities = likeliest(self._scores(), self.heads.ids, self.shape.width, noise)  # [R, w]
+        self.reply.device["tokens"].copy_(tokens)
+        self.reply.device["probabilities"].copy_(probabilities)
+
+    def read(self, rows: int) -> list[Ranking]:
+        """Wait for the first rows' rankings."""
+        return ranking_lists(received(self.reply, self.heads), rows)
