@@ -15,6 +15,11 @@ from .models.precision import ALIASES, NAMES
 
 KV_DTYPES = {"auto": "auto", "float16": "float16", "fp16": "float16", "float32": "float32", "fp32": "float32"}
 
+CPU_LENGTH = 8192  # positions on a CPU, unless more are requested
+GPU_PROMPT_ROWS = 2048  # products of so many rows take nearly all of a GPU's arithmetic
+LEAST_LENGTH = 512  # tokens of a sequence: less memory than for that is too little to start with
+DRAFT_SLOTS = 64  # of a sequence's draft
+
 
 @dataclass(frozen=True)
 class Config:
@@ -26,10 +31,11 @@ class Config:
     dtype: str = "auto"
     kv_dtype: str = "auto"  # of K and V on a CPU: float16 beside quantised weights, else float32
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
-    max_length: int | None = None  # prompt and answer together; None: the model's context, at most 8192
+    max_length: int | None = None  # prompt and answer together; None: the model's context, on a CPU at most 8192
     max_batch: int = 8
     max_rows: int = 512  # of one pass: longer prompts are fed in chunks of this many
-    cache_tokens: int | None = None  # K/V slots; None: four sequences of full length
+    prompt_rows: int | None = None  # the same where no sequence waits for a token; None: 2048 on a GPU, else max_rows
+    cache_tokens: int | None = None  # K/V slots; None: four sequences of full length, or what the GPU has room for
     options: dict[str, Any] = field(default_factory=dict)  # of the drafter
 
     def __post_init__(self) -> None:
@@ -43,7 +49,7 @@ class Config:
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"There is no kv_dtype '{self.kv_dtype}'. Choose one of: auto, float16, float32.")
         object.__setattr__(self, "kv_dtype", KV_DTYPES[self.kv_dtype])
-        for name in ("max_batch", "max_rows", "max_length", "cache_tokens"):
+        for name in ("max_batch", "max_rows", "prompt_rows", "max_length", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least 1.")
@@ -52,15 +58,40 @@ class Config:
     def drafter_name(self) -> str:
         return lookup(self.drafter).name
 
-    def length_for(self, context: int) -> int:
-        """The maximum length of a sequence, in tokens."""
+    def length_for(self, context: int, gpu: bool) -> int:
+        """The maximum length of a sequence, in tokens, unless memory ends before it."""
         if self.max_length is not None and self.max_length > context:
             raise ConfigError(f"max_length is {self.max_length}, but the model's context has {context} positions.")
-        return self.max_length or min(context, 8192)
+        return self.max_length or (context if gpu else min(context, CPU_LENGTH))
 
-    def slots_for(self, length: int) -> int:
-        """K/V slots: at least those of one sequence of full length with its draft."""
-        return max(4 * length if self.cache_tokens is None else self.cache_tokens, length + 64)
+    def cache_size(self, context: int, source: int, slot_bytes: int, room: int | None) -> tuple[int, int]:
+        """The maximum length of a sequence and the K/V slots: at least one such sequence with its source and draft.
+
+        slot_bytes: K and V of one token. room: a GPU's bytes for K and V; None: a CPU's memory is not counted.
+        """
+        length, beside = self.length_for(context, room is not None), source + DRAFT_SLOTS
+        if self.max_length is None and self.cache_tokens is not None:  # no longer than what is asked for
+            length = min(length, max(self.cache_tokens - beside, CPU_LENGTH))
+        slots = max(4 * (length + source) if self.cache_tokens is None else self.cache_tokens, length + beside)
+        if room is None:
+            return length, slots
+        fits = room // slot_bytes
+        if (self.cache_tokens or 0) > fits:
+            raise ConfigError(_too_many("cache_tokens", slots, slot_bytes, room))
+        if length + beside > fits and (self.max_length is not None or fits < LEAST_LENGTH + beside):
+            raise ConfigError(_too_many("max_length", length + beside, slot_bytes, room))
+        return min(length, fits - beside), min(slots, fits)
+
+    def prompt_rows_for(self, gpu: bool) -> int:
+        """Rows of a pass in which no sequence waits for a token."""
+        return max(self.prompt_rows or (GPU_PROMPT_ROWS if gpu else 0), self.max_rows)
+
+
+def _too_many(name: str, slots: int, slot_bytes: int, room: int) -> str:
+    return (
+        f"K and V of {slots:,} tokens take {slots * slot_bytes / 1e9:.1f} GB, but the GPU has {room / 1e9:.1f} GB for "
+        f"them beside the weights, which is {room // slot_bytes:,} tokens; lower {name}, or free memory on the GPU."
+    )
 
 
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}

@@ -20,7 +20,15 @@ import torch
 
 from .backends import Model
 from .backends.cpu.eager import Eager, FirstLayers
-from .backends.machine import choose_device, device_name, prepare, return_free_memory, thread_settings
+from .backends.machine import (
+    choose_device,
+    device_name,
+    kv_room,
+    memory_sentence,
+    prepare,
+    return_free_memory,
+    thread_settings,
+)
 from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
@@ -79,8 +87,9 @@ class LLM(Listener):
 
         device = choose_device(config.device)  # fails before anything is downloaded
         checkpoint = open_checkpoint(model)
-        length = config.length_for(checkpoint.config.context_length)
-        target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
+        length = config.length_for(checkpoint.config.context_length, device.type == "cuda")
+        with memory_sentence("The weights"):
+            target = load_model(checkpoint, config.dtype, length, device, config.kv_dtype)
         variant = [] if device.type == "cpu" else [device_name(device)]
         variant += [] if target.has_layers else ["transformers"]
         self.costs = CostFile(checkpoint.name, target.precision, *variant)
@@ -105,7 +114,9 @@ class LLM(Listener):
 
     def _build_engine(self) -> None:
         listeners = (self, self.recorder, self.drift)
-        self._engine: Engine | None = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        with memory_sentence("K and V, the drafter and recorded passes"):
+            built = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
+        self._engine: Engine | None = built
 
     @property
     def engine(self) -> Engine:
@@ -330,11 +341,19 @@ class LLM(Listener):
         if len(self.target.opening(ids).tokens) >= room:
             raise ConfigError(
                 f"The prompt has {len(ids)} tokens, but only {room} fit, the answer included. Shorten the prompt"
-                + (", or raise max_length." if room < self.target.config.context_length else ".")
+                + self._why_no_longer(room)
             )
         if not all(0 <= i < self.target.config.vocab_size for i in ids):
             raise ConfigError(f"A prompt token is outside the vocabulary of {self.target.config.vocab_size} ids.")
         return ids
+
+    def _why_no_longer(self, room: int) -> str:
+        """How to make room for more than so many tokens, as the end of a sentence."""
+        if room >= self.target.config.context_length:
+            return "."
+        if self.config.max_length is None and self.target.device.type == "cuda":
+            return ": the GPU has no memory for K and V of more beside the weights (see `outrider doctor`)."
+        return ", or raise max_length."
 
     def _sequences(self, ids: list[int], params: SamplingParams, speculate: bool, raw: bool) -> list[Sequence]:
         """One sequence for each of the n answers."""
@@ -461,8 +480,10 @@ def build_engine(
     costs: CostFile | None = None,
 ) -> Engine:
     """Cache, runner, drafter, controller and scheduler around a target. Costs in `costs` are not measured again."""
-    length = config.length_for(model.config.context_length)
-    lines, slots = config.max_batch + _KEPT_PREFIXES, config.slots_for(length + model.source_length)
+    gpu, lines = model.device.type == "cuda", config.max_batch + _KEPT_PREFIXES
+    room = kv_room(model.device) if gpu else None
+    sizes = model.config.context_length, model.source_length, model.plane_shape.slot_bytes, room
+    length, slots = config.cache_size(*sizes)
     cache = Cache(slots, lines, length, model.device, model.source_length)
     plane = cache.add_plane(*model.plane_shape)
     passes = CapturedPasses(cache, config.max_batch, home=model.device)
@@ -477,11 +498,12 @@ def build_engine(
     workspace = Workspace(model, cache, plane, config.options, tokenizer, passes, first_layers, guesses)
     drafter = make(config.drafter, workspace)
     controller = make_controller(model, runner, cache, drafter, config, costs)
-    scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows)
+    prompt_rows = config.prompt_rows_for(gpu)
+    scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows, prompt_rows)
     engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
     if captured is not None:  # else the first answers would wait for it
         captured.warm(max(_WARM_ROWS, config.max_batch))
-        captured.rounds.warm()  # with what the drafter has recorded
+        captured.rounds.warm(prompt_rows)  # with what the drafter has recorded
     return engine
 
 

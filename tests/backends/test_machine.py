@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.backends import machine
+from outrider.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,9 @@ def test_the_probe_itself_runs_here() -> None:
 def test_a_child_that_is_killed_has_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert not machine._child_survives()
+
+
+def test_a_full_gpu_is_a_sentence() -> None:
+    expected = "^The weights do not fit into the GPU's memory; lower max_length"
+    with pytest.raises(ConfigError, match=expected), machine.memory_sentence("The weights"):
+        raise torch.OutOfMemoryError

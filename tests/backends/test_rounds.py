@@ -21,7 +21,7 @@ from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import adjusting, rounds as kernels
 from outrider.backends.cuda.lines import Lines
-from outrider.backends.cuda.rounds import Rounds
+from outrider.backends.cuda.rounds import Rounds, RoundShape
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.toy import RandomWeights, toy_config
@@ -38,7 +38,7 @@ from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, chain
 
-from support.kernels import DEVICE, GPU, exact_products as exact_products
+from support.kernels import DEVICE, GPU, exact_products as exact_products, ordered_products as ordered_products
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 24 if GPU else 6
@@ -65,7 +65,12 @@ def head_of(target: Transformer) -> Any:
 
 
 def engine(
-    drafter: str | type[Drafter] = "off", k: int = 0, rounds: bool = True, slots: int = 600, **options: object
+    drafter: str | type[Drafter] = "off",
+    k: int = 0,
+    rounds: bool = True,
+    slots: int = 600,
+    rows: int = 16,
+    **options: object,
 ) -> Engine:
     target = model()
     cache = Cache(slots, 8, 96, DEVICE)
@@ -79,7 +84,7 @@ def engine(
     space = Workspace(target, cache, plane, options, None, lambda m, p: Graphs(m, p, state))  # type: ignore[arg-type]
     made = make(drafter, space)
     cache.slots -= not GPU
-    return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
+    return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, rows), target.config.vocab_size)
 
 
 Drafts = dict[tuple[int, int], list[int]]  # (sequence, tokens before it) -> the draft that was verified there
@@ -116,6 +121,30 @@ def plain() -> dict[str, list[list[int]]]:
 
 def test_plain_rounds(plain: dict[str, list[list[int]]]) -> None:
     assert run(engine()) == plain["greedy"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ordered_products")
+def test_a_prompt_as_one_chunk_and_as_many() -> None:
+    """In one round, whose attention has tiles, beside a sequence that decodes; and sixteen rows at a time."""
+
+    def say(rows: int) -> tuple[list[list[int]], list[Any]]:
+        one, at_once = engine(rows=rows), RoundShape(4, 96, 64)
+        prompts = {1: [1, 8, 15], 2: [(7 * j) % 41 for j in range(86)]}
+        seqs = [Sequence(i, prompt, SamplingParams(max_tokens=5)) for i, prompt in prompts.items()]
+        for seq in seqs:
+            one.add(seq)
+            one.step()
+        slots = one.cache.rows[2].slots
+        while one.busy:
+            slots = one.cache.rows[2].slots[:86] if 2 in one.cache.rows else slots
+            one.step()
+        assert (at_once in one.target.rounds._recorded) == (rows > 16)
+        return [seq.generated for seq in seqs], [kv[0][slots] for kv in (one.target.plane.k, one.target.plane.v)]
+
+    (few, few_kv), (many, many_kv) = say(16), say(96)
+    assert few == many
+    assert all(map(torch.equal, few_kv, many_kv))
 
 
 SOURCES = ["ngram", "suffix", "model", "layerskip", "head", pytest.param("tree", marks=pytest.mark.slow)]

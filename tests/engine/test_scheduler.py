@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Fixed
@@ -90,6 +91,60 @@ def test_a_waiting_sequence_can_be_cancelled() -> None:
     finish(engine, [])
     assert len(first.generated) == 30
     assert second.generated == []
+
+
+def test_prompts_are_fed_in_large_chunks_where_nobody_waits() -> None:
+    """Beside a running text a chunk is small, and the text moves on with every step."""
+    engine = engine_with(max_rows=16, prompt_rows=64)
+    first, second = (Sequence(i, [3 + i] * 150, SamplingParams(max_tokens=20)) for i in (8, 9))
+    engine.add(first)
+    engine.step()
+    assert engine.target.plane.holds(8) == 64
+    while not first.generated:
+        engine.step()
+    engine.add(second)
+    held, before = 0, len(first.generated)
+    for _ in range(5):
+        engine.step()
+        assert 0 < engine.target.plane.holds(9) - held <= 15
+        assert len(first.generated) > before
+        held, before = engine.target.plane.holds(9), len(first.generated)
+
+
+@given(
+    context=st.integers(1, 200_000), source=st.sampled_from([0, 512]), slot=st.integers(1, 200_000),
+    room=st.integers(0, 10**11), length=st.none() | st.integers(1, 300_000), tokens=st.none() | st.integers(1, 10**6),
+)  # fmt: skip
+def test_a_cache_holds_one_sequence_and_never_more_than_the_memory(
+    context: int, source: int, slot: int, room: int, length: int | None, tokens: int | None
+) -> None:
+    config = Config(max_length=length, cache_tokens=tokens)
+    try:
+        longest, slots = config.cache_size(context, source, slot, room)
+    except ConfigError:
+        return
+    assert slots * slot <= room
+    assert slots >= longest + source + 64
+    assert longest <= context
+    assert length in (None, longest)
+    assert slots >= (tokens or 0)
+
+
+def test_a_context_is_the_models_own_or_what_the_gpu_has_room_for() -> None:
+    plenty, config = 10**12, Config()
+    assert config.cache_size(131_072, 0, 100_000, None) == (8192, 4 * 8192)  # a CPU
+    assert config.cache_size(131_072, 0, 100_000, plenty) == (131_072, 4 * 131_072)
+    assert config.cache_size(131_072, 0, 100_000, 20 * 10**9) == (131_072, 200_000)
+    assert config.cache_size(131_072, 0, 100_000, 5 * 10**9) == (50_000 - 64, 50_000)
+    assert Config(cache_tokens=20_064).cache_size(131_072, 0, 100_000, plenty) == (20_000, 20_064)
+    assert Config(cache_tokens=512).cache_size(131_072, 0, 100_000, plenty) == (8192, 8256)
+    for asked in ({"max_length": 60_000}, {"cache_tokens": 60_000}):
+        with pytest.raises(
+            ConfigError, match=r"take 6\.0 GB, but the GPU has 5\.0 GB .* which is 50,000 tokens; lower "
+        ):
+            Config(**asked).cache_size(131_072, 0, 100_000, 5 * 10**9)
+    with pytest.raises(ConfigError, match="lower max_length, or free memory"):
+        config.cache_size(131_072, 0, 100_000, 10**7)
 
 
 def test_max_length_beyond_the_context_is_a_sentence() -> None:

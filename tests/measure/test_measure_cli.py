@@ -28,10 +28,12 @@ from outrider.measure.doctor import (
     WRONG,
     CategoryResult,
     Facts,
+    MemoryUse,
     advise,
     folder_state,
     memory_speed,
     reading,
+    room,
     verdict,
     versions_trouble,
     why,
@@ -161,6 +163,18 @@ def test_a_healthy_machine_where_it_pays() -> None:
     assert "5 rows costs 1.40 ×" in good
     assert "bit-identical" in good
     assert FACTS.break_even(4) == pytest.approx(0.288, abs=0.002)  # 1 + a + a² + a³ + a⁴ = 1.4
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    assert room(FACTS) == ""
+    facts = replace(FACTS, context=131_072, length=27_000, slots=27_064, memory=[MemoryUse("target", 1, 3_600_000_000)])
+    assert room(facts) == (
+        "A sequence may have 27,000 tokens, of the model's 131,072; K and V of 27,064 tokens, those of all sequences "
+        "together, take 3.60 GB."
+    )
+    more = room(replace(facts, length=131_072, gpu_free=2_000_000_000))
+    assert "the model's whole context" in more
+    assert more.endswith("2.0 GB of the GPU are free beside them.")
 
 
 def test_what_a_pass_reads_and_its_floor() -> None:

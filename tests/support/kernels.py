@@ -44,6 +44,21 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter add one input after the other: an element's bits depend on the order of its own sum alone,
+    as on tensor cores, and neither on the tile's size nor on which factor is the left one."""
+    if not GPU:
+
+        def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+            left, right, total = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), d.data.copy()
+            for k in range(left.shape[-1]):
+                total += left[..., :, k, None] * right[..., k, None, :]
+            return interpreter.TensorHandle(total, d.dtype.scalar)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")

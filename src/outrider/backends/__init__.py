@@ -44,6 +44,11 @@ class PlaneShape(NamedTuple):
     dim: int
     dtype: torch.dtype
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of K and V of one token."""
+        return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
+
 
 class Opening(NamedTuple):
     """How an answer starts."""

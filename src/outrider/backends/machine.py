@@ -109,6 +109,32 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+KV_SHARE = 0.6  # of a GPU's free memory: drafters and recorded passes need some too
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on a GPU."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def kv_room(device: torch.device) -> int:
+    """Bytes of a GPU's memory for the target's K and V, once its weights are there."""
+    return int(KV_SHARE * free_memory(device))
+
+
+@contextmanager
+def memory_sentence(what: str) -> Iterator[None]:
+    """A GPU whose memory ends inside is an error that says so. what: the subject, such as "The weights"."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{what} do not fit into the GPU's memory; lower max_length, cache_tokens or max_batch, choose a smaller "
+            "--dtype, or free memory on the GPU."
+        ) from error
+
+
 def device_name(device: torch.device) -> str:
     """The product name of a processor or a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -288,7 +288,7 @@ def load_test(console: Console, result: dict[str, Any]) -> None:
 
 def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     """Costs by rows, break-even acceptance, acceptance by kind of text, memory, and the findings."""
-    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG, reading
+    from ..measure.doctor import GOOD, HINT, KS, LOSS, WRONG, reading, room
 
     console.print(f"[bold]{escape(facts.model)}[/bold], {facts.dtype}, {escape(_hardware(facts))}", soft_wrap=True)
     if facts.backend:
@@ -312,6 +312,8 @@ def doctor(console: Console, facts: Facts, findings: list[Finding]) -> None:
     console.print(table)
     if facts.memory:
         _memory(console, facts.memory)
+    if long := room(facts):
+        _line(console, escape(long) + "\n")
     marks = {GOOD: "[green]✓[/green]", HINT: "[yellow]→[/yellow]", WRONG: "[red]✗[/red]"}
     for finding in findings:
         _line(console, f"{marks[finding.level]} {escape(finding.text)}")

@@ -23,9 +23,12 @@ NOTHING = (0, 0)
 class Scheduler:
     """First come, first served; the latest sequence is preempted when slots run out."""
 
-    def __init__(self, cache: Cache, plane: Plane, max_batch: int, max_rows: int) -> None:
+    def __init__(
+        self, cache: Cache, plane: Plane, max_batch: int, max_rows: int, prompt_rows: int | None = None
+    ) -> None:
+        """max_rows: of a step; prompt_rows: of one in which no sequence waits for its next token."""
         self.cache, self.plane = cache, plane
-        self.max_batch, self.max_rows = max_batch, max_rows
+        self.max_batch, self.max_rows, self.prompt_rows = max_batch, max_rows, prompt_rows or max_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._ahead: dict[int, tuple[int, int]] = {}  # sequence -> tokens that the steps in flight add: least, most
@@ -60,7 +63,7 @@ class Scheduler:
             else:
                 prompts.append((seq, pending))
         turns = decoding[: self.max_rows]
-        room = self.max_rows - len(turns)
+        room = self.max_rows - len(turns) if turns else self.prompt_rows
         for seq, pending in prompts:
             feed = min(pending, room)
             if feed:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..backends.loaded_weights import pass_bytes, weight_bytes
+from ..backends.machine import free_memory
 from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
@@ -97,6 +98,10 @@ class Facts:
     head: dict[str, Any] | None = None  # what the head's folder is, where the drafter `head` is examined
     pass_bytes: int = 0  # of weights that a pass over one row reads
     memory_speed: float = 0.0  # bytes a second of a copy, read and written
+    context: int = 0  # tokens of the model's longest sequence
+    length: int = 0  # of the engine's
+    slots: int = 0  # tokens whose K and V there is memory for
+    gpu_free: int | None = None  # bytes of the GPU that are left beside all that
 
     @property
     def floor(self) -> float | None:
@@ -137,6 +142,8 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
         backend=llm.backend, drift=tuple(llm.drift.sentences()), failures=rows[-1].failures, failure=rows[-1].why,
         ahead=_ahead_facts(llm, prompts, plan) if llm.config.drafter_name == "ahead" else None,
         head=llm.drafting.get("head"), pass_bytes=pass_bytes(llm.target), memory_speed=memory_speed(llm.target.device),
+        context=llm.target.config.context_length, length=llm.engine.cache.length, slots=llm.engine.cache.slots,
+        gpu_free=free_memory(llm.target.device) if llm.target.device.type == "cuda" else None,
     )  # fmt: skip
 
 
@@ -231,6 +238,18 @@ def reading(facts: Facts) -> str:
     return (
         f"A pass reads {size} of weights in {facts.dtype}: at least {1e3 * facts.floor:.2f} ms at the {speed} of a "
         f"copy here; one row takes {1e3 * facts.costs[1]:.2f} ms."
+    )
+
+
+def room(facts: Facts) -> str:
+    """How long a sequence may be, and what K and V take; empty where it is not known."""
+    if not (facts.slots and facts.memory):
+        return ""
+    whole = "the model's whole context" if facts.length >= facts.context else f"of the model's {facts.context:,}"
+    left = "" if facts.gpu_free is None else f" {facts.gpu_free / 1e9:.1f} GB of the GPU are free beside them."
+    return (
+        f"A sequence may have {facts.length:,} tokens, {whole}; K and V of {facts.slots:,} tokens, those of all "
+        f"sequences together, take {facts.memory[0].kv / 1e9:.2f} GB.{left}"
     )
 
 

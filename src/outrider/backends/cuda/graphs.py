@@ -97,7 +97,7 @@ class RecordedPass:
     def _work(self) -> Output:
         d, results, state, shape = self.inputs.device, self.results.device, self.graphs.state, self.shape
         tokens = elementwise.start_pass(d["tokens"], state.unread, d["place"], d["slot"], state.table)  # [T]
-        blocks = state.blocks(d["info"], d["tail"], self.graphs.model)
+        blocks = state.blocks(d["info"], d["tail"], self.graphs.model, shape.rows > CHEAP_ROWS)
         unused = d["slots"]
         rows = Rows(tokens, d["positions"], d["slots"], unused, unused, state.table, None, d["want"], blocks=blocks)
         output = self.graphs.model.forward(rows, self.graphs.plane, shape.part, taps=shape.taps)
@@ -274,7 +274,8 @@ class UncapturedPasses:
         tail = torch.zeros(len(groups), depth, dtype=I32)
         for i, group in enumerate(groups):
             tail[i, : len(group[8])] = torch.tensor(group[8], dtype=I32)
-        blocks = state.blocks(info.to(device), tail.to(device), self.graphs.model)
+        prompts = batch.count > CHEAP_ROWS
+        blocks = state.blocks(info.to(device), tail.to(device), self.graphs.model, prompts)
         state.read_sources(batch.owners)
         tokens, positions, slots, want = (x.to(device) for x in (host.tokens, host.positions, host.slots, host.want))
         return Rows(tokens, positions, slots, slots, slots, state.table, None, want, blocks=blocks)

@@ -44,6 +44,15 @@ from .state import F32, I32, I64, LANES, lanes_for, seconds
 LATE_TOKENS = 64  # of a draft in the late slot
 ALONE = 32  # rows up to which one sequence has recordings of its own
 FILLED = 256  # rows of a round without prompts that are recorded beforehand
+PROMPT_SIZES = (
+    *(rows for rows in ROW_SIZES if rows > ALONE),
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+)  # of one with prompts
 CHAIN = 31  # tokens of chains that are recorded beforehand: the most that pay
 EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
@@ -140,7 +149,8 @@ class RecordedRound:
             lines.numbers, lines.tokens, state.table, lines.draft, lines.parents, d, rows,
             state.padding, rounds.graphs.rows_per_block, shape.tree,
         )  # fmt: skip
-        output = rounds.graphs.model.forward(rounds.rows(rows, rounds.graphs.model), rounds.graphs.plane)
+        model, plane, prompts = rounds.graphs.model, rounds.graphs.plane, shape.wanted < shape.rows
+        output = model.forward(rounds.rows(rows, model, prompts=prompts), plane)
         choices, highest = self._choose(output.logits)
         kernels.settle(
             lines.numbers, lines.tokens, lines.draft, lines.parents, lines.survival, state.table, d["lines"],
@@ -211,11 +221,15 @@ class Rounds:
         """Passes outside of rounds have continued the sequences: they join again."""
         self._owners.clear()
 
-    def warm(self) -> None:
-        """Record what requests will need, before they arrive: a recording stalls every sequence."""
+    def warm(self, prompt_rows: int = 0) -> None:
+        """Record what requests will need, before they arrive: a recording stalls every sequence.
+
+        prompt_rows: of the largest round.
+        """
         sizes = [(1, rows, rows) for rows in ROW_SIZES if rows <= ALONE]
         sizes += [(self.capacity, rows, rows) for rows in ROW_SIZES if rows <= FILLED and self.capacity > 1]
-        sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in ROW_SIZES if ALONE < rows <= 2 * FILLED]
+        prompts = [rows for rows in PROMPT_SIZES if rows <= max(padded_size(prompt_rows), 2 * FILLED)]
+        sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in prompts]
         for lanes, rows, wanted in sizes:
             for tree in {False, self.trees and wanted == rows > 1}:
                 shape = RoundShape(lanes, rows, wanted, tree=tree)
@@ -341,10 +355,10 @@ class Rounds:
                 a["late"][i, : len(tokens)] = tokens
         self.state.patch(a)
 
-    def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None) -> Rows:
-        """Rows that a kernel lays out, for a model's pass."""
+    def rows(self, made: dict[str, Tensor], model: Model, want: Tensor | None = None, prompts: bool = False) -> Rows:
+        """Rows that a kernel lays out, for a model's pass. prompts: some of them may be many rows of one prompt."""
         table, slots = self.state.table, made["slots"]
-        blocks = self.state.blocks(made["info"], made.get("tail", self.state.no_tail), model)
+        blocks = self.state.blocks(made["info"], made.get("tail", self.state.no_tail), model, prompts)
         want = made["want"] if want is None else want
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
 
@@ -487,7 +501,7 @@ class DraftChains:
                 kernels.lay_out_reading(
                     lines.numbers, lines.tokens, state.table, d, made, state.padding, self.per_block
                 )
-                self.model.forward(rounds.rows(made, self.model, want), self.plane, part)
+                self.model.forward(rounds.rows(made, self.model, want, rows > CHEAP_ROWS), self.plane, part)
 
             self._readings[rows] = rounds.record(work)
         return self._readings[rows]

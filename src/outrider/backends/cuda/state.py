@@ -80,10 +80,10 @@ class DeviceState:
             self._scratch[shape] = attention.Scratch(attention.SCRATCH_ROWS, *shape, longest, self.device)
         return self._scratch[shape]
 
-    def blocks(self, info: Tensor, tail: Tensor, model: Model) -> attention.Blocks:
-        """Groups of rows of a pass over this cache."""
+    def blocks(self, info: Tensor, tail: Tensor, model: Model, prompts: bool = False) -> attention.Blocks:
+        """Groups of rows of a pass over this cache. prompts: some of them may be many rows of one prompt."""
         sources = None if self.sources is None else (self.sources.slots, self.sources.lengths)
-        return attention.Blocks(info, tail, self.table, self.scratch(model), sources=sources)
+        return attention.Blocks(info, tail, self.table, self.scratch(model), sources=sources, prompts=prompts)
 
     def add_reader(self, model: Model, plane: Plane) -> None:
         """A model whose encoder, if it has one, reads every sequence's source into this plane."""
@@ -98,12 +98,17 @@ class DeviceState:
     def patch(self, arrays: dict[str, Any]) -> None:
         """Write the table's changes into a pass's input arrays; too many for these are copied to the table at once."""
         if len(self.changes) > len(arrays["place"]):
-            indices = torch.tensor(list(self.changes)).to(self.device)
-            self.table.view(-1)[indices] = torch.tensor(list(self.changes.values()), dtype=I32).to(self.device)
+            indices = self._sent(torch.tensor(list(self.changes)))
+            self.table.view(-1)[indices] = self._sent(torch.tensor(list(self.changes.values()), dtype=I32))
             self.changes.clear()
         fill_padded(arrays["place"], list(self.changes), -1)
         fill_padded(arrays["slot"], list(self.changes.values()), 0)
         self.changes.clear()
+
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for the passes in flight."""
+        pinned = values.pin_memory() if self.device.type == "cuda" else values
+        return pinned.to(self.device, non_blocking=True)
 
     def record(self, work: Callable[[], Any]) -> Any:
         """Capture work, which runs once on padding for that; unread tokens are restored afterwards.

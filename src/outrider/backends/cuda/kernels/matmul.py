@@ -22,6 +22,7 @@ from torch import Tensor
 from ....models.config import GELU, SILU
 from ... import ops
 from .launching import begin, launch_options
+from .wide import tiles_for, tiles_of, wide_product
 
 STEP = 64  # inputs of one step of a sum
 AHEAD = 8  # steps whose weights a product that starts early requests before it waits
@@ -152,14 +153,16 @@ def product(
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
-    summed: the parts are added up, in order: [1, T, out]; gated ones always are.
+    summed: the parts are added up, in order: [1, T, out]; gated ones and those of many rows always are.
     scale [out] and row_scale [T] float32: factors of the sums. early: it follows a small kernel (`launching`).
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
+    split = split_of(ins, tiling.splits, tiling.step)
+    if (tiles := tiles_for(x, w, tiling.splits, gated)) is not None and many_rows_are_exact(x.device):
+        return wide_product(x, w, tiling.splits, split, tiles, scale, gated, activation, row_scale)
     slices = tiling.splits if gated or summed else 1
     shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits // slices, rows, outs), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    split = triton.cdiv(triton.cdiv(ins, tiling.step), tiling.splits) * tiling.step
     tile = next((n for n in ROW_TILES if n >= rows), ROW_TILES[-1])
     if slices > 1:  # there are two sums at a time
         tile = min(tile, 64 if gated else 128)
@@ -268,6 +271,28 @@ def tiling(outs: int, ins: int, processors: int) -> Tiling:
     tiles, steps = triton.cdiv(outs, 64), triton.cdiv(ins, STEP)
     splits = (n for n in range(1, steps + 1) if steps % n == 0)
     return Tiling(64, next(n for n in splits if tiles * n >= 1.5 * processors or steps <= 4 * n), stages=5)
+
+
+def split_of(ins: int, splits: int, step: int = STEP) -> int:
+    """Inputs of one part of a sum: whole steps."""
+    return int(triton.cdiv(triton.cdiv(ins, step), splits) * step)
+
+
+@cache
+def many_rows_are_exact(device: torch.device) -> bool:
+    """Whether tiles of many rows give the bits of a few on this device, tried once with random numbers.
+
+    Every element is the same sum in the same order; that the instructions for large tiles add alike is not documented.
+    """
+    few, dice = 16, torch.Generator(device).manual_seed(1)
+    x, w = (torch.randn(n, 640, generator=dice, device=device).to(torch.bfloat16) for n in (few, 512))
+    many, alike = x.repeat(10, 1), True
+    for splits, gated, tiles in ((2, False, tiles_of(False)), (1, True, tiles_of(True))):
+        own = product(x, w, Tiling(64, splits), gated=gated)
+        wide = wide_product(many, w, splits, split_of(640, splits), tiles, gated=gated)
+        own, wide = (own, wide) if gated else (Parts(own).total(), Parts(wide).total())
+        alike = alike and torch.equal(own.repeat(10, 1), wide)
+    return alike
 
 
 @cache
