@@ -32,7 +32,7 @@ from .wide import shared_memory
 QUERIES = 16  # of one block: its rows times the heads that share a key head
 SPAN = 128  # keys of one sum
 LOG2_E = 1.4426950408889634
-SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context
+SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context, for each 24 GiB of a GPU
 PROGRAMS = 1024  # that one call is spread over; those without work end at once
 PROMPT_PROGRAMS = 8192  # the same beside a prompt, most of whose blocks are computed in tiles
 WARPS = 8
@@ -90,7 +90,9 @@ class Scratch:
 
     def __init__(self, rows: int, heads: int, dim: int, length: int, device: torch.device) -> None:
         spans = triton.cdiv(length, SPAN)
-        rows = max(min(rows, SCRATCH_ROWS, SCRATCH_NUMBERS // (heads * spans * dim)), 1)
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        numbers = SCRATCH_NUMBERS * max(memory // (24 << 30), 1)
+        rows = max(min(rows, SCRATCH_ROWS, numbers // (heads * spans * dim)), 1)
         self.rows, self.spans = rows, spans
         self.sums = torch.empty((rows, heads, spans, dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((rows, heads, spans, 2), dtype=torch.float32, device=device)  # highest score, weight

@@ -49,7 +49,10 @@ def shared_memory(device: torch.device) -> int:
 
 def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
     """The tiles of this product; None: it has few rows, or numbers that these kernels do not multiply."""
-    aligned = all(each.stride(0) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0 for each in (x, w))
+    aligned = all(
+        each.stride(1) == 1 and each.stride(0) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
+        for each in (x, w)
+    )
     if x.shape[0] < MANY_ROWS or x.element_size() != 2 or not aligned or (gated and splits > 1):
         return None
     if shared_memory(x.device) < LARGE_MEMORY:
