@@ -232,7 +232,9 @@ def run_steps(auto: Auto, batch: int, steps: int, prompt: int = 100, row: float 
                 auto.end(seq)
                 seqs[i] = Sequence(seq.id + batch, [1] * prompt, SamplingParams(max_tokens=50))
         turns = [Turn(seq, 1, True) for seq in seqs]
-        observed: Any = SimpleNamespace(turns=turns, clock={"draft": seconds}, verdicts=[None] * batch, index=step)
+        observed: Any = SimpleNamespace(
+            turns=turns, clock={"draft": seconds}, verdicts=[None] * batch, index=step, in_round=False
+        )
         observed.draft = Draft.empty(batch)
         auto.observe(observed)
 

@@ -137,7 +137,7 @@ def test_a_free_proposal_needs_no_trial() -> None:
 def test_auto_measures_the_cost_of_a_call_with_the_steps_clock() -> None:
     auto, _ = auto_of([], GOOD, priced())
     auto.draft(DraftRequest([SEQ], [8], auto.prices))
-    step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None])
+    step: Any = SimpleNamespace(turns=[Turn(SEQ, 1, True)], clock={"draft": 0.002}, verdicts=[None], in_round=False)
     step.draft = Draft.pack([chain([])])
     auto.observe(step)
     cost = auto.costs["head"].call_cost(1, 3)
