@@ -24,7 +24,6 @@ EMULATED = bool(triton.knobs.runtime.interpret)
 # The kernels that can start so. "product" is one that follows a small kernel: after another product its programs would
 # gather on the processors that are free first.
 EARLY = frozenset({"rotated", "attend", "added", "activated", "norm", "rope", "product"})
-DEFAULT = frozenset({"rotated", "attend", "added", "activated"})  # as measured
 EARLY_ROWS = 64  # of a pass; with more rows kernels are long, and what starts early is in their way
 
 
@@ -32,7 +31,7 @@ EARLY_ROWS = 64  # of a pass; with more rows kernels are long, and what starts e
 class Launch:
     """How kernels are launched; a benchmark changes it."""
 
-    early: frozenset[str] = DEFAULT
+    early: frozenset[str] = EARLY
 
 
 LAUNCH = Launch()

@@ -195,22 +195,22 @@ def _lay_out(
             tl.store(min_p + at, tl.zeros((WIDTH,), tl.float64) + tl.load(floats + at_line + _MIN_P), mask=ok)
         if TREE:
             tl.debug_barrier()  # a node's position replaces that of its number, which other threads may have written
-            node = tl.arange(0, _DRAFT)
-            inside = node < drafted_
+            number = tl.arange(0, _DRAFT)
+            inside = number < drafted_
             depth = tl.zeros((_DRAFT,), tl.int32)
-            up = node
+            up = number
             for _ in range(_DEPTH):
                 depth += (up >= 0).to(tl.int32)
                 up = tl.load(parents + line * _DRAFT + up, mask=inside & (up >= 0), other=-1)
-            row, block = first + feed_ + node, first_block + (feed_ + per_block - 1) // per_block + node
+            row, block = first + feed_ + number, first_block + (feed_ + per_block - 1) // per_block + number
             tl.store(positions + row, (n_ - 1 + depth).to(tl.int64), mask=inside)
-            tl.store(position + base + (feed_ if ALL else 1) + node, (n_ + depth).to(tl.int64), mask=inside)
+            tl.store(position + base + (feed_ if ALL else 1) + number, (n_ + depth).to(tl.int64), mask=inside)
             tl.store(info + block * 8, row, mask=inside)
             tl.store(info + block * 8 + 1, tl.full((_DRAFT,), 1, tl.int32), mask=inside)
             tl.store(info + block * 8 + 2, tl.zeros((_DRAFT,), tl.int32) + line.to(tl.int32), mask=inside)
             tl.store(info + block * 8 + 3, tl.zeros((_DRAFT,), tl.int32) + n_, mask=inside)
             tl.store(info + block * 8 + 4, n_ + depth, mask=inside)
-            up = node
+            up = number
             for back in range(_DEPTH):
                 here = inside & (up >= 0)
                 slot = tl.load(table + line * length + n_ + up, mask=here, other=0)
