@@ -62,3 +62,18 @@ def test_a_busy_moment_is_forgotten() -> None:
 def test_the_first_drafts_of_a_large_batch_are_few() -> None:
     """All prompts of a batch were indexed in one round, which the device waited for."""
     assert len(HostPace().affordable(list(range(64)))) < 8
+
+
+def test_one_slow_draft_does_not_end_drafting() -> None:
+    pace = HostPace()
+    pace.drafted(1, 0.1)
+    pace.seconds = 0.004
+    assert pace.affordable([0]) == []
+    assert any(pace.affordable([0]) for _ in range(5000))
+
+
+def test_a_device_without_a_clock_drafts_for_all() -> None:
+    pace = HostPace()
+    pace.drafted(1, 0.1)
+    pace.waited(0.0, {})
+    assert pace.affordable([0, 1, 2]) == [0, 1, 2]

@@ -6,6 +6,7 @@ know how a device runs a round (`backends.cuda.rounds`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
@@ -71,7 +72,7 @@ class HostPace:
 
     SLACK = 0.1  # of a round's time that the host should be left waiting
     GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
-    FORGET = 0.999  # of what planning took, for each round without it: a busy moment must not end it for ever
+    FORGET = 0.999  # of what planning or a draft took, for each round without it: no busy moment ends it for ever
 
     def __init__(self) -> None:
         self.seconds = 0.001  # for planning one round
@@ -98,7 +99,8 @@ class HostPace:
         """The host waited so long for a round with these device times."""
         total = sum(device.values())
         if not total:
-            return  # a device without a clock
+            self.seconds = math.inf  # a device without a clock
+            return
         if not self.plans:
             self.fixed *= self.FORGET
         if seconds < self.SLACK * total:
@@ -108,9 +110,11 @@ class HostPace:
 
     def affordable(self, wanted: list[int]) -> list[int]:
         """As many of these as there is time for, others the next time."""
-        most = int(max(self.seconds - self.fixed, 0.0) / self.each)
-        if most >= len(wanted):
+        most = int(min(max(self.seconds - self.fixed, 0.0) / self.each, len(wanted)))
+        if most == len(wanted):
             return wanted
+        if not most:
+            self.each *= self.FORGET
         start = self._turn % len(wanted)
         self._turn += most
         return sorted((wanted[start:] + wanted[:start])[:most])
