@@ -1,6 +1,6 @@
 """Kernels that tests run in triton's interpreter are programs for a GPU, too.
 
-Those of `fused` are not here: the interpreter runs a stand-in for their inline assembly.
+Those of `fused` and `wide` are not here: the interpreter runs stand-ins for inline assembly and descriptors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ ROUNDS = ["every_source", "plain_rounds", "along_the_paths_of_trees", "penalties
     [
         ("test_rounds.py", ROUNDS, {"_lay_out", "_attend", "_product", "_add_norm", "_rope_store"}),
         ("test_packed.py", ["exact"], {"_packed"}),
-        ("test_prompts.py", [], {"_attend"}),
         ("test_gpu_encoder_decoders.py", ["rounds_say"], {"_attend", "_add_norm"}),
     ],
 )

@@ -220,6 +220,12 @@ def test_attention_is_the_exact_one_rounded(
         assert error(scene.run(scene.device_blocks(pad=3), window), scene.exact(window)) < CLOSE[dtype]
 
 
+def test_more_heads_than_a_block_has_queries_share_a_key_head() -> None:
+    """Heads beyond the sixteenth were left out."""
+    scene = Scene(1, torch.float32, 20, 1, 8, False)
+    assert error(scene.run(scene.device_blocks(), 0), scene.exact(0)) < CLOSE[torch.float32]
+
+
 def test_limited_scores_and_sinks() -> None:
     scene, sinks = Scene(3, torch.float32, 4, 2, 8, True), torch.linspace(-2, 3, 4, device=DEVICE)
     for rows in (256, 1):  # merged by the last program, and in registers

@@ -29,7 +29,7 @@ from .fused import packed_index
 from .launching import begin, launch_options
 from .wide import shared_memory
 
-QUERIES = 16  # of one block: its rows times the heads that share a key head
+QUERIES = 16  # of one block, at least: its rows times the heads that share a key head
 SPAN = 128  # keys of one sum
 LOG2_E = 1.4426950408889634
 SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the context, for each 24 GiB of a GPU
@@ -396,7 +396,8 @@ def attend(
         q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats, scratch.finished,
         sinks_, lengths, added, shift, scale_, length, blocks.tail.shape[1], scratch.spans, scratch.rows, *limits,
         added.shape[1], rows,
-        QUERIES=QUERIES, SPLITS=splits, WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed,
+        QUERIES=max(QUERIES, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits,
+        WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed,
         num_warps=WARPS, num_stages=1, **constants, **launch_options("attend", rows),
     )  # fmt: skip
     return out
