@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.backends.cuda import nvrtc
 from outrider.backends.cuda.kernels import fields
 from outrider.backends.cuda.kernels.fields import BLOCK, KINDS, STEP, Tiled, division, tiled
+from outrider.backends.cuda.kernels.launching import EARLY, LAUNCH
 from outrider.backends.cuda.kernels.packed import PackedProduct
 from outrider.backends.cuda.packing import _UNPACK, pack_blocks, pack_groups
 from outrider.models.quantised import Grouped
@@ -196,22 +197,22 @@ def test_a_kernel_that_starts_early_waits_for_its_rows() -> None:
     product = PackedProduct([w])
     x = torch.randn(3, 2048, device=DEVICE).bfloat16()
 
-    def chain(early: bool) -> Tensor:
-        fields.EARLY = early
+    def chain(early: frozenset[str]) -> Tensor:
+        LAUNCH.early = early
         h = x
         for _ in range(24):
             h = torch.nn.functional.normalize(product(h).total()).bfloat16()
         return h
 
     try:
-        expected = chain(False)
-        chain(True)
+        expected = chain(frozenset())
+        chain(EARLY)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            recorded = chain(True)
+            recorded = chain(EARLY)
         for _ in range(50):
             graph.replay()
             assert torch.equal(recorded, expected)
     finally:
-        fields.EARLY = True
+        LAUNCH.early = EARLY

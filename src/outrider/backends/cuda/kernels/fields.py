@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from .. import nvrtc
+from .launching import launch_options
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "int4", "int4b")  # in the order of the source's own
 EXTRA = {"Q5_K": 1, "Q6_K": 2}  # bits of a field beyond four
@@ -25,7 +26,6 @@ TILE, BLOCK, STEP = 16, 64, 256  # outputs of a tile; inputs of a block and of a
 SLICES = (8, 7, 6, 5, 4)  # of a part of a sum: as many as warps that keep the memory busy
 FEW, MANY = (8, 16), 32  # rows of a tile; of one whose warps share the rows
 WARPS = 4  # of a program that shares its rows
-EARLY = True  # a product's first weights are read while the kernel before it ends
 PITCH = 36 * 16  # bytes between two rows in shared memory
 
 
@@ -226,7 +226,7 @@ def launch(variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int) -> N
         (-(-rows // variant.rows), groups, parts), 32 * (variant.warps or variant.slices),
         [w.words, none if w.high is None else w.high, w.scales, none if w.factors is None else w.factors,
          x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column],
-        early=EARLY and torch.cuda.get_device_capability(x.device) >= (9, 0),
+        early="launch_pdl" in launch_options("product", rows),
     )  # fmt: skip
 
 
