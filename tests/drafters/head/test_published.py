@@ -734,7 +734,7 @@ def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) 
     with pytest.raises(ConfigError, match="cannot continue from its own guesses"):
         plain.using(drafter="ahead", head=str(tmp_path / "dflash"))
     for name in ("medusa", "eagle1", "dflash"):
-        with pytest.raises(ConfigError, match="cannot learn online"):
+        with pytest.raises(ConfigError, match="cannot learn while it serves"):
             plain.using(drafter="online", head=str(tmp_path / name))
 
 
