@@ -147,7 +147,13 @@ def test_a_prompt_as_one_chunk_and_as_many() -> None:
     assert all(map(torch.equal, few_kv, many_kv))
 
 
-SOURCES = ["ngram", "suffix", "model", "layerskip", "head", pytest.param("tree", marks=pytest.mark.slow)]
+SOURCES = [
+    "ngram",
+    "suffix",
+    "layerskip",
+    "head",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("model", "tree")),
+]
 
 
 @pytest.mark.parametrize("drafter", SOURCES)

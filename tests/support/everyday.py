@@ -32,6 +32,7 @@ ALSO_PROVED = {
     "backends/test_native.py::test_two_processes_may_build_and_quantise_at_once": "test_what_was_built_is_used_again",
     "backends/test_device.py::test_a_draft_model_beside_an_int8_target[None]": "the same, other dtypes",
     "backends/test_blocks.py::test_no_bit_is_lost[Q4_0]": "the same, Q4_1",
+    "backends/test_blocks.py::test_no_bit_is_lost[Q8_0]": "the same, Q4_1",
     "head/test_head.py::test_no_head_changes_the_text[('eagle3', 1)-True]": "the same, other shapes",
     "head/test_head.py::test_no_head_changes_the_text[('block', 3)-False]": "the same, other shapes",
     "head/test_int8_head.py::test_no_head_in_eight_bits_changes_the_text[('eagle3', 1)-False]": "the same, others",
