@@ -360,6 +360,7 @@ def test_pickled_weights_are_taken_where_there_are_no_others(tmp_path: Path, mon
 def test_models_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's cache, a head that belongs to a model, and a folder that cannot be read."""
     pytest.importorskip("huggingface_hub")
+    pytest.importorskip("outrider.drafters.head")
     cache, home = tmp_path / "hub", tmp_path / "home"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     snapshots = {"me/tiny": cache / "models--me--tiny" / "snapshots" / ("a" * 40)}

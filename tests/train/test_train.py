@@ -516,6 +516,7 @@ def test_one_command_makes_a_head_with_card_and_report(home: Path, tmp_path: Pat
 
 def test_frozen_output_rows_are_the_targets_and_not_stored(home: Path, tmp_path: Path) -> None:
     """The head drafts what a head with those rows in its file drafts."""
+    pytest.importorskip("outrider.drafters.head")
     out, whole = tmp_path / "head", tmp_path / "whole"
     done = invoke(home, out, "--steps", 80, "--freeze-output", "--draft-vocab", 40)
     assert done.exit_code == 0, done.output
