@@ -34,7 +34,13 @@ from outrider.models.weights import LayerSubset
 from outrider.params import SamplingParams
 from outrider.types import Sequence
 
-from support.kernels import DEVICE, GPU, HALF, exact_products as exact_products  # before anything that imports triton
+from support.kernels import (  # before anything that imports triton
+    DEVICE,
+    GPU,
+    HALF,
+    Unhurried,
+    exact_products as exact_products,
+)
 from support.pairs import CASES, TINY, ours, pair, source, text, their_logits
 
 F32 = torch.float32
@@ -215,7 +221,9 @@ def engine(case: str, drafter: str, rounds: bool = True, **options: Any) -> Engi
     made = make(drafter, space)
     cache.slots -= not GPU
     k = 0 if drafter == "off" else 3
-    return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
+    built = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
+    built.pace = Unhurried()
+    return built
 
 
 def texts(engine: Engine, **params: Any) -> tuple[list[list[int]], int]:

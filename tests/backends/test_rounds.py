@@ -38,7 +38,13 @@ from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, chain
 
-from support.kernels import DEVICE, GPU, exact_products as exact_products, ordered_products as ordered_products
+from support.kernels import (
+    DEVICE,
+    GPU,
+    Unhurried,
+    exact_products as exact_products,
+    ordered_products as ordered_products,
+)
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 24 if GPU else 6
@@ -84,7 +90,9 @@ def engine(
     space = Workspace(target, cache, plane, options, None, lambda m, p: Graphs(m, p, state))  # type: ignore[arg-type]
     made = make(drafter, space)
     cache.slots -= not GPU
-    return Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, rows), target.config.vocab_size)
+    built = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, rows), target.config.vocab_size)
+    built.pace = Unhurried()
+    return built
 
 
 Drafts = dict[tuple[int, int], list[int]]  # (sequence, tokens before it) -> the draft that was verified there

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.rounds import HostPace
+
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16
@@ -97,3 +99,12 @@ if not GPU:
         return known[1]
 
     interpreter._patch_lang, interpreter._get_np_dtype = _patch_once, _numpy_type_once
+
+
+class Unhurried(HostPace):
+    """Drafts are planned however long that takes: in the interpreter the host is never in time."""
+
+    plans = True
+
+    def affordable(self, wanted: list[int]) -> list[int]:
+        return wanted
