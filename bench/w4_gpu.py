@@ -207,7 +207,6 @@ def products() -> dict[str, Any]:
     found: dict[str, Any] = {}
     print(f"µs of a product by rows {COUNTS}, and × bfloat16; TB/s of its bytes at one row")
     for shape in SHAPES:
-        first, _ = exact_weight(shape.kind, 64, shape.inputs)
         made = [PackedProduct([random_weight(shape)])]
         size = sum(tensor.nbytes for tensor in vars(made[0].weights[0]).values() if isinstance(tensor, Tensor))
         while len(made) * size < 240e6 and len(made) < 32:  # none stays in a cache until its next use
@@ -219,7 +218,7 @@ def products() -> dict[str, Any]:
         found[shape.name] |= {"bf16_us": {n: 1e6 * s for n, s in floats.items()}}
         shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
         ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
-        print(f"{shape.name:13} {type(first).__name__:6} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
+        print(f"{shape.name:13} {type(made[0].weights[0]).__name__:6} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
               f"{size / own[1] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
         del made
         gc.collect()

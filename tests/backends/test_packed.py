@@ -226,3 +226,11 @@ def test_what_is_not_packed_is_dequantised_and_said_so(monkeypatch: pytest.Monke
 
 def test_every_kind_has_a_scheme() -> None:
     assert set(KINDS) < packed.SCHEMES.keys()
+
+
+def test_a_gate_with_another_activation_is_not_fused() -> None:
+    """It was computed as silu."""
+    w, values = blocks("Q4_0", 2 * 16, 256)
+    x = normal(3, 256)
+    gate, up = (x.double().cpu() @ values.T).chunk(2, 1)
+    assert error(PackedProduct([w]).gated(x, "relu"), gate.clamp(min=0) * up) < 3e-6

@@ -104,7 +104,7 @@ class HostPace:
         if not self.plans:
             self.fixed *= self.FORGET
         if seconds < self.SLACK * total:
-            self.seconds *= self.CUT
+            self.seconds = min(self.CUT * self.seconds, total)
         else:
             self.seconds = min(self.seconds + self.GROWTH * (seconds - self.SLACK * total), total)
 

@@ -338,18 +338,23 @@ class PackedProduct:
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
         """activation(gate) * up [T, out / 2]: the first half of the outputs is the gate."""
-        if self.bias is None and len(self.weights) == 1 and _halves(self.weights[0]):
+        if self._fuses(activation):
             out = torch.empty((1, x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
             _multiply(self._ordered(x), self.weights[0], out, self._alone, 0, True, activation)
             return out[0]
         return activate(self(x), activation, True, x.dtype)
 
+    def _fuses(self, activation: str | None) -> bool:
+        """Whether one kernel computes a gate, its partner and this activation."""
+        alone = self.bias is None and len(self.weights) == 1 and activation in (SILU, GELU)
+        w = self.weights[0]
+        return alone and (isinstance(w, Packed) or w.outputs % (2 * fields.TILE) == 0)
+
     def variants(self, activation: str | None) -> set[fields.Variant]:
         """The kernels that it needs, of those that are compiled at the start. activation: of a gate, if it is one."""
-        found = set()
+        found, gated = set(), self._fuses(activation)
         for w, slices in zip(self.weights, self._slices, strict=True):
             if isinstance(w, Tiled):
-                gated = activation is not None and self.bias is None and len(self.weights) == 1 and _halves(w)
                 shape = fields.Division(1, self._alone) if gated else fields.Division(self.parts, slices)
                 tiles = (*fields.FEW, fields.MANY)
                 found |= {fields.variant_for(w, rows, shape, gated, activation or SILU) for rows in tiles}
@@ -371,11 +376,6 @@ def _multiply(
         fields.product(x, w, out, slices, column, gated, activation)
     else:
         packed_product(x, w, DEFAULT, out, column, gated, activation)
-
-
-def _halves(w: Packed | Tiled) -> bool:
-    """Whether one kernel can compute a gate and its partner."""
-    return isinstance(w, Packed) or w.outputs % (2 * fields.TILE) == 0
 
 
 def _merged(weights: list[Packed | Tiled]) -> list[Packed | Tiled]:
