@@ -8,8 +8,8 @@ Published result (bench/results/2026-11-15-claims-int8.json):
                            --k 1,2,3,4,5,6,8,10,12
 
 All contenders run each prompt one after the other, in an order that changes from prompt to prompt, each with fresh
-drafters. Times are of whole requests, prefill included. Speedups are ratios of total seconds, overall and by category.
-The last line is one JSON object.
+drafters. Times are of whole requests, prefill included; each is the median over the rounds. Speedups are ratios of
+total seconds, overall and by category. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -81,12 +82,12 @@ def main() -> None:
     contenders |= {d.name: {"drafter": d, "k": "auto"} for d in (Wrong, SlowAndWrong)}
     prompts = sample(from_file(options.prompts) if options.prompts else bundled(), options.per_category)
     params = SamplingParams(max_tokens=options.tokens)
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # by contender, category and prompt
     tokens, steps, divergences, order = 0, defaultdict(int), 0, list(contenders)
     dice = random.Random(1)
     llm.using(drafter="auto")  # measures the pass costs once, for all
     for number in range(options.rounds):
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])[-1500:]
             dice.shuffle(order)
             texts = {}
@@ -94,7 +95,7 @@ def main() -> None:
                 engine = llm.using(**contenders[name])
                 begin = time.perf_counter()
                 (out,) = engine.generate([ids], params)
-                seconds[name, prompt.category] += time.perf_counter() - begin
+                seconds[name, prompt.category, place].append(time.perf_counter() - begin)
                 steps[name] += out.stats.steps
                 texts[name] = out.token_ids
             tokens += len(texts["plain"])
@@ -102,12 +103,16 @@ def main() -> None:
             print(f"{number + 1} {prompt.category}", file=sys.stderr)
 
     categories = list(dict.fromkeys(p.category for p in prompts))
-    total = {name: sum(seconds[name, c] for c in categories) for name in contenders}
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    for (name, category, _), each in seconds.items():
+        spent[name, category] += statistics.median(each)
+    total = {name: sum(spent[name, c] for c in categories) for name in contenders}
+    tokens //= options.rounds  # of one round
     rows = []
     print(f"{'':<16}" + "".join(f"{c[:12]:>13}" for c in [*categories, "all"]) + f"{'τ':>7}")
     for name in contenders:
-        by = {c: seconds["plain", c] / seconds[name, c] for c in categories} | {"all": total["plain"] / total[name]}
-        tau = tokens / steps[name]
+        by = {c: spent["plain", c] / spent[name, c] for c in categories} | {"all": total["plain"] / total[name]}
+        tau = options.rounds * tokens / steps[name]
         rows.append({"contender": name, "speedup": by, "tok_s": tokens / total[name], "tau": tau})
         print(f"{name:<16}" + "".join(f"{x:>13.3f}" for x in by.values()) + f"{tau:>7.2f}")
     print(f"{tokens} tokens each, {divergences} divergences, plain {tokens / total['plain']:.1f} tok/s, {llm.dtype}")

@@ -43,6 +43,7 @@ from outrider.models.prompts import bundled, from_file
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "outrider plain": ("outrider", {"drafter": "off"}),
     "outrider auto": ("outrider", {"drafter": "auto", "k": "auto"}),
+    "outrider auto, no head": ("outrider", {"drafter": "auto", "k": "auto", "auto": "suffix,ngram"}),
     "outrider suffix": ("outrider", {"drafter": "suffix", "k": "auto"}),
     "llama.cpp": ("llamacpp", {}),
     "llama.cpp lookup": ("llamacpp", {"prompt_lookup": 2}),

@@ -107,19 +107,14 @@ def drafter_forget(
     everything: Annotated[bool, Option("--all", help="Delete all weights and records of acceptance.")] = False,
 ) -> None:
     """Delete the kept weights of a model's drafter."""
-    if kind is not None:
-        from ..drafters._learning import store
+    from ..drafters._learning import store
 
-        store.forget_kind(store.kept_folder(model_name(model), {}), kind)
-        note("Deleted.")
-        return
-    if everything:
-        folders = [cache_folder() / "learnt", cache_folder() / "drift"]
+    kept = store.kept_folder(model_name(model), {})
+    folders = [cache_folder() / "learnt", cache_folder() / "drift"] if everything else [kept]
+    found = [folder for folder in folders if folder.exists()]
+    if found and kind is not None and not everything:
+        store.forget_kind(kept, kind)
     else:
-        from ..drafters._learning import store
-
-        folders = [store.kept_folder(model_name(model), {})]
-    kept = [folder for folder in folders if folder.exists()]
-    for folder in kept:
-        shutil.rmtree(folder)
-    note("Deleted." if kept else "There was nothing to delete.")
+        for folder in found:
+            shutil.rmtree(folder)
+    note("Deleted." if found else "There was nothing to delete.")

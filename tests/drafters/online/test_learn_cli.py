@@ -60,6 +60,7 @@ def test_learn_keeps_weights_and_continues_from_them(folder: Path, tmp_path: Pat
     forgotten = command("drafter", "show", "-m", folder)
     assert (forgotten.exit_code, forgotten.stdout) == (0, "")
     assert "Nothing has been learnt for this model yet" in forgotten.stderr
+    assert "nothing to delete" in command("drafter", "forget", "-m", folder, "--kind", "law").stderr
 
 
 def test_learn_to_and_a_request_that_opts_out(folder: Path, tmp_path: Path) -> None:

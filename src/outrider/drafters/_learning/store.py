@@ -73,8 +73,10 @@ def facts_of(folder: Path | str) -> dict[str, Any]:
     """The contents of a folder's `learnt.json`."""
     try:
         facts = json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise OutriderError(f"{folder} holds no learnt weights: `--learn` or `--learn-to` writes them.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(f"{folder} holds no learnt weights: {error}. `--learn-to` writes them.") from error
+        raise OutriderError(f"{Path(folder) / FACTS} cannot be read: {error}.") from error
     except ValueError as error:
         raise OutriderError(f"{Path(folder) / FACTS} is damaged: it is not JSON ({error}).") from error
     if not isinstance(facts, dict) or facts.get("outrider_learnt") != FORMAT:
