@@ -18,29 +18,20 @@ from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import attention, elementwise, matmul
-from outrider.backends.cuda.rounds import Rounds
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.rows import Rows
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
-from outrider.control.adaptive import Fixed
-from outrider.drafters import Workspace, make
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache, Plane
-from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.weights import LayerSubset
 from outrider.params import SamplingParams
 from outrider.types import Sequence
 
-from support.kernels import (  # before anything that imports triton
-    DEVICE,
-    GPU,
-    HALF,
-    Unhurried,
-    exact_products as exact_products,
-)
+from support.device_engine import device_engine, padded_plane
+from support.kernels import DEVICE, GPU, HALF, exact_products as exact_products
 from support.pairs import CASES, TINY, ours, pair, source, text, their_logits
 
 F32 = torch.float32
@@ -86,14 +77,6 @@ class DeviceBench:
     def chunks(self, seq: Sequence, chunk: int = 1000) -> Tensor:
         n = len(seq.tokens)
         return torch.cat([self.logits((seq, at, min(at + chunk, n))) for at in range(0, n, min(chunk, n))])
-
-
-def padded_plane(cache: Cache, model: Transformer) -> Plane:
-    """A CPU's planes have no slot for padding."""
-    cache.slots += not GPU
-    plane = cache.add_plane(*model.plane_shape)
-    cache.slots -= not GPU
-    return plane
 
 
 # ------------------------------------------------------------ kernels
@@ -210,20 +193,8 @@ TOKENS = 24 if GPU else 5
 
 
 def engine(case: str, drafter: str, rounds: bool = True, **options: Any) -> Engine:
-    target = on_device(case)
     cache = Cache(600, 8, 80, DEVICE, source_length=96)
-    plane = padded_plane(cache, target)
-    state = DeviceState(cache, Driver(DEVICE, poisons=True), 4)
-    runner = Graphs(target, plane, state)
-    runner.rounds = Rounds(runner) if rounds else None
-    cache.slots += not GPU
-    space = Workspace(target, cache, plane, options, None, lambda m, p: Graphs(m, p, state))  # type: ignore[arg-type]
-    made = make(drafter, space)
-    cache.slots -= not GPU
-    k = 0 if drafter == "off" else 3
-    built = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, 16), target.config.vocab_size)
-    built.pace = Unhurried()
-    return built
+    return device_engine(on_device(case), cache, drafter, 0 if drafter == "off" else 3, rounds, **options)
 
 
 def texts(engine: Engine, **params: Any) -> tuple[list[list[int]], int]:

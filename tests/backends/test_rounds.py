@@ -1,7 +1,6 @@
 """The device's own loop: rounds say what plain decoding on a CPU says, whatever is drafted, cut or in flight.
 
-Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter. Everything that nobody has
-written is poisoned (`capture.Driver`): a round that reads it would say something else, or fail.
+Without a GPU the same code runs uncaptured, with its kernels in triton's interpreter (`support.device_engine`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from hypothesis import given, settings, strategies as st
 
 from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
-from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import adjusting, rounds as kernels
 from outrider.backends.cuda.lines import Lines
 from outrider.backends.cuda.rounds import Rounds, RoundShape
@@ -27,24 +25,17 @@ from outrider.backends.loaded_weights import embedding_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
-from outrider.control.adaptive import Fixed
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, make
 from outrider.engine.cache import Cache, Row
 from outrider.engine.sampling import adjust
-from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.errors import ModelError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
 from outrider.types import Draft, SamplingParams, Sequence, chain
 
-from support.kernels import (
-    DEVICE,
-    GPU,
-    Unhurried,
-    exact_products as exact_products,
-    ordered_products as ordered_products,
-)
+from support.device_engine import device_engine
+from support.kernels import DEVICE, GPU, exact_products as exact_products, ordered_products as ordered_products
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
 TOKENS = 24 if GPU else 6
@@ -70,29 +61,8 @@ def head_of(target: Transformer) -> Any:
     return network.Head(config, tensors, embedding_of(target), target.compute, target.device)
 
 
-def engine(
-    drafter: str | type[Drafter] = "off",
-    k: int = 0,
-    rounds: bool = True,
-    slots: int = 600,
-    rows: int = 16,
-    **options: object,
-) -> Engine:
-    target = model()
-    cache = Cache(slots, 8, 96, DEVICE)
-    cache.slots += not GPU  # a CPU's planes have no slot for padding
-    plane = cache.add_plane(*target.plane_shape)
-    cache.slots -= not GPU
-    state = DeviceState(cache, Driver(DEVICE, poisons=True), 4)
-    runner = Graphs(target, plane, state)
-    runner.rounds = Rounds(runner) if rounds else None
-    cache.slots += not GPU
-    space = Workspace(target, cache, plane, options, None, lambda m, p: Graphs(m, p, state))  # type: ignore[arg-type]
-    made = make(drafter, space)
-    cache.slots -= not GPU
-    built = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, rows), target.config.vocab_size)
-    built.pace = Unhurried()
-    return built
+def engine(drafter: str | type[Drafter] = "off", k: int = 0, slots: int = 600, **options: Any) -> Engine:
+    return device_engine(model(), Cache(slots, 8, 96, DEVICE), drafter, k, **options)
 
 
 Drafts = dict[tuple[int, int], list[int]]  # (sequence, tokens before it) -> the draft that was verified there
