@@ -79,9 +79,13 @@ class Adaptive(Controller):
         self.credit = Credit()
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode
+        self.price_of_full = 0.0  # tokens that full drafts for all sequences cost, at the last step with any
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
         self.reading, self.reading_nodes = Line(), 1  # seconds of requests that read prompts, by their tokens; nodes
+        self.paused = f"{name} has gained less than it cost and is paused: plain decoding is faster"
+        self.resume_above, self.refusal = 0.0, self.paused  # the credit above which drafting is considered again; why
+        self.refused = 0  # sequences of the batch that this is about
         # Of the step that is being prepared; `observe` does not read them.
         self.turns, self.traits = list[Turn](), Traits()
         self._prices: StepPrices | None = None
@@ -104,7 +108,13 @@ class Adaptive(Controller):
         for seq_id in eligible:
             self.credit.admit(seq_id)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = self._rooms(eligible, free) if eligible else {}
+        rooms: dict[int, int] = {}
+        if len(turns) != self.refused:
+            self._resume()
+        if self.credit.tokens <= self.resume_above:
+            self._explain(self.refusal)
+        elif eligible:
+            rooms = self._rooms(eligible, free)
         request_only = {turn.seq.id for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
         if not (rooms or request_only):
             return turns
@@ -125,11 +135,8 @@ class Adaptive(Controller):
             return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
         if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(eligible, line)
-        if self.credit.tokens <= 0:
-            self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
-            return {}
         if self.prices.hopeless and not self._affords_trial(eligible, 1, line):
-            self._explain(f"{self.name} is not used: even a certain draft would lose by its rows")
+            self._wait(f"{self.name} is not used: even a certain draft would lose by its rows", line)
             return {}
         return dict.fromkeys(eligible, free)
 
@@ -146,7 +153,7 @@ class Adaptive(Controller):
         if not count:
             if self._affords_trial(eligible, self.TRIED[-1], line):
                 return self._trial(eligible, self.TRIED[-1])
-            self._refuse(chains[0][0], self._break_even(len(eligible), line))
+            self._wait(self._too_unlikely(chains[0][0], self._break_even(len(eligible), line)), line)
             return {}
         expected = 1 + sum(sum(chain[:k]) for chain in chains[:count]) / len(self.turns)
         self._expect(f"up to {k} nodes for {count}" if len(self.turns) > 1 else f"up to {k} nodes", expected)
@@ -180,7 +187,16 @@ class Adaptive(Controller):
     def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
         """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
         rows = k * min(len(eligible), self.PROBED)
-        return 2 * (self.prices.price(rows) + self.prices.speed * line(k)) <= self._risk
+        return 2 * (self.prices.exact(rows) + self.prices.speed * line(k)) <= self._risk
+
+    def _wait(self, reason: str, line: Line) -> None:
+        """Nothing is drafted before the credit pays for one node, or the batch changes: nothing else tells more."""
+        self.resume_above = (self.prices.exact(1) + self.prices.speed * line(1)) / self.lead
+        self.refusal, self.refused = reason, len(self.turns)
+        self._explain(reason)
+
+    def _resume(self) -> None:
+        self.resume_above, self.refusal = 0.0, self.paused
 
     def _break_even(self, count: int, line: Line) -> float:
         """The survival at which one more node for each of these sequences pays."""
@@ -210,7 +226,7 @@ class Adaptive(Controller):
         if total := sum(kept):
             self._expect(f"{total} of {len(order)} drafted", 1 - sum(chance for chance, _ in order[:total]) / batch)
         else:
-            self._refuse(-order[0][0], prices.exact(batch) / batch)
+            self._explain(self._too_unlikely(-order[0][0], prices.exact(batch) / batch))
         return Draft.pack(tree.cut(n) for tree, n in zip(draft.trees, kept, strict=True))
 
     def _survival(self, turn: Turn, tree: Tree) -> list[float]:
@@ -230,9 +246,9 @@ class Adaptive(Controller):
         each = "" if len(self.turns) == 1 else " for each"
         self._explain(f"{drafted}: about {tokens:.1f} tokens expected{each}")
 
-    def _refuse(self, survival: float, break_even: float) -> None:
+    def _too_unlikely(self, survival: float, break_even: float) -> str:
         odds = f"{survival:.0%} likely at best, break-even here is {break_even:.0%}"
-        self._explain(f"{self.name} is not used: {odds}; plain decoding until that changes")
+        return f"{self.name} is not used: {odds}; plain decoding until that changes"
 
     # ------------------------------------------------------------ after the pass
 
@@ -241,14 +257,16 @@ class Adaptive(Controller):
         asked = [turn for turn in turns if turn.asks_drafter]
         drafting = self._learn_drafting(turns, asked, step.clock["draft"]) if asked else 0.0
         nodes = sum(step.draft_rows)
-        rows, decoded = step.rows, sum(verdict is not None for verdict in step.verdicts)
+        rows, decoded = nodes + sum(turn.feed for turn in turns), sum(verdict is not None for verdict in step.verdicts)
         plain = decoded == batch and rows == batch + nodes  # no prompt in this pass
         verify = step.clock["verify"] if plain else self.costs(rows, batch)
         if decoded:
-            self._learn_credit(step, verify, decoded, drafting)
+            self._learn_credit(step, nodes, verify, decoded, drafting)
         if plain:
-            tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
-            lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
+            lead = 1.0
+            if nodes or drafting:
+                tokens = sum(len(verdict.tokens) for verdict in step.verdicts if verdict is not None)
+                lead = tokens / batch * self.costs(batch, batch) / (verify + drafting + step.clock["judge"])
             self.lead = max(self.lead + self.RECENT * (min(lead, 3 * self.lead) - self.lead), 1.0)
             self.costs.refine(rows, verify, batch)
         for turn, tree, verdict, missed in zip(turns, trees, step.verdicts, step.untaken, strict=True):
@@ -279,16 +297,20 @@ class Adaptive(Controller):
         self.drafting[mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
 
-    def _learn_credit(self, step: Step, verify: float, decoded: int, drafting: float) -> None:
+    def _learn_credit(self, step: Step, nodes: int, verify: float, decoded: int, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
-        batch, rows, nodes = len(step.turns), step.rows, sum(step.draft_rows)
+        if not (nodes or drafting):
+            self.credit.add(self.credit.SHARE * decoded, self.price_of_full)
+            return
+        batch, rows = len(step.turns), step.rows
         plain, speed = self.costs(rows - nodes, batch), decoded / self.costs(decoded, decoded)
         verified = min(verify, 3 * self.costs(rows, batch)) - plain if nodes else 0.0
         gain = sum(len(verdict.path) for verdict in step.verdicts if verdict is not None)
-        full = self.costs(rows - nodes + batch * self.k_max, batch) - plain + drafting
-        self.credit.add(self.credit.SHARE * decoded + gain - speed * (verified + drafting), speed * full)
+        self.price_of_full = speed * (self.costs(rows - nodes + batch * self.k_max, batch) - plain + drafting)
+        self.credit.add(self.credit.SHARE * decoded + gain - speed * (verified + drafting), self.price_of_full)
 
     def end(self, seq: Sequence) -> None:
+        self._resume()
         self.credit.end(seq.id)
         self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)

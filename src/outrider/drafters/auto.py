@@ -367,16 +367,20 @@ class Auto(Cascade):
         for stats in self.costs.values():
             stats.idle += 1
         self._switch_taps(len(step.turns))
+        self.calls = {}
+        if self.proposed:  # else nothing was requested
+            self._score_all(step)
+        super().observe(step)
+
+    def _score_all(self, step: Step) -> None:
         if self.prices.speed and not step.in_round:  # else the host drafts while the device runs
             self._demote_slow(1 / self.prices.speed)
-        self.calls = {}
         for turn, verified, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             seq = turn.seq
             emitted = seq.tokens[self.lengths_then.get(seq.id, len(seq.tokens)) :]  # more than the verdict's in a round
             if verdict is not None and emitted:
                 for name, tree in self.proposed.pop(seq.id, {}).items():
                     self._score(seq, name, tree, emitted, verified, verdict)
-        super().observe(step)
 
     def _score(
         self, seq: Sequence, name: str, tree: Tree, emitted: list[int], verified: Tree, verdict: Verdict

@@ -77,7 +77,8 @@ class ObservedFeatures(FeatureCache):
         sizes = [turn.feed + len(tree.tokens) for turn, tree in zip(step.turns, step.draft.trees, strict=True)]
         shared = None
         if all(turn.feed == 1 for turn in step.turns):  # one copy for all sequences, and a view of it for each
-            shared = torch.cat([hidden[tap] for tap in self.taps], 1).split(sizes)  # B x [n, taps * H]
+            joined = torch.cat([hidden[tap] for tap in self.taps], 1)  # [T, taps * H]
+            shared = (joined,) if len(sizes) == 1 else joined.split(sizes)  # B x [n, taps * H]
         for i, (turn, verdict) in enumerate(zip(step.turns, step.verdicts, strict=True)):
             path = [] if verdict is None else verdict.path
             if turn.seq.speculate and not turn.seq.done:
