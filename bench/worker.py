@@ -211,10 +211,10 @@ class Memory(Engine):
     def __init__(self, model: str | None, options: dict[str, Any]) -> None:
         import torch
 
-        from outrider.backends.cpu.quantise import _arena  # huge pages, as weights have them
+        from outrider.backends.cpu.memory import arena  # huge pages, as weights have them
 
         self.torch, self.facts = torch, {"threads": torch.get_num_threads()}
-        self.data = _arena(1 << 30).zero_()
+        self.data = arena(1 << 30).zero_()
 
     def speed(self) -> float:
         """The faster of two sums, each of which reads every byte once, in order."""
