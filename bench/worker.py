@@ -31,6 +31,9 @@ class Engine:
     facts: dict[str, Any]
     first: float | None = None  # when the first token came, from an engine that cannot stream
 
+    def prepare(self) -> None:
+        """Before the time of a request begins."""
+
     def generate(self, ids: list[int], tokens: int) -> Iterator[list[int]]:
         """New ids as they arrive."""
         raise NotImplementedError
@@ -53,11 +56,14 @@ class Outrider(Engine):
         self.facts = {"version": __version__, "dtype": self.llm.dtype}
         self._context: tuple[Any, ...] = ()
 
+    def prepare(self) -> None:
+        self.fresh = self.llm.using(**self.options)  # no memory of earlier prompts
+
     def generate(self, ids: list[int], tokens: int) -> Iterator[list[int]]:
         from outrider import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        for piece in self.llm.using(**self.options).stream(ids, params):  # no memory of earlier prompts
+        for piece in self.fresh.stream(ids, params):
             yield piece.token_ids
 
     def pass_seconds(self, ids: list[int], rows: int) -> float:
@@ -239,6 +245,7 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def generated(engine: Engine, ids: list[int], tokens: int) -> dict[str, Any]:
+    engine.prepare()
     begin, times, new = time.perf_counter(), [], []
     for some in engine.generate(ids, tokens):
         times.append(time.perf_counter())

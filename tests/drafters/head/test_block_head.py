@@ -15,6 +15,7 @@ from outrider.backends.cpu import native
 from outrider.backends.cpu.blocks import BlockLinear, BlockTransformer, repacked
 from outrider.backends.toy import toy_config
 from outrider.config import Config
+from outrider.drafters.head import network
 from outrider.drafters.head.network import Head, read_head, write_head
 from outrider.errors import ModelError
 from outrider.llm import build_engine
@@ -136,9 +137,14 @@ def test_no_head_in_blocks_changes_the_text(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(tmp_path: Path) -> None:
-    """As they are: no copy in floats; a head without output rows multiplies by the file's own."""
-    shape, weights = block_config(96, tied=True), RandomBlocks(block_config(96, tied=True), "Q4_1", "Q8_0")
+@pytest.mark.parametrize("tied", [True, False])
+def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are: no copy in floats; a head without output rows multiplies by the file's own. An embedding that is
+    not the output matrix too stays in the file, and a pass may need more of its rows than there is room for."""
+    monkeypatch.setattr(network, "_ROWS", 4)
+    shape, weights = block_config(96, tied=tied), RandomBlocks(block_config(96, tied=tied), "Q4_1", "Q8_0")
     target: Any = BlockTransformer(shape, weights, repacked(shape, weights))
     config, tensors = random_head(target.config, vocabulary=60)
     bare = replace(config, own_output=False)
@@ -146,8 +152,10 @@ def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(tmp_path:
     engine = build_engine(target, Config(drafter="head", k=3, options={"head": str(tmp_path)}))
     head: Any = engine.drafter.rollout.head  # type: ignore[attr-defined]
     assert head.embedding is target
+    assert "embedding" not in vars(target), "the whole embedding was read"
     assert isinstance(head.head, BlockLinear)
-    rows = weights.get("embed_tokens.weight", torch.float32)[target_ids(tensors["d2t"])]
+    output = "embed_tokens.weight" if tied else "lm_head.weight"
+    rows = weights.get(output, torch.float32)[target_ids(tensors["d2t"])]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(1))
     assert (head.head(x) - x @ rows.T).norm() < 0.02 * (x @ rows.T).norm()
     same = decoded(read_head(tmp_path)[1]) | {"lm_head.weight": rows}

@@ -267,7 +267,7 @@ class BlockTransformer(Model):
         assert isinstance(weights, FileWeights)
         name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
         tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
-        (weights.source if isinstance(weights, FamilyWeights) else weights).release()
+        _release(weights)
         return cls(config, weights, tensors, length)
 
     @property
@@ -277,13 +277,17 @@ class BlockTransformer(Model):
 
     @cached_property
     def embedding(self) -> Tensor:
-        """[V, H] bfloat16, for trained heads: the decoder itself reads single rows of the blocks."""
+        """[V, H] bfloat16, for heads that cannot read single rows of the blocks, as the decoder does."""
         return self.weights.get("embed_tokens.weight", torch.bfloat16)
 
     @property
     def words(self) -> int:
         """The address of the embedding's pieces, which this model keeps; 0: it is not in blocks."""
         return self._native._words()[1]
+
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding [n, H], from the file."""
+        return self.weights.rows("embed_tokens.weight", ids)
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
@@ -292,7 +296,9 @@ class BlockTransformer(Model):
     def output_blocks(self, ids: Tensor) -> BlockTensor:
         """The same as they are in the file."""
         name = _head(self.config)
-        return BlockTensor(self.weights.blocks(name)[ids], self.weights.kind(name))
+        blocks = self.weights.blocks(name)[ids]
+        _release(self.weights)
+        return BlockTensor(blocks, self.weights.kind(name))
 
     @torch.inference_mode()
     def forward(
@@ -300,6 +306,11 @@ class BlockTransformer(Model):
     ) -> Output:
         plane.count_pass()
         return self._native(rows, plane, part, x, taps)
+
+
+def _release(weights: FileWeights) -> None:
+    """Give the file's pages back: they were copied."""
+    (weights.source if isinstance(weights, FamilyWeights) else weights).release()
 
 
 class BlockPass(NativePass):

@@ -111,6 +111,36 @@ def linear_fields(q: Quantised) -> tuple[int, ...]:
     return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
 
 
+class NativeRows:
+    """Rows as native code reads them. This object keeps the memory alive whose addresses it gives."""
+
+    FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # in the order of pass.h
+
+    def __init__(self, rows: Rows) -> None:
+        batch, tails = rows.batch, list[list[int]]()
+        if batch is not None:  # it has the lists already; tensors of a few numbers cost several times more
+            self.lists, table = [getattr(batch, name) for name in self.FIELDS], batch.table
+            tails = batch.tails
+        else:
+            self.lists, table = [getattr(rows, name).tolist() for name in self.FIELDS], rows.table
+            tails = [] if rows.ancestors is None else rows.ancestors.tolist()
+        self.table = ops.contiguous(table, torch.int32)  # [lines, length]
+        self.depth = max(map(len, tails), default=0)  # drafted ancestors of a row, at most
+        self._tails = array("i", [slot for tail in tails for slot in (*tail, *[-1] * (self.depth - len(tail)))])
+
+    @property
+    def count(self) -> int:
+        """T"""
+        return len(self.lists[0])
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of the six fields (int64), of the table and of the drafted ancestors' slots [T, depth] (int32)."""
+        self._flat = array("q", [number for numbers in self.lists for number in numbers])
+        first, each = self._flat.buffer_info()[0], 8 * self.count
+        fields = (first + each * i for i in range(len(self.lists)))
+        return (*fields, self.table.data_ptr(), self._tails.buffer_info()[0] if self.depth else 0)
+
+
 class NativePass(Addresses):
     """The addresses of all weights, in the order of native/pass.h."""
 
@@ -122,27 +152,23 @@ class NativePass(Addresses):
         self._models = {model.config.vocab_size: self._pack_model(model.config.vocab_size)}
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
-        c, count = self.config, rows.slots.shape[0]
+        c, inputs = self.config, NativeRows(rows)
         stop = c.layers if part.stop is None else part.stop
-        ancestors = None if rows.ancestors is None else ops.contiguous(rows.ancestors, torch.int32)
-        table = ops.contiguous(rows.table, torch.int32)
         x = None if x is None else x.to(torch.float32).contiguous()
-        indices = (rows.tokens, rows.positions, rows.slots, rows.lines, rows.context, rows.want)
-        inputs = [*(ops.contiguous(index, torch.int64) for index in indices), table, ancestors, x]
         ids = min(part.vocab or c.vocab_size, c.vocab_size)
         if ids not in self._models:
             self._models[ids] = self._pack_model(ids)
-        logits = torch.empty(rows.want.shape[0] if part.head else 0, ids)  # [R, V]
-        hidden = {i: torch.empty(count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
+        logits = torch.empty(len(inputs.lists[-1]) if part.head else 0, ids)  # [R, V]
+        hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
         skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
         if attention or mlp:
             skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
-        depth, slots = 0 if ancestors is None else ancestors.shape[1], plane.k[0].shape[0]
         self.kernels.int8_pass(
-            self._models[ids], *ops.addresses_of(*inputs), 0, self._addresses(plane),
+            self._models[ids], *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
             logits.data_ptr() if part.head else 0, *(0 if a is None else a.buffer_info()[0] for a in (tapped, skips)),
-            table.shape[1], depth, slots, count, logits.shape[0], part.start, stop, torch.get_num_threads(),
+            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, logits.shape[0], part.start, stop,
+            torch.get_num_threads(),
         )  # fmt: skip
         return Output(logits if part.head else logits.new_zeros(0), hidden)
 

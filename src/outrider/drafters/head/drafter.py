@@ -420,8 +420,8 @@ def _with_target(
     tensors = with_output_rows(config, tensors, target)
     output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
-    in_pieces = dtype is torch.int8 and isinstance(target, BlockTransformer) and target.words and own is None
-    if in_pieces and config.kind not in (EAGLE1, DFLASH):  # native code reads single rows of them
+    in_blocks = dtype is torch.int8 and isinstance(target, BlockTransformer) and own is None
+    if in_blocks and config.kind not in (EAGLE1, DFLASH):  # native code reads single rows of them
         return Head(config, tensors, target, dtype, device, space.cache.length, stored_as, output)
     embedding = embedding_of(target)
     if config.kind == DFLASH:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...backends import PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
-from ...backends.cpu.int8 import Addresses, Int8Linear
+from ...backends.cpu.int8 import Addresses, Int8Linear, NativeRows
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
@@ -43,7 +43,7 @@ from ...models.speculators import (
 )
 from .._trained import DraftVocabulary
 
-_FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # of rows, in the order of pass.h
+_ROWS = 512  # of an embedding that stays in its file, at first
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
 
@@ -73,7 +73,7 @@ class Head(DraftVocabulary):
         self,
         config: HeadConfig,
         tensors: HeadTensors,
-        embedding: Any,  # [V, H] the target's, or a target with `words`; a narrow head has its own
+        embedding: Any,  # [V, H] the target's, or a target in blocks; a narrow head has its own
         dtype: torch.dtype,  # int8 (CPU only): weights are quantised here, or stay in the blocks of their file
         device: torch.device | str = "cpu",
         length: int | None = None,  # number of positions; default: the context length
@@ -417,15 +417,29 @@ class Int8Head(Addresses):
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
         super().__init__(head)
         self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
-        self.outputs = head.config.draft_vocab_size
+        self.outputs, self.embedding, self.head = head.config.draft_vocab_size, head.embedding, head
+        in_file = isinstance(self.embedding, BlockTransformer) and not self.embedding.words
+        self.rows_read = torch.empty(_ROWS if in_file else 0, self.width, dtype=torch.bfloat16)  # of one pass
         self._model = self._pack(head)
 
-    def _words(self, embedding: Any) -> tuple[int, int]:
-        """Addresses of the embedding [V, H]: in bfloat16, the target's own where it is int8; or its pieces' address."""
-        if isinstance(embedding, BlockTransformer):
-            return 0, embedding.words
-        self._held.append(words := embedding.to(torch.bfloat16).contiguous())
-        return words.data_ptr(), 0
+    def _words(self) -> tuple[int, int, int]:
+        """The embedding's address [V, H] in bfloat16 (the target's own where it is int8), or that of its pieces; V."""
+        if self.rows_read.shape[0]:
+            return self.rows_read.data_ptr(), 0, self.rows_read.shape[0]
+        if isinstance(self.embedding, BlockTransformer):
+            return 0, self.embedding.words, self.head.config.vocab_size
+        self._held.append(words := self.embedding.to(torch.bfloat16).contiguous())
+        return words.data_ptr(), 0, self.head.config.vocab_size
+
+    def _read_words(self, tokens: list[int]) -> list[int]:
+        """Where the rows of these tokens are, if their embedding stays in its file."""
+        if not self.rows_read.shape[0]:
+            return tokens
+        if len(tokens) > self.rows_read.shape[0]:
+            self.rows_read = torch.empty(2 * len(tokens), self.width, dtype=torch.bfloat16)
+            self._model = self._pack(self.head)
+        self.rows_read[: len(tokens)] = self.embedding.embedding_rows(torch.tensor(tokens))
+        return list(range(len(tokens)))
 
     def __call__(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True, scored: bool = True
@@ -434,27 +448,26 @@ class Int8Head(Addresses):
 
         features [T, H]; with `fused` false, hidden states [T, taps * H].
         """
-        lists, table = _lists(rows)
+        inputs = NativeRows(rows)
+        lists, count, length = inputs.lists, inputs.count, inputs.table.shape[1]
+        lists[0] = self._read_words(lists[0])
         lists[5] = lists[5] if scored else []
         if masked is not None:
             lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
-        count, wanted = len(lists[0]), len(lists[5])
-        flat = array("q", [number for numbers in lists for number in numbers])
-        pointers = [flat.buffer_info()[0] + 8 * count * i for i in range(6)]
-        depth, tails = _tails(rows)
+        wanted = len(lists[5])
         features = features.to(torch.float32).contiguous()
         scores, outputs = torch.empty(wanted, self.outputs), torch.empty(count, self.width)
         taps = array("q", [0] * (self.layers - 1) + [outputs.data_ptr()])
         self.kernels.int8_pass(
-            self._model, *pointers, table.data_ptr(), 0 if tails is None else tails.buffer_info()[0],
+            self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
-            scores.data_ptr() if wanted else 0, taps.buffer_info()[0], 0, table.shape[1], depth, plane.k[0].shape[0],
+            scores.data_ptr() if wanted else 0, taps.buffer_info()[0], 0, length, inputs.depth, plane.k[0].shape[0],
             count, wanted, 0, self.layers, torch.get_num_threads(),
         )  # fmt: skip
         return scores, outputs
 
     def _pack(self, head: Head) -> int:
-        c, (words, pieces) = head.config, self._words(head.embedding)
+        c, (words, pieces, vocabulary) = head.config, self._words()
         layers = b"".join(self._pack_layer(layer, c.window(i)) for i, layer in enumerate(head.layers))
         masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
@@ -463,7 +476,7 @@ class Int8Head(Addresses):
             *(*ops.addresses_of(head.norm), words, *ops.addresses_of(head.cos, head.sin)),
             *self._fields(head.head),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._fields(head.fc)),
+            *(*ops.addresses_of(head.hidden_norm), *masks, vocabulary, *self._fields(head.fc)),
             *(c.norm_before_residual, pieces),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
@@ -476,26 +489,6 @@ class Int8Head(Addresses):
 
     def _fields(self, product: Any) -> tuple[int, ...]:
         return product.fields if isinstance(product, BlockLinear) else self._linear(product.packed)
-
-
-def _lists(rows: Rows) -> tuple[list[list[int]], Tensor]:
-    """The rows' fields as lists, and the table of slots. Rows of a batch have the lists already."""
-    batch = rows.batch
-    if batch is None:
-        return [getattr(rows, name).tolist() for name in _FIELDS], ops.contiguous(rows.table, torch.int32)
-    return [getattr(batch, name) for name in _FIELDS], ops.contiguous(batch.table, torch.int32)
-
-
-def _tails(rows: Rows) -> tuple[int, array[int] | None]:
-    """Drafted ancestors' slots: the number of columns, and [T, columns] padded with -1."""
-    if rows.batch is None:
-        tails = [] if rows.ancestors is None else rows.ancestors.tolist()
-    else:
-        tails = rows.batch.tails
-    depth = max(map(len, tails), default=0)
-    if not depth:
-        return 0, None
-    return depth, array("i", [slot for tail in tails for slot in (*tail, *[-1] * (depth - len(tail)))])
 
 
 __all__ = ["Head", "HeadConfig", "read_head", "target_hash", "write_head"]
