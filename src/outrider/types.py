@@ -356,6 +356,7 @@ class Step:
     in_round: bool = False  # a device's own loop ran it: `output` has no logits, `batch` no rows
     untaken: Listing[tuple[Tree, int] | None] = ()  # [B] a draft of which no node was verified, for want of worth or
     # because a device had gone another way, and the token that came where it begins
+    partial: bool = False  # a round ran for more sequences than these: some had ended before it was read
 
     @property
     def draft_rows(self) -> list[int]:

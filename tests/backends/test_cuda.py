@@ -121,6 +121,22 @@ def test_rope_store(dim: int, turning: int, normed: bool) -> None:
         assert bool(ours[[2, 4, 5, 6, 8]].isnan().all()), "another slot was written"
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "turning"), [(6, 2, 16, 16), (20, 5, 24, 16), (3, 0, 16, 0)])
+def test_many_rows_are_rotated_as_few_are(heads: int, kv_heads: int, dim: int, turning: int) -> None:
+    rows, width = 67, (heads + 2 * kv_heads) * dim
+    parts, bias, scale = normal(2, rows, width), normal(width), normal(rows)
+    angles, slots = torch.rand(rows, turning // 2, device=DEVICE), torch.randperm(rows, device=DEVICE)
+    few, many = ([torch.full((rows, kv_heads, dim), 7.0, device=DEVICE).to(HALF) for _ in "kv"] for _ in range(2))
+    turned = (angles.cos(), angles.sin())
+    q = elementwise.rope_store(Parts(parts, bias, scale), *turned, *many, slots, heads, kv_heads)
+    for at in range(0, rows, 40):
+        piece = slice(at, at + 40)
+        some = Parts(parts[:, piece].contiguous(), bias, scale[piece])
+        each = [angle[piece].contiguous() for angle in turned]
+        assert torch.equal(q[piece], elementwise.rope_store(some, *each, *few, slots[piece], heads, kv_heads))
+    assert all(map(torch.equal, many, few))
+
+
 # ------------------------------------------------------------ attention
 
 

@@ -87,6 +87,7 @@ class World:
             rows=rows,
             draft_rows=[len(tree.tokens) for tree in drafted.trees],
             in_round=False,
+            partial=False,
             untaken=[None] * self.batch,
             verdicts=verdicts,
             clock=clock,
@@ -259,7 +260,7 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
             turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False, untaken=[None],
-            verdicts=[Verdict([], [1], "r" + "u" * 3)], clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
+            verdicts=[Verdict([], [1], "r" + "u" * 3)], partial=False, clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
         line = controller.drafting[""].line(1)
@@ -277,7 +278,7 @@ def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
             turns = [turn.allow(max(turn.budget, 1)) for turn in turns]
             step: Any = SimpleNamespace(
                 turns=turns, draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=False, untaken=[None],
-                verdicts=[Verdict([0], [3, 1], "a")], clock={"draft": draft, "verify": 0.005, "judge": 0.0},
+                verdicts=[Verdict([0], [3, 1], "a")], partial=False, clock={"draft": draft, "verify": 0.005, "judge": 0.0},
             )  # fmt: skip
             controller.observe(step)
         return seq
@@ -290,7 +291,7 @@ def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
     long = Sequence(9, [1] * 1000, SamplingParams(max_tokens=99))
     controller.turns = [Turn(long, 1, True)]
     controller._prices = None
-    price = controller._price_of_reading({9}, line)
+    price = controller._price_of_reading({9}, 1.0, line)
     assert price == pytest.approx(controller.prices.speed * 0.002 / Adaptive.LASTS, rel=0.6)  # not 20 times as much
 
 
@@ -373,3 +374,56 @@ def test_a_pass_with_drafts_that_is_faster_than_a_plain_one_corrects_the_plain_c
         costs.refine(32, 0.0042)
     assert costs(1) < 0.00425
     assert costs(32) >= costs(1)
+
+
+def long_reader(tokens: int) -> tuple[Adaptive, list[Turn]]:
+    """64 sequences of a drafter that is always right, four of which it has read: that took a pass."""
+    costs = {1: 0.004, 64: 0.0045, 128: 0.006, 256: 0.0075, 1024: 0.016}
+    controller = Adaptive(PassCosts({(n, rows): costs[rows] for n in (1, 64) for rows in costs if rows >= n}))
+    controller.calls[""] = 2
+    for k in (1, 4, 1, 4):
+        controller.drafting[""].add(64, k, 0.001 * k)
+    for _ in range(200):
+        controller.overall.add(chain([1] * 8), list(range(8)), "a" * 8)
+    seqs = [Sequence(i, [1] * 100, SamplingParams(max_tokens=tokens)) for i in range(64)]
+    controller.asked = {0, 1, 2, 3}
+    controller.reading.add(400, 0.004)
+    return controller, [Turn(seq, 1, True) for seq in seqs]
+
+
+def test_prompts_are_read_for_the_steps_that_are_left_and_not_for_the_tokens() -> None:
+    """With 47 sequences that had 13 tokens left a draft model read all prompts, in the time of 13 passes, for three
+    steps with drafts: 0.84 × plain decoding on an H200."""
+    for tokens, reads in ((13, False), (2000, True)):
+        controller, turns = long_reader(tokens)
+        for turn in turns:
+            controller.credit.admit(turn.seq.id)
+        controller.credit.tokens = 4000.0
+        budgets = [turn.budget for turn in controller.budget(turns, Traits())]
+        assert (sum(map(bool, budgets)) > 4) == reads, (tokens, budgets, controller.why)
+
+
+def test_where_reading_costs_too_much_nothing_is_tried_again_and_again() -> None:
+    """Acceptance and costs were known; four sequences were tried in each of forty rounds, each a third longer."""
+    controller, turns = long_reader(13)
+    controller.budget(turns, Traits())  # admits them
+    controller.credit.tokens = 4000.0
+    assert not any(turn.budget for turn in controller.budget(turns, Traits()))
+    assert "reading the prompts" in controller.why
+
+
+def test_a_round_with_sequences_that_have_ended_teaches_no_costs() -> None:
+    """Passes for 46 sequences and their drafts were taken for those of the three that were left, and one sequence was
+    never drafted for again."""
+    controller = Adaptive(measured(slope))
+    seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
+    before = [controller.costs(rows) for rows in (1, 2, 8)]
+    for _ in range(50):
+        step: Any = SimpleNamespace(
+            turns=[Turn(seq, 1, True, 1)], draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=True,
+            untaken=[None], verdicts=[Verdict([0], [3, 1], "a")], partial=True,
+            clock={"draft": 0.5, "verify": 0.5, "judge": 0.0},
+        )  # fmt: skip
+        controller.observe(step)
+    assert [controller.costs(rows) for rows in (1, 2, 8)] == before
+    assert controller.drafting[""].line(1) is None

@@ -88,7 +88,7 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
     verdict = Verdict(list(range(path)), [1] * (path + 1), fates)
     return SimpleNamespace(
         turns=[turn], draft=draft, verdicts=[verdict], clock=clock, rows=n + 1, draft_rows=[n], in_round=False,
-        untaken=[None], output=SimpleNamespace(seconds={}),
+        partial=False, untaken=[None], output=SimpleNamespace(seconds={}),
     )  # fmt: skip
 
 

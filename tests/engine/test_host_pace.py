@@ -77,3 +77,18 @@ def test_a_device_without_a_clock_drafts_for_all() -> None:
     pace.drafted(1, 0.1)
     pace.waited(0.0, {})
     assert pace.affordable([0, 1, 2]) == [0, 1, 2]
+
+
+def test_after_rounds_without_drafts_fewer_sequences_are_drafted_for() -> None:
+    """They have to be caught up with: a round waited 4 ms for the drafts of 56 sequences after 27 rounds without any."""
+    pace = HostPace()
+    for _ in range(50):
+        pace.drafted(8, 8 * 50e-6)
+        pace.waited(3e-3, {"verify": 5e-3})
+    at_once = len(pace.affordable(list(range(64))))
+    for _ in range(30):
+        pace.waited(3e-3, {"verify": 5e-3})
+    assert len(pace.affordable(list(range(64)))) < 0.6 * at_once
+    for _ in range(1000):
+        pace.waited(3e-3, {"verify": 5e-3})
+    assert len(pace.affordable(list(range(64)))) > 8

@@ -82,7 +82,8 @@ class Adaptive(Controller):
         self.price_of_full = 0.0  # tokens that full drafts for all sequences cost, at the last step with any
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.asked: set[int] = set()  # sequences for which drafts were requested
-        self.reading, self.reading_nodes = Line(), 1  # seconds of requests that read prompts, by their tokens; nodes
+        # Seconds of requests that read prompts, by their tokens; nodes that were drafted in these seconds too.
+        self.reading, self.reading_nodes = Line(), 0
         self.paused = f"{name} has gained less than it cost and is paused: plain decoding is faster"
         self.resume_above, self.refusal = 0.0, self.paused  # the credit above which drafting is considered again; why
         self.refused = 0  # sequences of the batch that this is about
@@ -135,41 +136,51 @@ class Adaptive(Controller):
             return self._trial(eligible, self.TRIED[min(calls, len(self.TRIED) - 1)])
         if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(eligible, line)
-        if self.prices.hopeless and not self._affords_trial(eligible, 1, line):
-            self._wait(f"{self.name} is not used: even a certain draft would lose by its rows", line)
-            return {}
+        if self.prices.hopeless and not self._affords_trial(eligible, line):
+            return self._wait(f"{self.name} is not used: even a certain draft would lose by its rows", line)
         return dict.fromkeys(eligible, free)
 
     def _costly_rooms(self, eligible: list[int], line: Line) -> dict[int, int]:
         """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
         survival = {seq_id: self.by_sequence[seq_id].expected_survival(self.k_max) for seq_id in eligible}
         eligible = sorted(eligible, key=lambda seq_id: -sum(survival[seq_id]))
-        chains, limited = [survival[seq_id] for seq_id in eligible], self.traits.self_limiting
-        seconds = [line(self.k_max if limited else k) for k in range(self.k_max + 1)]
-        count, k, gain = self.prices.best_shape(chains, seconds, self._risk)
-        read = [seq_id for seq_id in eligible if seq_id in self.asked]
-        if gain and gain < self._price_of_reading({*eligible[:count]} - self.asked, line):
-            return self._costly_rooms(read, line) if read else {}
+        count, k, gain = self._best_shape([survival[seq_id] for seq_id in eligible], line)
         if not count:
-            if self._affords_trial(eligible, self.TRIED[-1], line):
+            if self._affords_trial(eligible, line):
                 return self._trial(eligible, self.TRIED[-1])
-            self._wait(self._too_unlikely(chains[0][0], self._break_even(len(eligible), line)), line)
-            return {}
-        expected = 1 + sum(sum(chain[:k]) for chain in chains[:count]) / len(self.turns)
-        self._expect(f"up to {k} nodes for {count}" if len(self.turns) > 1 else f"up to {k} nodes", expected)
-        if limited:
+            odds = self._too_unlikely(survival[eligible[0]][0], self._break_even(len(eligible), line))
+            return self._wait(odds, line)
+        accepted = sum(sum(survival[seq_id][:k]) for seq_id in eligible[:count])
+        if gain < self._price_of_reading({*eligible[:count]} - self.asked, 1 + accepted / count, line):
+            eligible = [seq_id for seq_id in eligible if seq_id in self.asked]
+            count, k, _ = self._best_shape([survival[seq_id] for seq_id in eligible], line)
+            if not count:
+                self._explain(f"{self.name} is not used: reading the prompts costs more than its drafts gain")
+                return {}
+            accepted = sum(sum(survival[seq_id][:k]) for seq_id in eligible[:count])
+        shape = f"up to {k} nodes for {count}" if len(self.turns) > 1 else f"up to {k} nodes"
+        self._expect(shape, 1 + accepted / len(self.turns))
+        if self.traits.self_limiting:
             k = self.k_max
         else:
             self.stop_below = self._lowest_claim(self._break_even(count, line))
         return dict.fromkeys(eligible[:count], k)
 
-    def _price_of_reading(self, seq_ids: set[int], line: Line) -> float:
-        """Tokens per step that the first requests for these sequences cost, over the steps that they serve."""
+    def _best_shape(self, chains: list[list[float]], line: Line) -> tuple[int, int, float]:
+        most = self.k_max if self.traits.self_limiting else 0  # it decides itself
+        seconds = [line(most or k) for k in range(self.k_max + 1)]
+        return self.prices.best_shape(chains, seconds, self._risk) if chains else (0, 0, 0.0)
+
+    def _price_of_reading(self, seq_ids: set[int], tokens: float, line: Line) -> float:
+        """Tokens per step that the first requests for these sequences cost, over the steps that they serve, each of
+        which emits so many tokens of a sequence."""
         unread = [turn.seq for turn in self.turns if turn.seq.id in seq_ids]
         if not (unread and self.reading.n):
             return 0.0
-        seconds = max(self.reading(sum(len(seq.tokens) for seq in unread)) - line(self.reading_nodes), 0.0)
-        return self.prices.speed * seconds / min([self.LASTS, *(seq.room for seq in unread)])
+        drafting = line(self.reading_nodes) if self.reading_nodes else 0.0
+        seconds = max(self.reading(sum(len(seq.tokens) for seq in unread)) - drafting, 0.0)
+        steps = min([self.LASTS, *(max(seq.room / tokens, 1.0) for seq in unread)])
+        return self.prices.speed * seconds / steps
 
     @property
     def _risk(self) -> float:
@@ -182,18 +193,20 @@ class Adaptive(Controller):
     def _trial(self, eligible: list[int], k: int) -> dict[int, int]:
         """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
         self.tried = set(([seq_id for seq_id in eligible if seq_id in self.asked] or eligible)[: self.PROBED])
+        self._explain(f"{self.name} is tried: {k} nodes for {len(self.tried)} sequences")
         return dict.fromkeys(self.tried, k)
 
-    def _affords_trial(self, eligible: list[int], k: int, line: Line) -> bool:
-        """Whether a draft of k nodes for a few sequences costs less than half of what the batch may lose."""
-        rows = k * min(len(eligible), self.PROBED)
-        return 2 * (self.prices.exact(rows) + self.prices.speed * line(k)) <= self._risk
+    def _affords_trial(self, eligible: list[int], line: Line) -> bool:
+        """Whether one node for a few sequences costs less than half of what the batch may lose."""
+        rows = min(len(eligible), self.PROBED)
+        return 2 * (self.prices.exact(rows) + self.prices.speed * line(1)) <= self._risk
 
-    def _wait(self, reason: str, line: Line) -> None:
+    def _wait(self, reason: str, line: Line) -> dict[int, int]:
         """Nothing is drafted before the credit pays for one node, or the batch changes: nothing else tells more."""
         self.resume_above = (self.prices.exact(1) + self.prices.speed * line(1)) / self.lead
         self.refusal, self.refused = reason, len(self.turns)
         self._explain(reason)
+        return {}
 
     def _resume(self) -> None:
         self.resume_above, self.refusal = 0.0, self.paused
@@ -255,10 +268,12 @@ class Adaptive(Controller):
     def observe(self, step: Step) -> None:
         turns, trees, batch = step.turns, step.draft.trees, len(step.turns)
         asked = [turn for turn in turns if turn.asks_drafter]
-        drafting = self._learn_drafting(turns, asked, step.clock["draft"]) if asked else 0.0
+        drafting, read = (step.clock.get(phase, 0.0) if asked else 0.0 for phase in ("draft", "read"))
+        if asked and not step.partial:
+            drafting = self._learn_drafting(turns, asked, drafting, read)
         nodes = sum(step.draft_rows)
         rows, decoded = nodes + sum(turn.feed for turn in turns), sum(verdict is not None for verdict in step.verdicts)
-        plain = decoded == batch and rows == batch + nodes  # no prompt in this pass
+        plain = decoded == batch and rows == batch + nodes and not step.partial  # no prompt in this pass
         verify = step.clock["verify"] if plain else self.costs(rows, batch)
         if decoded:
             self._learn_credit(step, nodes, verify, decoded, drafting)
@@ -281,21 +296,23 @@ class Adaptive(Controller):
                     price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
                     self.credit.forgo((missed[0].tokens[0] == missed[1]) - price)
 
-    def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float) -> float:
-        """Returns the seconds that count: with the first request a prompt is read, once for many steps."""
+    def _learn_drafting(self, turns: Listing[Turn], asked: list[Turn], seconds: float, read: float) -> float:
+        """Returns the seconds that count. With its first request a sequence's prompt is read, once for many steps: in
+        `read` seconds where a device tells them apart, else in these."""
         mode, batch = self.traits.mode, len(turns)  # the mode of a later step, at worst: a sample under the wrong one
+        plain, nodes = self.costs(batch, batch), max(turn.budget for turn in asked)
         reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
         if foreseen := self.traits.forecast:  # its first draft may come later than the first request
             reads = reads or seconds > self.READS * foreseen.call * len(asked)
         self.asked.update(turn.seq.id for turn in asked)
-        if reads and seconds > self.CHEAP * self.costs(batch, batch):
-            self.reading_nodes = max(turn.budget for turn in asked)
-            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), seconds)
-            self.credit.read(batch / self.costs(batch, batch) * seconds)
+        if reads and read + seconds > self.CHEAP * plain:
+            self.reading_nodes = 0 if read else nodes
+            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or seconds)
+            self.credit.read(batch / plain * (read + seconds))
             return 0.0
         self.calls[mode] += 1
-        self.drafting[mode].add(batch, max(turn.budget for turn in asked), seconds)
-        return seconds
+        self.drafting[mode].add(batch, nodes, read + seconds)
+        return read + seconds
 
     def _learn_credit(self, step: Step, nodes: int, verify: float, decoded: int, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""

@@ -73,12 +73,15 @@ class HostPace:
     SLACK = 0.1  # of a round's time that the host should be left waiting
     GROWTH, CUT = 0.3, 0.6  # of the time that it waits longer; of the time for drafting when it does not
     FORGET = 0.999  # of what planning or a draft took, for each round without it: no busy moment ends it for ever
+    FIRST = 0.0002  # seconds of a sequence's first draft, which reads its prompt
+    UNREAD = 3e-6  # seconds that a draft takes longer for each round without one: it reads the text since the last
 
     def __init__(self) -> None:
         self.seconds = 0.001  # for planning one round
         self.fixed = 0.0005  # of planning without drafts, moving average
-        self.each = 0.0002  # of one sequence's draft, moving average: a first one reads its prompt
+        self.each = self.FIRST  # of one sequence's draft, moving average
         self._drafting = 0.0  # seconds of drafts in the round that is being planned
+        self._called = False  # whether something was drafted since the last round was read
         self._turn = 0  # sequences take turns
 
     @property
@@ -87,7 +90,7 @@ class HostPace:
         return self.seconds >= self.fixed
 
     def drafted(self, sequences: int, seconds: float) -> None:
-        self._drafting = seconds
+        self._drafting, self._called = seconds, True
         self.each += 0.2 * (seconds / sequences - self.each)
 
     def planned(self, seconds: float) -> None:
@@ -103,6 +106,9 @@ class HostPace:
             return
         if not self.plans:
             self.fixed *= self.FORGET
+        if not self._called:
+            self.each = max(self.each, min(self.each + self.UNREAD, self.FIRST))
+        self._called = False
         if seconds < self.SLACK * total:
             self.seconds = min(self.CUT * self.seconds, total)
         else:

@@ -235,7 +235,8 @@ class Engine:
         begin = self.clock.now()
         results = flight.pending.wait()
         device = flight.pending.seconds
-        self.pace.waited(self.clock.now() - begin, device)
+        if all(turn.feed == 1 for turn in flight.turns):  # with a prompt it took longer than the next one will
+            self.pace.waited(self.clock.now() - begin, device)
         turns, trees, verdicts, untaken = list[Turn](), list[Tree](), list[Verdict | None](), list[Any]()
         with self.clock.time("judge"):
             for turn, result, late, at in zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True):
@@ -250,7 +251,7 @@ class Engine:
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
             verdicts, seconds,
             flight.starts | self.clock.starts, [-1] * len(turns), [NO_COINS] * len(turns),
-            flight.why, flight.failure, True, untaken,
+            flight.why, flight.failure, True, untaken, len(turns) < len(flight.turns),
         )  # fmt: skip
 
     def _is_current(self, turn: Turn, result: RoundResult) -> bool:

@@ -43,7 +43,7 @@ from .state import F32, I32, I64, LANES, lanes_for, seconds
 
 LATE_TOKENS = 64  # of a draft in the late slot
 ALONE = 32  # rows up to which one sequence has recordings of its own
-FILLED = 256  # rows of a round without prompts that are recorded beforehand
+FILLED = 1024  # rows of a round without prompts that are recorded beforehand
 PROMPT_SIZES = (
     *(rows for rows in ROW_SIZES if rows > ALONE),
     1536,
@@ -228,7 +228,7 @@ class Rounds:
         """
         sizes = [(1, rows, rows) for rows in ROW_SIZES if rows <= ALONE]
         sizes += [(self.capacity, rows, rows) for rows in ROW_SIZES if rows <= FILLED and self.capacity > 1]
-        prompts = [rows for rows in PROMPT_SIZES if rows <= max(padded_size(prompt_rows), 2 * FILLED)]
+        prompts = [rows for rows in PROMPT_SIZES if rows <= max(padded_size(prompt_rows), 512)]
         sizes += [(self.capacity, rows, self._wanted(rows, 1)) for rows in prompts]
         for lanes, rows, wanted in sizes:
             for tree in {False, self.trees and wanted == rows > 1}:
