@@ -260,7 +260,8 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
             turns=turns, draft=drafted, rows=rows, draft_rows=[rows - feed], in_round=False, untaken=[None],
-            verdicts=[Verdict([], [1], "r" + "u" * 3)], partial=False, clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
+            verdicts=[Verdict([], [1], "r" + "u" * 3)], partial=False,
+            clock={"draft": seconds, "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
         line = controller.drafting[""].line(1)
@@ -278,7 +279,8 @@ def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
             turns = [turn.allow(max(turn.budget, 1)) for turn in turns]
             step: Any = SimpleNamespace(
                 turns=turns, draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=False, untaken=[None],
-                verdicts=[Verdict([0], [3, 1], "a")], partial=False, clock={"draft": draft, "verify": 0.005, "judge": 0.0},
+                verdicts=[Verdict([0], [3, 1], "a")], partial=False,
+                clock={"draft": draft, "verify": 0.005, "judge": 0.0},
             )  # fmt: skip
             controller.observe(step)
         return seq

@@ -80,7 +80,7 @@ def test_a_device_without_a_clock_drafts_for_all() -> None:
 
 
 def test_after_rounds_without_drafts_fewer_sequences_are_drafted_for() -> None:
-    """They have to be caught up with: a round waited 4 ms for the drafts of 56 sequences after 27 rounds without any."""
+    """They have to catch up: a round waited 4 ms for the drafts of 56 sequences after 27 rounds without any."""
     pace = HostPace()
     for _ in range(50):
         pace.drafted(8, 8 * 50e-6)
