@@ -98,8 +98,30 @@ def test_repacking_only_moves_bits(kind: str) -> None:
     pieces = repack(raw, kind)
     assert pieces.shape[0] == 2
     assert torch.equal(pieces[1:], repack(raw[16:], kind))  # pieces are independent
-    extra = {"Q4_K": 8 * 2 + 4 - 16, "Q5_K": 8 * 2 + 4 - 16}.get(kind, 0)  # six-bit scales take a byte each
+    extra = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 2}.get(kind, 0)  # six-bit scales take a byte each; two bytes of padding
     assert pieces.numel() == raw.numel() + extra * 32 * 2
+
+
+def test_units_of_neighbours_alternate() -> None:
+    """Two pieces that make a block of 32 outputs are read as one stream, across the matrices of a product too."""
+    raw = [(random_blocks("Q8_0", outputs, 64, seed), "Q8_0") for seed, outputs in enumerate((48, 16, 32, 16))]
+    tensors = blocks.joined("qkv", raw[:3])
+    table = blocks.table_of(tensors, "qkv").tolist()
+    places = [table[i : i + 3] for i in range(0, len(table), 3)]
+    unit, whole = 544, 2 * 544
+    first, second, third = (tensors[f"qkv.{i}.Q8_0"].data_ptr() for i in range(3))
+    kind = KINDS.index("Q8_0")
+    assert places[:4] == [
+        [first, kind, 2 * unit], [first + unit, kind, 2 * unit], [first + 2 * whole, kind, unit], [second, kind, unit],
+    ]  # fmt: skip
+    assert places[4:] == [[third, kind, 2 * unit], [third + unit, kind, 2 * unit]]
+    pieces = torch.cat([repack(*matrix) for matrix in raw[:3]]).view(6, 2, unit)  # [piece, unit, bytes]
+    memory = tensors["qkv.0.Q8_0"].flatten().split(unit)
+    assert all(torch.equal(memory[i], pieces[i % 2, i // 2]) for i in range(4))
+    assert torch.equal(torch.stack(memory[4:]), pieces[2])
+    gates = blocks.joined("gate_up", [raw[1], (random_blocks("Q4_0", 16, 64, 9), "Q4_0")])  # two types: none alike
+    steps = blocks.table_of(gates, "gate_up").tolist()[2::3]
+    assert steps == [unit, 288]
 
 
 @pytest.mark.parametrize("backend_name", NATIVE)
@@ -223,7 +245,7 @@ def _problems() -> Iterator[tuple[str, bytes, int]]:
         x[:, 100] *= 40
         for kind in KINDS:
             raw = random_blocks(kind, 48, 512, rows)
-            yield kind, block_problem(repack(raw, kind), kind, 48, x), rows
+            yield kind, block_problem(blocks.joined("x", [(raw, kind)])[f"x.0.{kind}"], kind, 48, x), rows
         for outliers in (0, 8):
             weight = floats(random_blocks("Q8_0", 40, 512, rows), "Q8_0")
             yield "int8", int8_problem(quant.quantise(weight, None, x.abs().amax(0), outliers), x), rows

@@ -28,8 +28,11 @@ int main(void) {
     Linear linear = {.outputs = outputs, .inputs = inputs, .outlier_count = outliers};
     struct Piece *table = room((size_t)pieces * sizeof *table);
     if (bits >= 0) {
-        for (int64_t i = 0; i < pieces; i++)
-            table[i] = (struct Piece){taken((size_t)(units * unit_bytes(bits))), bits};
+        const int64_t unit = unit_bytes(bits), piece = units * unit;
+        const uint8_t *data = taken((size_t)(pieces * piece));
+        for (int64_t i = 0; i < pieces; i++) /* units of two pieces alternate; an odd one is alone */
+            table[i] = i / 2 * 2 + 1 < pieces ? (struct Piece){data + i / 2 * 2 * piece + i % 2 * unit, bits, 2 * unit}
+                                              : (struct Piece){data + i * piece, bits, unit};
         linear.pieces = table;
     } else {
         linear.weight = taken((size_t)(blocks * steps_of(&linear) * STEP));

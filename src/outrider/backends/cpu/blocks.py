@@ -38,7 +38,7 @@ from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
 
-FORMAT = 2  # of the repacked file; a change makes old files be built again
+FORMAT = 3  # of the repacked file; a change makes old files be built again
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of native/blocks.h
 SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
 LANES = 16  # outputs of a piece
@@ -127,6 +127,7 @@ def _q6_k(b: Bytes) -> Iterator[Bytes]:
     low, high = b[..., :128].reshape(*b.shape[:3], 2, 64), b[..., 128:192].reshape(*b.shape[:3], 2, 1, 32)
     twos = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3  # [P, U, 16, 2, 4, 32]
     yield b[..., 208:210]
+    yield np.zeros_like(b[..., 208:210])  # so that the nibbles begin with a cache line
     yield _pairs(b[..., 192:208])
     yield _lines(_halves(low).reshape(*b.shape[:3], 256), 2, 4)
     yield _lines(twos.reshape(*b.shape[:3], 256), 4, 2)
@@ -134,6 +135,7 @@ def _q6_k(b: Bytes) -> Iterator[Bytes]:
 
 _FIELDS = dict(zip(KINDS, (_q4_0, _q4_1, _q8_0, _q4_k, _q5_k, _q6_k), strict=True))
 _BYTES = dict(zip(KINDS, (18, 20, 34, 144, 176, 210), strict=True))  # of a block in the file
+_UNIT = dict(zip(KINDS, (288, 320, 544, 2368, 2880, 3392), strict=True))  # bytes of a unit of a piece
 
 
 # ------------------------------------------------------------ a model's products
@@ -206,23 +208,56 @@ def _product(weights: FileWeights, key: str, sources: list[str], most: int | Non
 def joined(key: str, matrices: list[tuple[Tensor, str]]) -> Tensors:
     """The pieces of one product from its matrices, each with its kind."""
     kinds, parts = [kind for _, kind in matrices], [repack(raw, kind) for raw, kind in matrices]
-    if key.endswith(GATED) and kinds[0] == kinds[1]:  # 16 gates, their 16 ups, and so on: kernels read one stream
+    if key.endswith(GATED) and kinds[0] == kinds[1]:  # 16 gates, their 16 ups, and so on
         parts, kinds = [torch.stack(parts, 1).flatten(0, 1)], kinds[:1]
+    if not (key.endswith(GATED) and len(parts) == 2):  # gates and ups of two kinds alternate: no neighbours are alike
+        before = [sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))]
+        parts = [_side_by_side(*given) for given in zip(parts, kinds, before, strict=True)]
     return {f"{key}.{i}.{kind}": part for i, (kind, part) in enumerate(zip(kinds, parts, strict=True))}
 
 
-def pieces_of(tensors: Tensors, key: str) -> list[tuple[Tensor, int]]:
-    """A product's pieces in order: each [bytes], with its place in KINDS."""
+def _side_by_side(pieces: Tensor, kind: str, before: int) -> Tensor:
+    """[P, bytes]: where two pieces make a block of 32 outputs, their units alternate: kernels read one stream.
+
+    before: pieces of the product before these.
+    """
+    first, last = _pairs_of(pieces.shape[0], before)
+    pairs = pieces[first:last].view(-1, 2, pieces.shape[1] // _UNIT[kind], _UNIT[kind])
+    return torch.cat([pieces[:first], pairs.transpose(1, 2).reshape(last - first, pieces.shape[1]), pieces[last:]])
+
+
+def _pairs_of(count: int, before: int) -> tuple[int, int]:
+    """The first and the end of those pieces of a matrix that are in pairs."""
+    first = min(before % 2, count)
+    return first, first + (count - first) // 2 * 2
+
+
+def table_of(tensors: Tensors, key: str) -> array[int]:
+    """Of each of a product's pieces, in order: its address, its place in KINDS, the bytes from a unit to the next."""
     parts = [
-        (tensors[name], KINDS.index(kind))
+        (tensors[name], kind)
         for i in range(len(_SOURCES["qkv"]))
         for kind in KINDS
         if (name := f"{key}.{i}.{kind}") in tensors
     ]
-    listed = [[(piece, kind) for piece in part] for part, kind in parts]
-    if key.endswith(GATED) and len(listed) == 2:  # of two types
-        return [piece for pair in zip(*listed, strict=True) for piece in pair]
-    return [piece for pieces in listed for piece in pieces]
+    if key.endswith(GATED) and len(parts) == 2:  # of two types
+        listed = [list(_places(part, kind, range(0))) for part, kind in parts]
+        return array("q", [number for pair in zip(*listed, strict=True) for place in pair for number in place])
+    table, before = array("q"), 0
+    for part, kind in parts:
+        for place in _places(part, kind, range(*_pairs_of(part.shape[0], before))):
+            table.extend(place)
+        before += part.shape[0]
+    return table
+
+
+def _places(pieces: Tensor, kind: str, paired: range) -> Iterator[tuple[int, int, int]]:
+    """The entries of `table_of` for the pieces of one matrix [P, bytes], of which some are in pairs."""
+    base, (count, size), unit = pieces.data_ptr(), pieces.shape, _UNIT[kind]
+    for i in range(count):
+        second = i in paired and (i - paired.start) % 2
+        address = base + (i - 1) * size + unit if second else base + i * size
+        yield address, KINDS.index(kind), 2 * unit if i in paired else unit
 
 
 class BlockLinear(NativeProduct):
@@ -230,11 +265,9 @@ class BlockLinear(NativeProduct):
 
     def __init__(self, tensors: Tensors, key: str, outputs: int, inputs: int, kernels: native.Kernels) -> None:
         """outputs: of a gated pair, gates and ups padded to whole pieces."""
-        pieces, bias = pieces_of(tensors, key), tensors.get(f"{key}.bias")
-        self.table = array("q", [number for piece, bits in pieces for number in (piece.data_ptr(), bits)])
-        address = self.table.buffer_info()[0]
-        fields = (0, 0, 0, *ops.addresses_of(bias), 0, outputs, inputs, 0, address)
-        super().__init__(fields, kernels, [piece for piece, _ in pieces], bias)
+        bias, self.table = tensors.get(f"{key}.bias"), table_of(tensors, key)
+        fields = (0, 0, 0, *ops.addresses_of(bias), 0, outputs, inputs, 0, self.table.buffer_info()[0])
+        super().__init__(fields, kernels, [tensors[name] for name in tensors if name.startswith(f"{key}.")], bias)
 
 
 # ------------------------------------------------------------ the decoder
@@ -339,8 +372,7 @@ class BlockPass(NativePass):
     def _table(self, name: str) -> int:
         """The address of a product's pieces, as in native/blocks.h."""
         if name not in self._tables:
-            pairs = [number for piece, bits in pieces_of(self.tensors, name) for number in (piece.data_ptr(), bits)]
-            self._tables[name] = self._keep(array("q", pairs).tobytes())
+            self._tables[name] = self._keep(table_of(self.tensors, name).tobytes())
         return self._tables[name]
 
 

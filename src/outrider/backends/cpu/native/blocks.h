@@ -1,13 +1,12 @@
 /* Products of rows with the blocks of a GGUF file: its own four to eight bits, never rounded again.
  *
  * Weights are repacked (blocks.py), not converted: a piece is 16 outputs, [units of inputs][header, bits], so that one
- * vector lane is one output. A unit has 256 inputs (Q4_K, Q5_K, Q6_K) or 32 (Q4_0, Q4_1, Q8_0). Rows are rounded to
- * signed bytes with one scale per unit, as in llama.cpp.
+ * vector lane is one output; the units of two neighbouring pieces alternate in memory. A unit has 256 inputs (Q4_K, Q5_K,
+ * Q6_K) or 32 (Q4_0, Q4_1, Q8_0). Rows are rounded to signed bytes with one scale per unit, as in llama.cpp.
  *
  * Promise: the same bits for every number of rows and threads and for every instruction set. Within a unit all sums are
  * integers, scales of sub-blocks included (at most 256 * 63 * 127 * 128 < 2^31). Between units each lane adds in
- * ascending order with one rounding per addition (`fused`). Four and eight bits are unpacked in registers for a tile of
- * rows, five and six in the L1 cache for all rows of a call.
+ * ascending order with one rounding per addition (`fused`). Weights are unpacked in registers, once for a tile of rows.
  */
 #ifndef OUTRIDER_BLOCKS_H
 #define OUTRIDER_BLOCKS_H
@@ -19,7 +18,8 @@ enum Bits { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K }; /* in the order of blocks.py *
 enum {
     LANES = 16, /* outputs of a piece */
     LINE = 4 * LANES, /* bytes of four inputs, unpacked: a cache line */
-    SPAN = 256, /* inputs that are unpacked at once */
+    SPAN = 256, /* inputs of a large unit */
+    REUSED = 1024, /* inputs whose weights stay in the L1 cache for all rows of a call */
     STEPS = SPAN / 4,
     PARTS16 = LINE / BYTES, /* vectors of a line */
     FURTHER = 8192, /* bytes: how far ahead packed weights are prefetched */
@@ -28,6 +28,7 @@ enum {
 struct Piece {
     const uint8_t *data;
     int64_t bits; /* enum Bits */
+    int64_t step; /* bytes from a unit to the next: twice a unit's where two pieces lie side by side */
 };
 
 typedef struct { /* 256 inputs of a row */
@@ -42,36 +43,20 @@ typedef struct { /* 32 inputs of a row */
     int32_t whole, unused; /* the same */
 } Small;
 
-typedef struct {
-    _Alignas(64) uint8_t bytes[STEPS][LINE]; /* Q5_K, Q6_K: [step][16 outputs][4] */
-    int32_t scale[16 * LANES]; /* [sub-block][lane]; WIDE: twice 16 bits */
-    int16_t pairs[8 * LANES * 2]; /* [8][lane][2] minima (Q4_K, Q5_K) or scales (Q6_K) of two sub-blocks */
-    float d[8][LANES], m[8][LANES]; /* one per unit */
-} Unpacked;
-
 INLINE int is_super(int64_t bits) { return bits >= Q4_K; }
 
 INLINE int64_t unit_bytes(int64_t bits) {
-    static const int64_t sizes[] = {288, 320, 544, 2368, 2880, 3360};
+    static const int64_t sizes[] = {288, 320, 544, 2368, 2880, 3392};
     return sizes[bits];
 }
 
-/* ---------------------------------------------------------------- weights to bytes */
+/* ---------------------------------------------------------------- fields of a unit, one lane for each output */
 
-#if defined(__AVX2__)
-enum { HALVES = 32 }; /* bytes of a vector */
-#else
-enum { HALVES = 16 };
-#endif
-typedef uint16_t vh __attribute__((vector_size(HALVES)));
-
-INLINE vh halves(const uint8_t *p) {
-    vh v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-INLINE void put_halves(uint8_t *p, vh v) { memcpy(p, &v, sizeof v); }
+enum { PER = BYTES / 4, SIDE = PER == LANES ? 2 : 1 }; /* lanes of a vector; pieces whose sums are in registers at once */
+typedef float vo __attribute__((vector_size(BYTES)));
+typedef int32_t Wholes __attribute__((vector_size(BYTES)));
+typedef int16_t Words __attribute__((vector_size(BYTES)));
+typedef uint16_t Sixteens __attribute__((vector_size(BYTES)));
 
 INLINE float from_half(const uint8_t *p) {
     uint16_t h;
@@ -79,80 +64,79 @@ INLINE float from_half(const uint8_t *p) {
     return half_to_float(h);
 }
 
-INLINE void read_halves(float *out, const uint8_t *p) {
-#if defined(__F16C__) || defined(__AVX512F__)
-    for (int n = 0; n < LANES; n += 8)
-        _mm256_storeu_ps(out + n, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(p + 2 * n))));
+INLINE vo half_lanes(const uint8_t *p, int j) {
+    p += 2 * j * PER;
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return (vo)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#elif defined(__F16C__) && !defined(__AVX512VNNI__)
+    return (vo)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
 #else
-    for (int n = 0; n < LANES; n++) out[n] = from_half(p + 2 * n);
+    vo v;
+    for (int n = 0; n < PER; n++) v[n] = from_half(p + 2 * n);
+    return v;
 #endif
 }
 
-/* n lines of nibbles: the low ones are an even step, the high ones the next. */
-INLINE void nibbles(uint8_t (*out)[LINE], const uint8_t *p, int n) {
-    for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < LINE; j += HALVES) {
-            const vh v = halves(p + i * LINE + j);
-            put_halves(out[2 * i] + j, v & 0x0f0f);
-            put_halves(out[2 * i + 1] + j, (v >> 4) & 0x0f0f);
-        }
+INLINE vi lanes_at(const void *p, int j) {
+    vi v;
+    memcpy(&v, (const char *)p + j * BYTES, BYTES);
+    return v;
 }
 
-INLINE void add_bits(uint8_t *out, vh bits) { put_halves(out, halves(out) | bits); }
+/* Small integers of PER lanes, in 32 bits; of 2 PER, in 16 bits. */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+INLINE Wholes from_bytes(const uint8_t *p) { return (Wholes)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE Wholes from_words(const uint8_t *p) { return (Wholes)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const void *)p)); }
+INLINE vi words(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)p)); }
+INLINE vi signed_words(const uint8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p)); }
+#elif defined(__AVX2__) && !defined(__AVX512VNNI__)
+INLINE Wholes from_bytes(const uint8_t *p) { return (Wholes)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE Wholes from_words(const uint8_t *p) { return (Wholes)_mm256_cvtepi16_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vi words(const uint8_t *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p)); }
+INLINE vi signed_words(const uint8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)); }
+#else
+#define NARROW(type, count, p) ({ type __attribute__((vector_size((count) * sizeof(type)))) v; memcpy(&v, p, sizeof v); v; })
+INLINE Wholes from_bytes(const uint8_t *p) { return __builtin_convertvector(NARROW(uint8_t, PER, p), Wholes); }
+INLINE Wholes from_words(const uint8_t *p) { return __builtin_convertvector(NARROW(int16_t, PER, p), Wholes); }
+INLINE vi words(const uint8_t *p) { return (vi)__builtin_convertvector(NARROW(uint8_t, 2 * PER, p), Words); }
+INLINE vi signed_words(const uint8_t *p) { return (vi)__builtin_convertvector(NARROW(int8_t, 2 * PER, p), Words); }
+#endif
 
-static void fifth_bits(uint8_t (*out)[LINE], const uint8_t *p) { /* bit s of a byte belongs to step s of eight */
-    for (int i = 0; i < 8; i++, out += 8, p += LINE)
-        for (int j = 0; j < LINE; j += HALVES) {
-            const vh v = halves(p + j);
-#pragma GCC unroll 4
-            for (int s = 0; s < 4; s++) {
-                add_bits(out[s] + j, (v << (4 - s)) & 0x1010);
-                add_bits(out[s + 4] + j, (v >> s) & 0x1010);
-            }
-        }
+/* The integer scale of a sub-block (WIDE: twice, in 16 bits). Q4_K, Q5_K: [8][LANES]. */
+INLINE vi scale_lanes(Wholes v) { return (vi)(WIDE ? (v & 0xffff) | v << 16 : v); }
+
+INLINE vi scale_of(int64_t bits, const uint8_t *p, int64_t line, int half, int j) {
+    if (bits != Q6_K) return scale_lanes(from_bytes(p + 64 + line * LANES + j * PER));
+    const Wholes pair = from_words(p + 64 + 2 * (line * LANES + j * PER)); /* [8][LANES][2] signed bytes */
+    return scale_lanes(half ? pair >> 8 : (pair << 24) >> 24);
 }
 
-static void upper_two_bits(uint8_t (*out)[LINE], const uint8_t *p) { /* bits 2s, 2s + 1 belong to step s of four */
-    for (int i = 0; i < 16; i++, out += 4, p += LINE)
-        for (int j = 0; j < LINE; j += HALVES) {
-            const vh v = halves(p + j);
-            add_bits(out[0] + j, (v << 4) & 0x3030);
-            add_bits(out[1] + j, (v << 2) & 0x3030);
-            add_bits(out[2] + j, v & 0x3030);
-            add_bits(out[3] + j, (v >> 2) & 0x3030);
-        }
+/* Two sub-blocks' minima (Q4_K, Q5_K) or scales (Q6_K), in 16 bits each. */
+INLINE vi pair_lanes(int64_t bits, const uint8_t *p, int pair, int j) {
+    const int64_t at = 2 * (pair * LANES + j * PER);
+    return bits == Q6_K ? signed_words(p + 64 + at) : words(p + 192 + at);
 }
 
-INLINE int32_t scale_lane(int32_t v) { return WIDE ? (int32_t)(((uint32_t)v & 0xffffu) * 0x10001u) : v; }
+INLINE vi lower_nibbles(vi v) { return (vi)((Sixteens)v & 0x0f0f); }
 
-static void unpack_super(Unpacked *out, const uint8_t *p, int64_t bits) {
-    read_halves(out->d[0], p);
-    if (bits == Q6_K) {
-        for (int i = 0; i < 16 * LANES; i++) out->pairs[i] = (int8_t)p[32 + i]; /* [8][LANES][2] */
-        for (int j = 0; j < 8; j++)
-            for (int n = 0; n < LANES; n++) {
-                const int32_t pair = four_bytes(out->pairs + 2 * (j * LANES + n));
-                out->scale[2 * j * LANES + n] = scale_lane((int16_t)pair);
-                out->scale[(2 * j + 1) * LANES + n] = scale_lane(pair >> 16);
-            }
-        nibbles(out->bytes, p + 288, STEPS / 2);
-        upper_two_bits(out->bytes, p + 288 + 2048);
-        return;
-    }
-    read_halves(out->m[0], p + 32);
-    for (int i = 0; i < 8 * LANES; i++) out->scale[i] = scale_lane(p[64 + i]); /* [8][LANES] */
-    for (int i = 0; i < 8 * LANES; i++) out->pairs[i] = p[192 + i]; /* [4][LANES][2] */
+INLINE vi upper_nibbles(vi v) { return (vi)(((Sixteens)v >> 4) & 0x0f0f); }
+
+/* The bits above a nibble. Q5_K: bit s of a byte belongs to step s of eight; Q6_K: bits 2s, 2s + 1 to step s of four. */
+INLINE vi upper_bits(int64_t bits, vi line, int s) {
+    const Sixteens v = (Sixteens)line;
+    const int up = bits == Q5_K ? 4 - s : 4 - 2 * s;
+    return (vi)((up > 0 ? v << up : v >> -up) & (uint16_t)(bits == Q5_K ? 0x1010 : 0x3030));
+}
+
+/* Weights of steps s and s + 1 of a sub-block, in unsigned bytes. upper: the bits above its nibbles. */
+INLINE void two_steps(int64_t bits, const uint8_t *nibbles, const uint8_t *upper, int s, int j, vi *even, vi *odd) {
+    vi line = lanes_at(nibbles, j);
+    KEEP(line);
+    *even = lower_nibbles(line);
+    *odd = upper_nibbles(line);
     if (bits == Q4_K) return;
-    nibbles(out->bytes, p + 320, STEPS / 2);
-    fifth_bits(out->bytes, p + 320 + 2048);
-}
-
-static void unpack_small(Unpacked *out, const uint8_t *p, int64_t bits, int64_t units) {
-    for (int64_t u = 0; u < units; u++, p += unit_bytes(bits)) {
-        read_halves(out->d[u], p);
-        if (bits == Q4_1) read_halves(out->m[u], p + 32);
-    }
+    *even |= upper_bits(bits, lanes_at(upper, j), s);
+    *odd |= upper_bits(bits, lanes_at(upper, j), s + 1);
 }
 
 /* ---------------------------------------------------------------- sums */
@@ -192,7 +176,7 @@ INLINE vi paired(vi total, vi pairs, vi x) {
     return vmlaq_s32(vmlaq_s32(total, low_half(pairs), low_half(x)), high_half(pairs), high_half(x));
 }
 #else
-#define ROLLED /* unrolled, it would take a compiler half a minute */
+#define UNROLLED _Pragma("GCC unroll 1") /* else it would take a compiler half a minute */
 enum { TILE_ROWS = 1 };
 INLINE vi step(vi part, vi w, vi x) { return part + four_products(w, x); }
 INLINE vi step8(vi sum, vi w, vi x) { return dot(sum, widened(w), x); }
@@ -200,6 +184,9 @@ INLINE vi scaled(vi total, vi part, vi scale) { return total + part * scale; }
 INLINE vi paired(vi total, vi pairs, vi x) {
     return total + ((pairs << 16) >> 16) * ((x << 16) >> 16) + (pairs >> 16) * (x >> 16);
 }
+#endif
+#ifndef UNROLLED
+#define UNROLLED _Pragma("GCC unroll 8")
 #endif
 
 INLINE vi same_fours(const void *x) { /* four bytes, or two of 16 bits, for every lane */
@@ -214,126 +201,145 @@ INLINE vi same_fours(const void *x) { /* four bytes, or two of 16 bits, for ever
 #endif
 }
 
-typedef uint16_t Sixteens __attribute__((vector_size(BYTES)));
+enum { TILE_VECTORS = SIDE * PARTS16 }; /* vectors of the pieces whose sums are in registers */
 
-INLINE vi lower_nibbles(vi v) { return (vi)((Sixteens)v & 0x0f0f); }
+enum Use { ONCE, FIRST, AGAIN }; /* of weights: by these rows alone, by more rows later, by others before */
 
-INLINE vi upper_nibbles(vi v) { return (vi)(((Sixteens)v >> 4) & 0x0f0f); }
+typedef struct { /* rows, and one or two pieces that lie side by side */
+    const uint8_t *piece[2]; /* where their next units are */
+    int64_t step;
+    const char *x; /* where the first row's inputs are */
+    int64_t stride;
+    float (*out[2])[LANES]; /* [R] each */
+    enum Use use;
+} Span;
 
-INLINE vi lanes_at(const void *p, int j) {
-    vi v;
-    memcpy(&v, (const char *)p + j * BYTES, BYTES);
-    return v;
+/* Asks for one of `parts` parts of what is FURTHER ahead of a unit: all at once would fill the memory's queue. Weights
+ * that one tile reads alone are not wanted in the L2 cache. */
+INLINE void prefetch_part(const Span *t, int g, int64_t bytes, int64_t part, int parts) {
+    const uint8_t *p = t->piece[g] + FURTHER + part * (bytes / parts);
+    if (t->use == ONCE)
+#pragma GCC unroll 16
+        for (int64_t line = 0; line < bytes / parts; line += 64) __builtin_prefetch(p + line, 0, 0);
+    else if (t->use == FIRST)
+#pragma GCC unroll 16
+        for (int64_t line = 0; line < bytes / parts; line += 64) __builtin_prefetch(p + line, 0, 2);
 }
 
-enum Form { NIBBLES, SMALL_BYTES, BYTES8 }; /* of weights: two steps in a line, or one in a line */
-
-/* Adds one step of R rows. x: where their inputs are. */
-INLINE void add_step(int R, enum Form form, const vi weight[PARTS16], const char *x, int64_t stride,
-                     vi part[TILE_ROWS][PARTS16]) {
+/* Adds one step of R rows and V vectors. x: where their inputs are. */
+INLINE void add_step(int R, int V, int wide, const vi weight[TILE_VECTORS], const char *x, int64_t stride,
+                     vi part[TILE_ROWS][TILE_VECTORS]) {
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) {
         const vi input = same_fours(x + i * stride);
 #pragma GCC unroll 4
-        for (int j = 0; j < PARTS16; j++) {
-            part[i][j] = (form == BYTES8 ? step8 : step)(part[i][j], weight[j], input);
-            KEEP(part[i][j]); /* in this order: another one needs more registers than there are */
+        for (int v = 0; v < V; v++) {
+            part[i][v] = (wide ? step8 : step)(part[i][v], weight[v], input);
+            KEEP(part[i][v]); /* in this order: another one needs more registers than there are */
         }
     }
 }
 
-/* Parts of R rows over `count` steps. x: where the rows' inputs of the first step are. */
-INLINE void sum_steps(int R, enum Form form, int count, const uint8_t *w, const char *x, int64_t stride,
-                      vi part[TILE_ROWS][PARTS16]) {
-    const int each = form == NIBBLES ? 2 : 1;
-#ifdef ROLLED
-#pragma GCC unroll 1
-#else
-#pragma GCC unroll 8
-#endif
-    for (int s = 0; s < count; s += each, w += LINE) {
-        vi weight[PARTS16], next[PARTS16];
-#pragma GCC unroll 4
-        for (int j = 0; j < PARTS16; j++) {
-            weight[j] = lanes_at(w, j);
-            KEEP(weight[j]);
-            if (form != NIBBLES) continue;
-            next[j] = upper_nibbles(weight[j]);
-            weight[j] = lower_nibbles(weight[j]);
-        }
-        add_step(R, form, weight, x + 4 * s, stride, part);
-        if (form == NIBBLES) add_step(R, form, next, x + 4 * (s + 1), stride, part);
-    }
-}
-
-INLINE void clear(int R, vi part[TILE_ROWS][PARTS16]) {
+INLINE void clear(int R, int V, vi part[TILE_ROWS][TILE_VECTORS]) {
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < PARTS16; j++) part[i][j] = (vi){0};
+        for (int v = 0; v < V; v++) part[i][v] = (vi){0};
 }
 
-INLINE vf fused(vf a, vf b, vf c) { /* rounded once on every machine */
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-    return fma_(a, b, c);
+INLINE vo fused(vo a, vo b, vo c) { /* rounded once on every machine */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return (vo)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && !defined(__AVX512VNNI__)
+    return (vo)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vo)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    for (int i = 0; i < W; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    for (int i = 0; i < PER; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
 #endif
 }
 
-INLINE vf numbers(const int32_t *whole) {
-    vl v;
-    memcpy(&v, whole, sizeof v);
-    return __builtin_convertvector(v, vf);
+INLINE vo numbers(vi whole) { return __builtin_convertvector((Wholes)whole, vo); }
+
+/* out += v * scale */
+INLINE void add_scaled(float *out, vo v, float scale) {
+    vo sum;
+    memcpy(&sum, out, sizeof sum);
+    sum = fused(v, scale - (vo){0}, sum);
+    memcpy(out, &sum, sizeof sum);
 }
 
-/* out [16] += the products of one row and 256 inputs, from the integer sums. */
-INLINE void finish_super(int64_t bits, const Unpacked *w, const Super *x, const int32_t *total, float *out) {
-    _Alignas(64) int32_t least[LANES];
-#pragma GCC unroll 4
-    for (int j = 0; j < PARTS16; j++) {
-        vi sum = {0};
-        for (int p = 0; p < (bits == Q6_K ? 8 : 4); p++)
-            sum = paired(sum, lanes_at(w->pairs + 2 * LANES * p, j), same_fours((bits == Q6_K ? x->sums16 : x->sums32) + 2 * p));
-        memcpy(least + j * (BYTES / 4), &sum, BYTES);
-    }
-    for (int n = 0; n < LANES; n += W) {
-        vf v;
-        if (bits == Q6_K) {
-            vl whole, low;
-            memcpy(&whole, total + n, sizeof whole);
-            memcpy(&low, least + n, sizeof low);
-            v = __builtin_convertvector(whole - 32 * low, vf) * load(w->d[0] + n);
-        } else v = fused(numbers(total + n), load(w->d[0] + n), -(numbers(least + n) * load(w->m[0] + n)));
-        store(out + n, fused(v, all(x->scale), load(out + n)));
-    }
-}
-
-INLINE void super_tile(int R, int64_t bits, const Unpacked *w, const uint8_t *p, const char *x, int64_t stride,
-                       float (*out)[LANES]) {
-    const int sub = bits == Q6_K ? 4 : 8; /* steps of a sub-block */
-    const int chain = WIDE ? bits == Q4_K ? 8 : bits == Q5_K ? 4 : 2 : sub;
-    vi total[TILE_ROWS][PARTS16];
-    _Alignas(64) int32_t sums[LANES];
-    clear(R, total);
-    for (int s = 0; s < STEPS; s += chain) {
-        vi part[TILE_ROWS][PARTS16];
-        clear(R, part);
-        if (bits == Q4_K) sum_steps(R, NIBBLES, chain, p + 320 + s / 2 * LINE, x + 4 * s, stride, part);
-        else sum_steps(R, SMALL_BYTES, chain, w->bytes[s], x + 4 * s, stride, part);
+/* Adds 256 inputs to the outputs of R rows, from their integer sums. */
+INLINE void finish_super(int R, int64_t bits, const Span *t, int g, int v, vi total[TILE_ROWS][TILE_VECTORS]) {
+    const int j = v % PARTS16, count = bits == Q6_K ? 8 : 4;
+    const uint8_t *p = t->piece[g + v / PARTS16];
+    const vo d = half_lanes(p, j), m = bits == Q6_K ? (vo){0} : half_lanes(p + 32, j);
+    vi pairs[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < R; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < PARTS16; j++)
-                total[i][j] = scaled(total[i][j], part[i][j], lanes_at(w->scale + s / sub * LANES, j));
-    }
+    for (int q = 0; q < count; q++) pairs[q] = pair_lanes(bits, p, q, j);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < PARTS16; j++) memcpy(sums + j * (BYTES / 4), &total[i][j], BYTES);
-        finish_super(bits, w, (const Super *)(x + i * stride), sums, out[i]);
+        const Super *x = (const Super *)(t->x + i * t->stride);
+        const int16_t *sums = bits == Q6_K ? x->sums16 : x->sums32;
+        vi low = {0};
+#pragma GCC unroll 8
+        for (int q = 0; q < count; q++) low = paired(low, pairs[q], same_fours(sums + 2 * q));
+        const vo number = bits == Q6_K ? numbers((vi)((Wholes)total[i][v] - 32 * (Wholes)low)) * d
+                                       : fused(numbers(total[i][v]), d, -(numbers(low) * m));
+        add_scaled(t->out[g + v / PARTS16][i] + j * PER, number, x->scale);
     }
+}
+
+/* Integer sums of R rows over the 256 inputs of a unit. A line has 32 inputs: a sub-block, or two (Q6_K). */
+INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total[TILE_ROWS][TILE_VECTORS]) {
+    const int sub = bits == Q6_K ? 4 : 8; /* steps of a sub-block */
+    const int chain = WIDE ? bits == Q4_K ? 8 : bits == Q5_K ? 4 : 2 : sub;
+    const int64_t nibbles = 320, upper = nibbles + STEPS / 2 * LINE; /* where they begin */
+    clear(R, V, total);
+    for (int64_t line = 0; line < STEPS / 8; line++) {
+        const int64_t low = nibbles + line * 4 * LINE, high = upper + line * (8 / sub) * LINE;
+        const char *x = t->x + 32 * line;
+        prefetch_part(t, g, V / PARTS16 * unit_bytes(bits), line, STEPS / 8);
+#pragma GCC unroll 4
+        for (int c = 0; c < 8; c += chain) {
+            vi part[TILE_ROWS][TILE_VECTORS];
+            clear(R, V, part);
+            UNROLLED
+            for (int s = c; s < c + chain; s += 2) {
+                vi even[TILE_VECTORS], odd[TILE_VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) {
+                    const uint8_t *p = t->piece[g + v / PARTS16];
+                    two_steps(bits, p + low + s / 2 * LINE, p + high + s / sub * LINE, s % sub, v % PARTS16, even + v, odd + v);
+                }
+                add_step(R, V, 0, even, x + 4 * s, t->stride, part);
+                add_step(R, V, 0, odd, x + 4 * s + 4, t->stride, part);
+            }
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) {
+                const vi scale = scale_of(bits, t->piece[g + v / PARTS16], line, c / sub, v % PARTS16);
+#pragma GCC unroll 8
+                for (int i = 0; i < R; i++) total[i][v] = scaled(total[i][v], part[i][v], scale);
+            }
+        }
+    }
+}
+
+INLINE void next_unit(Span *t, int G, int64_t bytes) {
+    t->x += bytes;
+    for (int g = 0; g < G; g++) t->piece[g] += t->step;
+}
+
+INLINE void super_tile(int R, int G, int64_t bits, Span t, int64_t units) {
+    const int side = G < SIDE ? G : SIDE, V = side * PARTS16;
+    for (int64_t u = 0; u < units; u++, next_unit(&t, G, sizeof(Super)))
+        for (int g = 0; g < G; g += side) {
+            vi total[TILE_ROWS][TILE_VECTORS];
+            sum_super(R, V, bits, &t, g, total);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) finish_super(R, bits, &t, g, v, total);
+        }
 }
 
 INLINE vi whole_sums(vi part) { /* in 32 bits */
@@ -344,35 +350,51 @@ INLINE vi whole_sums(vi part) { /* in 32 bits */
 #endif
 }
 
-INLINE void finish_small(int64_t bits, const Unpacked *w, int64_t u, const Small *x, const int32_t *sums, float *out) {
+/* Adds 32 inputs to the outputs of R rows, from their integer sums. */
+INLINE void finish_small(int R, int64_t bits, const Span *t, int g, int v, vi part[TILE_ROWS][TILE_VECTORS]) {
     const int32_t offset = bits == Q4_0 ? 8 : bits == Q8_0 && !WIDE ? OFFSET : 0;
-    for (int n = 0; n < LANES; n += W) {
-        vl whole;
-        memcpy(&whole, sums + n, sizeof whole);
-        const vf number = __builtin_convertvector(whole - offset * x->whole, vf), d = load(w->d[u] + n);
-        const vf v = bits == Q4_1 ? fused(number, d, load(w->m[u] + n) * x->sum) : number * d;
-        store(out + n, fused(v, all(x->scale), load(out + n)));
+    const int j = v % PARTS16;
+    const uint8_t *p = t->piece[g + v / PARTS16];
+    const vo d = half_lanes(p, j), m = bits == Q4_1 ? half_lanes(p + 32, j) : (vo){0};
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+        const Small *x = (const Small *)(t->x + i * t->stride);
+        const vi whole = bits == Q8_0 ? part[i][v] : whole_sums(part[i][v]);
+        const vo number = numbers((vi)((Wholes)whole - offset * x->whole));
+        const vo value = bits == Q4_1 ? fused(number, d, m * x->sum) : number * d;
+        add_scaled(t->out[g + v / PARTS16][i] + j * PER, value, x->scale);
     }
 }
 
-INLINE void small_tile(int R, int64_t bits, const Unpacked *w, const uint8_t *p, int64_t units, const char *x,
-                       int64_t stride, float (*out)[LANES]) {
-    const int header = bits == Q4_1 ? 64 : 32;
-    for (int64_t u = 0; u < units; u++, x += sizeof(Small), p += unit_bytes(bits)) {
-        vi part[TILE_ROWS][PARTS16];
-        _Alignas(64) int32_t sums[LANES];
-        clear(R, part);
-        sum_steps(R, bits == Q8_0 ? BYTES8 : NIBBLES, 8, p + header, x, stride, part);
-#pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
+/* Integer sums of R rows over the 32 inputs of a unit. */
+INLINE void sum_small(int R, int V, int64_t bits, const Span *t, int g, vi part[TILE_ROWS][TILE_VECTORS]) {
+    const int header = bits == Q4_1 ? 64 : 32, each = bits == Q8_0 ? 1 : 2; /* steps of a line */
+    clear(R, V, part);
+    UNROLLED
+    for (int s = 0; s < 8; s += each) {
+        vi even[TILE_VECTORS], odd[TILE_VECTORS];
 #pragma GCC unroll 4
-            for (int j = 0; j < PARTS16; j++) {
-                const vi whole = bits == Q8_0 ? part[i][j] : whole_sums(part[i][j]);
-                memcpy(sums + j * (BYTES / 4), &whole, BYTES);
-            }
-            finish_small(bits, w, u, (const Small *)(x + i * stride), sums, out[i]);
+        for (int v = 0; v < V; v++) {
+            vi line = lanes_at(t->piece[g + v / PARTS16] + header + s / each * LINE, v % PARTS16);
+            KEEP(line);
+            even[v] = bits == Q8_0 ? line : lower_nibbles(line);
+            odd[v] = upper_nibbles(line);
         }
+        add_step(R, V, bits == Q8_0, even, t->x + 4 * s, t->stride, part);
+        if (bits != Q8_0) add_step(R, V, 0, odd, t->x + 4 * (s + 1), t->stride, part);
     }
+}
+
+INLINE void small_tile(int R, int G, int64_t bits, Span t, int64_t units) {
+    const int side = G < SIDE ? G : SIDE, V = side * PARTS16;
+    for (int64_t u = 0; u < units; u++, next_unit(&t, G, sizeof(Small)))
+        for (int g = 0; g < G; g += side) {
+            vi part[TILE_ROWS][TILE_VECTORS];
+            prefetch_part(&t, g, side * unit_bytes(bits), 0, 1);
+            sum_small(R, V, bits, &t, g, part);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) finish_small(R, bits, &t, g, v, part);
+        }
 }
 
 /* ---------------------------------------------------------------- a product */
@@ -391,23 +413,28 @@ INLINE void small_tile(int R, int64_t bits, const Unpacked *w, const uint8_t *p,
         ROWS_OF(n, 8, CALL) \
     }
 
-INLINE void span_rows(int64_t bits, const Unpacked *w, const uint8_t *p, int64_t units, const char *x, int64_t stride,
-                      int64_t rows, float (*out)[LANES]) {
-    for (int64_t t = 0, n; t < rows; t += n) {
-        const int64_t left = rows - t, turns = (left + TILE_ROWS - 1) / TILE_ROWS;
+/* G pieces of one type, all rows. */
+INLINE void span_rows(int G, int64_t bits, const Span *first, int64_t units, int64_t rows) {
+    Span t = *first;
+    t.use = rows > TILE_ROWS ? FIRST : ONCE;
+    for (int64_t done = 0, n; done < rows; done += n) {
+        const int64_t left = rows - done, turns = (left + TILE_ROWS - 1) / TILE_ROWS;
         n = (left + turns - 1) / turns;
-#define SUPER_TILE(R) super_tile(R, bits, w, p, x + t * stride, stride, out + t)
-#define SMALL_TILE(R) small_tile(R, bits, w, p, units, x + t * stride, stride, out + t)
+#define SUPER_TILE(R) super_tile(R, G, bits, t, units)
+#define SMALL_TILE(R) small_tile(R, G, bits, t, units)
         if (is_super(bits)) BY_ROWS(n, SUPER_TILE)
         else BY_ROWS(n, SMALL_TILE)
+        t.use = AGAIN;
+        t.x += n * t.stride;
+        for (int g = 0; g < G; g++) t.out[g] += n;
     }
 }
 
+typedef void (*SpanRows)(const Span *t, int64_t units, int64_t rows);
+
 #define SPAN_ROWS(BITS) \
-    static void rows_##BITS(const Unpacked *w, const uint8_t *p, int64_t units, const char *x, int64_t stride, \
-                            int64_t rows, float (*out)[LANES]) { \
-        span_rows(BITS, w, p, units, x, stride, rows, out); \
-    }
+    static void one_##BITS(const Span *t, int64_t units, int64_t rows) { span_rows(1, BITS, t, units, rows); } \
+    static void two_##BITS(const Span *t, int64_t units, int64_t rows) { span_rows(2, BITS, t, units, rows); }
 SPAN_ROWS(Q4_0)
 SPAN_ROWS(Q4_1)
 SPAN_ROWS(Q8_0)
@@ -415,25 +442,24 @@ SPAN_ROWS(Q4_K)
 SPAN_ROWS(Q5_K)
 SPAN_ROWS(Q6_K)
 
-typedef void (*SpanRows)(const Unpacked *w, const uint8_t *p, int64_t units, const char *x, int64_t stride,
-                         int64_t rows, float (*out)[LANES]);
-
-/* out [rows, 16]: products of one piece with rows at `x`. */
-static void multiply_piece(const struct Piece *piece, int64_t inputs, const char *x, int64_t stride, int64_t rows,
-                           float (*out)[LANES]) {
-    static const SpanRows by_bits[] = {rows_Q4_0, rows_Q4_1, rows_Q8_0, rows_Q4_K, rows_Q5_K, rows_Q6_K};
-    const int64_t bits = piece->bits, each = is_super(bits) ? 1 : SPAN / 32;
-    const int64_t units = inputs / (is_super(bits) ? SPAN : 32), bytes = unit_bytes(bits);
-    Unpacked w;
-    memset(out, 0, (size_t)rows * sizeof *out);
-    for (int64_t u = 0; u < units; u += each) {
-        const int64_t n = least(each, units - u);
-        const uint8_t *p = piece->data + u * bytes;
-        for (int64_t line = 0; line < n * bytes; line += 64) __builtin_prefetch(p + FURTHER + line, 0, 2);
-        if (is_super(bits)) unpack_super(&w, p, bits);
-        else unpack_small(&w, p, bits, n);
-        by_bits[bits](&w, p, n, x, stride, rows, out);
-        x += is_super(bits) ? (int64_t)sizeof(Super) : n * (int64_t)sizeof(Small);
+/* out [G][rows, 16]: products of one piece, or of two side by side, with rows at `x`. */
+static void multiply_group(const struct Piece *pieces, int G, int64_t inputs, const char *x, int64_t stride,
+                           int64_t rows, float (*out)[MANY][LANES]) {
+    static const SpanRows by_bits[2][6] = {{one_Q4_0, one_Q4_1, one_Q8_0, one_Q4_K, one_Q5_K, one_Q6_K},
+                                           {two_Q4_0, two_Q4_1, two_Q8_0, two_Q4_K, two_Q5_K, two_Q6_K}};
+    const int64_t bits = pieces->bits, size = is_super(bits) ? SPAN : 32, units = inputs / size, each = REUSED / size;
+    const int64_t unit = is_super(bits) ? (int64_t)sizeof(Super) : (int64_t)sizeof(Small);
+    Span t = {.step = pieces->step, .x = x, .stride = stride};
+    for (int g = 0; g < G; g++) {
+        t.piece[g] = pieces[g].data;
+        t.out[g] = out[g];
+        memset(out[g], 0, (size_t)rows * sizeof *out[g]);
+    }
+    for (int64_t u = 0, n; u < units; u += n) {
+        n = least(each, units - u);
+        by_bits[G - 1][bits](&t, n, rows);
+        for (int g = 0; g < G; g++) t.piece[g] += n * t.step;
+        t.x += n * unit;
     }
 }
 
@@ -441,13 +467,15 @@ static void multiply_piece(const struct Piece *piece, int64_t inputs, const char
 static int multiply_pieces(const void *job, int64_t block) {
     const Product *a = job;
     const Linear *linear = a->linear;
-    const int64_t pieces = (linear->outputs + LANES - 1) / LANES, stride = a->x.stride * (int64_t)sizeof(Input);
+    const int64_t count = least(2, (linear->outputs + LANES - 1) / LANES - 2 * block);
+    const int64_t stride = a->x.stride * (int64_t)sizeof(Input);
+    const struct Piece *pieces = linear->pieces + 2 * block;
+    const int G = pieces->step > unit_bytes(pieces->bits) ? 2 : 1;
     float sums[2][MANY][LANES], y[OUTPUTS];
     for (int64_t t = 0; t < a->x.rows; t += MANY) {
         const int64_t n = least(MANY, a->x.rows - t);
-        for (int64_t i = 0; i < 2 && 2 * block + i < pieces; i++)
-            multiply_piece(linear->pieces + 2 * block + i, linear->inputs, (const char *)a->x.inputs + t * stride,
-                           stride, n, sums[i]);
+        for (int64_t i = 0; i < count; i += G)
+            multiply_group(pieces + i, G, linear->inputs, (const char *)a->x.inputs + t * stride, stride, n, sums + i);
         for (int64_t r = 0; r < n; r++) {
             for (int i = 0; i < OUTPUTS; i += W) {
                 const vf bias = linear->bias ? load(linear->bias + block * OUTPUTS + i) : (vf){0};
@@ -544,20 +572,20 @@ INLINE int nibble(const uint8_t *lines, int64_t i, int64_t lane) { /* of input i
 
 /* Output `lane` of a piece in float: w = d * q + m, as `gguf` computes it. */
 static void read_piece(const struct Piece *piece, int64_t lane, int64_t inputs, float *out) {
-    const int64_t bits = piece->bits, bytes = unit_bytes(bits), size = is_super(bits) ? SPAN : 32;
+    const int64_t bits = piece->bits, size = is_super(bits) ? SPAN : 32;
     const uint8_t *p = piece->data;
-    for (int64_t from = 0; from < inputs; from += size, p += bytes, out += size) {
+    for (int64_t from = 0; from < inputs; from += size, p += piece->step, out += size) {
         const float d = from_half(p + 2 * lane), m = from_half(p + 32 + 2 * lane);
         for (int64_t i = 0; i < size; i++) {
-            const uint8_t *tail = p + 320 + 2048; /* after the nibbles of Q4_K and Q5_K */
+            const uint8_t *tail = p + 320 + 2048; /* after the nibbles of large units */
             const int64_t line = 4 * lane + i % 4, j = i / 32;
             if (bits == Q4_0) out[i] = d * (float)(nibble(p + 32, i, lane) - 8);
             else if (bits == Q4_1) out[i] = d * (float)nibble(p + 64, i, lane) + m;
             else if (bits == Q8_0) out[i] = d * (float)(p[32 + i / 4 * LINE + line] - 128);
             else if (bits == Q6_K) {
-                const int high = p[288 + 2048 + i / 16 * LINE + line] >> (i / 4 % 4 * 2) & 3;
-                const int8_t scale = (int8_t)p[32 + (i / 32 * LANES + lane) * 2 + i / 16 % 2];
-                out[i] = d * (float)scale * (float)((nibble(p + 288, i, lane) | high << 4) - 32);
+                const int high = tail[i / 16 * LINE + line] >> (i / 4 % 4 * 2) & 3;
+                const int8_t scale = (int8_t)p[64 + (i / 32 * LANES + lane) * 2 + i / 16 % 2];
+                out[i] = d * (float)scale * (float)((nibble(p + 320, i, lane) | high << 4) - 32);
             } else {
                 const int fifth = bits == Q5_K ? tail[j * LINE + line] >> (i / 4 % 8) & 1 : 0;
                 const float least = m * (float)p[192 + (j / 2 * LANES + lane) * 2 + j % 2];
