@@ -214,8 +214,8 @@ typedef struct { /* rows, and one or two pieces that lie side by side */
     enum Use use;
 } Span;
 
-/* Asks for one of `parts` parts of what is FURTHER ahead of a unit: all at once would fill the memory's queue. Weights
- * that one tile reads alone are not wanted in the L2 cache. */
+/* Asks for one of `parts` parts of what is FURTHER ahead of a unit: more than a few lines at once fill the queue to the
+ * memory, which holds up the loads behind them. Weights that one tile reads alone are not wanted in the L2 cache. */
 INLINE void prefetch_part(const Span *t, int g, int64_t bytes, int64_t part, int parts) {
     const uint8_t *p = t->piece[g] + FURTHER + part * (bytes / parts);
     if (t->use == ONCE)
@@ -300,7 +300,6 @@ INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total
     for (int64_t line = 0; line < STEPS / 8; line++) {
         const int64_t low = nibbles + line * 4 * LINE, high = upper + line * (8 / sub) * LINE;
         const char *x = t->x + 32 * line;
-        prefetch_part(t, g, V / PARTS16 * unit_bytes(bits), line, STEPS / 8);
 #pragma GCC unroll 4
         for (int c = 0; c < 8; c += chain) {
             vi part[TILE_ROWS][TILE_VECTORS];
@@ -308,6 +307,7 @@ INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total
             UNROLLED
             for (int s = c; s < c + chain; s += 2) {
                 vi even[TILE_VECTORS], odd[TILE_VECTORS];
+                prefetch_part(t, g, V / PARTS16 * unit_bytes(bits), 4 * line + s / 2, STEPS / 2);
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v++) {
                     const uint8_t *p = t->piece[g + v / PARTS16];
