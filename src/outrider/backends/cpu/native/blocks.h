@@ -489,51 +489,111 @@ static int multiply_pieces(const void *job, int64_t block) {
 
 /* ---------------------------------------------------------------- rows to bytes */
 
-/* Rounds n values to signed bytes; returns their scale. NaN and infinity make it NaN. */
+INLINE Wholes larger_of(Wholes a, Wholes b) {
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return (Wholes)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512VNNI__)
+    return (Wholes)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return ((a > b) & a) | (~(a > b) & b);
+#endif
+}
+
+INLINE int32_t largest(Wholes v) {
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t lane[PER];
+    memcpy(lane, &v, sizeof v);
+    for (int step = PER / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) lane[i] = lane[i] > lane[i + step] ? lane[i] : lane[i + step];
+    return lane[0];
+#endif
+}
+
+INLINE void put_bytes(int8_t *q, Wholes v) { /* |v| <= 127 */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    _mm_storeu_si128((void *)q, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__) && !defined(__AVX512VNNI__)
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    _mm_storel_epi64((void *)q, _mm_packs_epi16(words, words));
+#else
+    for (int i = 0; i < PER; i++) q[i] = (int8_t)v[i];
+#endif
+}
+
+/* Rounds n values to signed bytes; returns their scale. NaN and infinity make it NaN: as integers, the bits of numbers
+ * without their sign are in the order of the numbers, and these come last. */
 INLINE float quantise_unit(const float *x, int n, int8_t *q) {
-    vf best = {0}, odd = {0};
-    for (int i = 0; i < n; i += W) {
-        best = larger(magnitude(load(x + i)), best);
-        odd += load(x + i) * 0.0f;
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low bits */
+    Wholes top = {0};
+    vo v;
+    for (int i = 0; i < n; i += PER) {
+        memcpy(&v, x + i, sizeof v);
+        top = larger_of(top, (Wholes)v & 0x7fffffff);
     }
-    const float scale = lanes_top(best) / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
-    for (int i = 0; i < n; i += W) {
-        typedef int8_t vb __attribute__((vector_size(W)));
-        const vb bytes = __builtin_convertvector(nearest(load(x + i) * inverse), vb);
-        memcpy(q + i, &bytes, sizeof bytes);
+    const int32_t bits = largest(top);
+    float most_of_all;
+    memcpy(&most_of_all, &bits, sizeof bits);
+    const float scale = most_of_all / 127.0f, inverse = scale > 1e-30f && bits < 0x7f800000 ? 1.0f / scale : 0.0f;
+    for (int i = 0; i < n; i += PER) {
+        memcpy(&v, x + i, sizeof v);
+        put_bytes(q + i, (Wholes)(v * inverse + shift) - 0x4b400000);
     }
-    return scale + lanes_sum(odd);
+    return bits < 0x7f800000 ? scale : NAN;
 }
 
-INLINE int32_t sum_of(const int8_t *q, int n) {
-    int32_t sum = 0;
-    for (int i = 0; i < n; i++) sum += q[i];
-    return sum;
+/* The sums of each eight of n bytes. */
+INLINE void sums_of_eight(const int8_t *q, int n, int32_t *sums) {
+#if defined(__AVX2__)
+    for (int i = 0; i < n; i += 32) { /* q + 128 is not negative: its bytes are summed by their distance from zero */
+        const __m256i bytes = _mm256_xor_si256(_mm256_loadu_si256((const void *)(q + i)), _mm256_set1_epi8((char)0x80));
+        int64_t four[4];
+        _mm256_storeu_si256((void *)four, _mm256_sad_epu8(bytes, _mm256_setzero_si256()));
+        for (int j = 0; j < 4; j++) sums[i / 8 + j] = (int32_t)four[j] - 8 * 128;
+    }
+#else
+    for (int i = 0; i < n / 8; i++) {
+        sums[i] = 0;
+        for (int j = 0; j < 8; j++) sums[i] += q[8 * i + j];
+    }
+#endif
 }
 
-/* Completes a unit whose bytes are there: its scale and its sums. */
-INLINE void describe_unit(char *unit, int whole, float scale) {
-    if (whole) {
-        Super *s = (Super *)unit;
-        s->scale = scale;
-        for (int j = 0; j < 16; j++) s->sums16[j] = (int16_t)sum_of(s->q + 16 * j, 16);
-        for (int j = 0; j < 8; j++) s->sums32[j] = (int16_t)(s->sums16[2 * j] + s->sums16[2 * j + 1]);
-        return;
+INLINE void set_scale(char *unit, int whole, float scale) {
+    if (whole) ((Super *)unit)->scale = scale;
+    else ((Small *)unit)->scale = scale;
+}
+
+/* Adds the sums to units whose bytes are there: all at the end, when the bytes' stores have left the processor. */
+INLINE void describe_units(char *unit, int whole, int64_t count) {
+    int32_t eights[SPAN / 8];
+    for (; count; count--, unit += whole ? sizeof(Super) : sizeof(Small)) {
+        sums_of_eight((const int8_t *)unit, whole ? SPAN : 32, eights);
+        if (whole) {
+            Super *s = (Super *)unit;
+            for (int j = 0; j < 16; j++) s->sums16[j] = (int16_t)(eights[2 * j] + eights[2 * j + 1]);
+            for (int j = 0; j < 8; j++)
+                s->sums32[j] = (int16_t)(eights[4 * j] + eights[4 * j + 1] + eights[4 * j + 2] + eights[4 * j + 3]);
+        } else {
+            Small *s = (Small *)unit;
+            s->whole = eights[0] + eights[1] + eights[2] + eights[3];
+            s->sum = (float)s->whole;
+        }
     }
-    Small *s = (Small *)unit;
-    s->scale = scale;
-    s->whole = sum_of(s->q, 32);
-    s->sum = (float)s->whole;
+}
+
+INLINE void quantise_row(const float *x, int whole, int64_t inputs, char *out) {
+    const int size = whole ? SPAN : 32;
+    const int64_t count = inputs / size, bytes = whole ? (int64_t)sizeof(Super) : (int64_t)sizeof(Small);
+    for (int64_t u = 0; u < count; u++)
+        set_scale(out + u * bytes, whole, quantise_unit(x + u * size, size, (int8_t *)(out + u * bytes)));
+    describe_units(out, whole, count);
 }
 
 static void quantise_units(const Linear *linear, const float *x, char *out) {
-    const int64_t n = linear->inputs;
-    if (is_super(linear->pieces->bits))
-        for (int64_t i = 0; i < n; i += SPAN, out += sizeof(Super))
-            describe_unit(out, 1, quantise_unit(x + i, SPAN, (int8_t *)out));
-    else
-        for (int64_t i = 0; i < n; i += 32, out += sizeof(Small))
-            describe_unit(out, 0, quantise_unit(x + i, 32, (int8_t *)out));
+    if (is_super(linear->pieces->bits)) quantise_row(x, 1, linear->inputs, out);
+    else quantise_row(x, 0, linear->inputs, out);
 }
 
 /* One unit of n values as two rows of bytes: x = scale * (254 * high + low). */
@@ -557,11 +617,14 @@ INLINE float halve_unit(const float *x, int n, int8_t *high, int8_t *low) {
 static void quantise_units_twice(const Linear *linear, const float *x, char *high, char *low) {
     const int whole = is_super(linear->pieces->bits), size = whole ? SPAN : 32;
     const int64_t bytes = whole ? (int64_t)sizeof(Super) : (int64_t)sizeof(Small);
-    for (int64_t i = 0; i < linear->inputs; i += size, high += bytes, low += bytes) {
-        const float scale = halve_unit(x + i, size, (int8_t *)high, (int8_t *)low);
-        describe_unit(high, whole, 254.0f * scale);
-        describe_unit(low, whole, scale);
+    const int64_t count = linear->inputs / size;
+    for (int64_t u = 0; u < count; u++) {
+        const float scale = halve_unit(x + u * size, size, (int8_t *)(high + u * bytes), (int8_t *)(low + u * bytes));
+        set_scale(high + u * bytes, whole, 254.0f * scale);
+        set_scale(low + u * bytes, whole, scale);
     }
+    describe_units(high, whole, count);
+    describe_units(low, whole, count);
 }
 
 /* ---------------------------------------------------------------- one row of an embedding */
