@@ -24,7 +24,7 @@ from outrider.models.config import ModelConfig
 
 from support.native_builds import BUILDS, COMPILER, Use
 from support.product_program import EMULATED, block_problem, build, int8_problem, run
-from support.random_blocks import RandomBlocks, block_config, floats, random_blocks
+from support.random_blocks import RandomBlocks, StoredEmbedding, block_config, floats, random_blocks
 
 LENGTH = 64
 MODELS = {
@@ -90,6 +90,34 @@ def test_no_bit_is_lost(use_backend: Use, kind: str) -> None:
     part = Part(stop=1, skip_attention=both, skip_mlp=both, head=False)
     read = model.forward(_chain(tokens, 0, LENGTH), _plane(config), part, taps=(0,)).hidden[0]
     assert torch.equal(read, weights.get("embed_tokens.weight", torch.float32)[:LENGTH])
+
+
+@pytest.mark.parametrize("kind", blocks.STORED)
+@needs_compiler
+def test_rows_of_an_embedding_that_stays_in_its_file(use_backend: Use, kind: str) -> None:
+    """The floats that the `gguf` package reads, without a copy of the embedding in memory."""
+    use_backend("tuned")
+    config = block_config(256)
+    weights = StoredEmbedding(config, kind)
+    model = BlockTransformer(config, weights, blocks.repacked(config, weights))
+    tokens, both = torch.arange(config.vocab_size)[-LENGTH:], frozenset({0})
+    part = Part(stop=1, skip_attention=both, skip_mlp=both, head=False)
+    read = model.forward(_chain(tokens, 0, LENGTH), _plane(config), part, taps=(0,)).hidden[0]
+    assert torch.equal(read, weights.rows("embed_tokens.weight", tokens))
+    with pytest.raises(IndexError):
+        model.forward(_chain(tokens + 11, 0, LENGTH), _plane(config), part)
+
+
+@needs_compiler
+def test_rows_of_a_type_that_kernels_do_not_read(use_backend: Use) -> None:
+    use_backend("tuned")
+    config = block_config(256)
+    weights = StoredEmbedding(config, "Q5_0")
+    model = BlockTransformer(config, weights, blocks.repacked(config, weights))
+    tokens, both = torch.arange(9), frozenset({0})
+    part = Part(stop=1, skip_attention=both, skip_mlp=both, head=False)
+    read = model.forward(_chain(tokens, 0, 9), _plane(config), part, taps=(0,)).hidden[0]
+    assert torch.equal(read, weights.rows("embed_tokens.weight", tokens).bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
@@ -49,6 +50,9 @@ class RandomBlocks(GGUFWeights):
     def blocks(self, name: str) -> Tensor:
         return random_blocks(self.kind(name), *self._shapes._shape(name), seed=sum(map(ord, name)))
 
+    def mapped(self, name: str) -> npt.NDArray[np.uint8]:
+        return self.blocks(name).numpy()
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         return floats(self.blocks(name)[ids], self.kind(name))
 
@@ -63,6 +67,36 @@ class RandomBlocks(GGUFWeights):
             size = self._config.head_dim if "self_attn" in name else shape[0]
             return (1 + torch.rand(size, generator=draw)).to(dtype)
         return floats(self.blocks(name), self.kind(name)).to(dtype)
+
+
+class StoredEmbedding(RandomBlocks):
+    """The same with products in Q4_K and an embedding of any type."""
+
+    def __init__(self, config: ModelConfig, embedding: str) -> None:
+        super().__init__(config, "Q4_K")
+        self.type = GGMLQuantizationType[embedding]
+        draw = np.random.default_rng(5)
+        values = draw.normal(0, 1, (config.vocab_size, config.hidden_size)).astype(np.float32)
+        try:
+            self._rows = quants.quantize(values, self.type).view(np.uint8)
+        except NotImplementedError:  # the package reads this type and does not write it
+            self._rows = random_blocks(embedding, *values.shape, seed=5).numpy()
+
+    def kind(self, name: str) -> str:
+        return self.type.name if name == "embed_tokens.weight" else super().kind(name)
+
+    def mapped(self, name: str) -> npt.NDArray[np.uint8]:
+        assert name == "embed_tokens.weight"
+        return self._rows
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        raw = self._rows if self.type.name not in ("F16", "F32") else self._rows.view(f"<f{self._rows.shape[1] // 256}")
+        return torch.from_numpy(quants.dequantize(raw[ids.numpy()], self.type).astype(np.float32))
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        if name != "embed_tokens.weight":
+            return super().get(name, dtype)
+        return self.rows(name, torch.arange(self._rows.shape[0])).to(dtype)
 
 
 def block_config(inputs: int = 256, **changes: object) -> ModelConfig:

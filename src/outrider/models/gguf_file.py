@@ -381,6 +381,10 @@ class GGUFWeights(Weights):
         raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
         return reorder_rows(name, raw, self._config, to_gguf=False)
 
+    def mapped(self, name: str) -> npt.NDArray[np.uint8]:
+        """The rows of an embedding or output matrix as they are stored, in the file's own memory: [rows, bytes]."""
+        return self._file.raw(self._names[name])
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Some rows of an embedding or output matrix, [n, columns] float32, without reading the others."""
         return torch.from_numpy(self._file.array(self._names[name], ids.cpu().numpy()))

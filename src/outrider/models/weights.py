@@ -277,6 +277,11 @@ class FamilyWeights(Weights):
         """As `GGUFWeights.blocks`, of a GGUF file."""
         return self._rows(name, self.source.blocks(self._stored[name][0]))
 
+    def mapped(self, name: str) -> Any:
+        """As `GGUFWeights.mapped`, of a GGUF file."""
+        stored, rows = self._stored[name]
+        return self.source.mapped(stored)[rows]
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """As `GGUFWeights.rows`, of a GGUF file."""
         rows: Tensor = self.source.rows(self._stored[name][0], ids)

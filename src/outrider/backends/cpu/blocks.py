@@ -32,7 +32,7 @@ from .. import WHOLE, Model, Part, PlaneShape, ops
 from ..rows import Rows
 from ..transformer import rope_tables
 from . import native, quantise as quant
-from .int8 import NativePass, NativeProduct
+from .int8 import NativePass, NativeProduct, Words
 from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # of the repacked file; a change makes old files be built again
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of native/blocks.h
+STORED = (*KINDS, "F16", "BF16", "F32")  # types whose single rows kernels read from the file
 SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
 LANES = 16  # outputs of a piece
 GATED = "gate_up"  # how the name of a gated pair ends
@@ -310,17 +311,13 @@ class BlockTransformer(Model):
 
     @cached_property
     def embedding(self) -> Tensor:
-        """[V, H] bfloat16, for heads that cannot read single rows of the blocks, as the decoder does."""
+        """[V, H] bfloat16, for whoever cannot read single rows, as native passes do."""
         return self.weights.get("embed_tokens.weight", torch.bfloat16)
 
     @property
-    def words(self) -> int:
-        """The address of the embedding's pieces, which this model keeps; 0: it is not in blocks."""
-        return self._native._words()[1]
-
-    def embedding_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding [n, H], from the file."""
-        return self.weights.rows("embed_tokens.weight", ids)
+    def words(self) -> Words:
+        """Where the embedding is; this model keeps it."""
+        return self._native.words
 
     def output_rows(self, ids: Tensor) -> Tensor:
         """Rows of the output matrix [D, H]."""
@@ -354,20 +351,25 @@ class BlockPass(NativePass):
         self.weights = model.weights
         super().__init__(model, kernels)
 
-    def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
-        if x is None and not self.config.tied:  # an embedding of its own stays in the file: a pass reads a few rows
-            if int(rows.tokens.min()) < 0 or int(rows.tokens.max()) >= self.config.vocab_size:
-                raise IndexError("a token is out of range")
-            x = self.weights.rows("embed_tokens.weight", rows.tokens)
-        return super().__call__(rows, plane, part, x, taps)
-
     def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
         bias = self.tensors.get(f"{name}.bias")
         whole, inputs = quant.shape(name, self.config)
         return (0, 0, 0, *ops.addresses_of(bias), 0, outputs or whole, inputs, 0, self._table(name))
 
-    def _words(self) -> tuple[int, int]:
-        return 0, self._table("head") if self.config.tied else 0
+    def _words(self) -> Words:
+        return self.words
+
+    @cached_property
+    def words(self) -> Words:
+        """An embedding that is not the output matrix too stays in the file: a pass reads a few of its rows."""
+        if self.config.tied:
+            return Words(pieces=self._table("head"))
+        name = "embed_tokens.weight"
+        if (kind := self.weights.kind(name)) not in STORED:
+            self._held.append(whole := self.weights.get(name, torch.bfloat16).contiguous())  # [V, H]
+            return Words(whole.data_ptr())
+        self._held.append(rows := self.weights.mapped(name))  # [V, bytes]
+        return Words(0, 0, rows.ctypes.data, rows.strides[0], STORED.index(kind))
 
     def _table(self, name: str) -> int:
         """The address of a product's pieces, as in native/blocks.h."""

@@ -111,6 +111,21 @@ def linear_fields(q: Quantised) -> tuple[int, ...]:
     return (*addresses, q.outputs, q.inputs, q.outliers.shape[0], 0)
 
 
+class Words(NamedTuple):
+    """Where native code finds the tokens' embeddings: one of the three addresses is set."""
+
+    embedding: int = 0  # [V, H] bfloat16
+    pieces: int = 0  # as in native/blocks.h
+    stored: int = 0  # as they are in a GGUF file
+    row_bytes: int = 0
+    kind: int = 0  # in native/blocks.h
+
+    @property
+    def elsewhere(self) -> tuple[int, ...]:
+        """The last fields of `Model` in pass.h."""
+        return self[1:]
+
+
 class NativeRows:
     """Rows as native code reads them. This object keeps the memory alive whose addresses it gives."""
 
@@ -177,17 +192,16 @@ class NativePass(Addresses):
         q = quant.product(self.tensors, name, self.config)
         return self._linear(q if outputs is None else replace(q, outputs=outputs))
 
-    def _words(self) -> tuple[int, int]:
-        """Addresses of the embedding: in bfloat16, or in pieces."""
-        return self.tensors["embedding"].data_ptr(), 0
+    def _words(self) -> Words:
+        return Words(self.tensors["embedding"].data_ptr())
 
     def _pack_model(self, ids: int) -> int:
         """The model with the output product of the first `ids` ids, which are its first rows."""
-        c, (words, pieces) = self.config, self._words()
+        c, words = self.config, self._words()
         layers = b"".join(self._pack_layer(i) for i in range(c.layers))
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, self.half, c.intermediate_size, ids)
-        addresses = (self._keep(layers), self.tensors["norm"].data_ptr(), words, *self._rope)
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, 0, pieces)
+        addresses = (self._keep(layers), self.tensors["norm"].data_ptr(), words.embedding, *self._rope)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, 0, *words.elsewhere)
         return self._keep(struct.pack(native.MODEL, *addresses, *self._product("head", ids), *sizes, *rest))
 
     def _pack_layer(self, i: int) -> bytes:
@@ -426,7 +440,7 @@ class NativeProduct(Addresses):
         """The model with the first outputs."""
         fields = (*self.fields[:5], outputs, *self.fields[6:])
         sizes = (self.fields[6], 1, 1, 1, 0, 1, outputs, 1)
-        model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, 0)
+        model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, *Words().elsewhere)
         return self._keep(struct.pack(native.MODEL, *model))
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:

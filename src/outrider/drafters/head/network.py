@@ -23,7 +23,7 @@ from torch import Tensor
 from ...backends import PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
-from ...backends.cpu.int8 import Addresses, Int8Linear, NativeRows
+from ...backends.cpu.int8 import Addresses, Int8Linear, NativeRows, Words
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
@@ -43,7 +43,6 @@ from ...models.speculators import (
 )
 from .._trained import DraftVocabulary
 
-_ROWS = 512  # of an embedding that stays in its file, at first
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
 
@@ -418,28 +417,14 @@ class Int8Head(Addresses):
         super().__init__(head)
         self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
         self.outputs, self.embedding, self.head = head.config.draft_vocab_size, head.embedding, head
-        in_file = isinstance(self.embedding, BlockTransformer) and not self.embedding.words
-        self.rows_read = torch.empty(_ROWS if in_file else 0, self.width, dtype=torch.bfloat16)  # of one pass
         self._model = self._pack(head)
 
-    def _words(self) -> tuple[int, int, int]:
-        """The embedding's address [V, H] in bfloat16 (the target's own where it is int8), or that of its pieces; V."""
-        if self.rows_read.shape[0]:
-            return self.rows_read.data_ptr(), 0, self.rows_read.shape[0]
+    def _words(self) -> Words:
+        """The target's own embedding where its passes are native, else a copy in bfloat16."""
         if isinstance(self.embedding, BlockTransformer):
-            return 0, self.embedding.words, self.head.config.vocab_size
+            return self.embedding.words
         self._held.append(words := self.embedding.to(torch.bfloat16).contiguous())
-        return words.data_ptr(), 0, self.head.config.vocab_size
-
-    def _read_words(self, tokens: list[int]) -> list[int]:
-        """Where the rows of these tokens are, if their embedding stays in its file."""
-        if not self.rows_read.shape[0]:
-            return tokens
-        if len(tokens) > self.rows_read.shape[0]:
-            self.rows_read = torch.empty(2 * len(tokens), self.width, dtype=torch.bfloat16)
-            self._model = self._pack(self.head)
-        self.rows_read[: len(tokens)] = self.embedding.embedding_rows(torch.tensor(tokens))
-        return list(range(len(tokens)))
+        return Words(words.data_ptr())
 
     def __call__(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None, fused: bool = True, scored: bool = True
@@ -450,7 +435,6 @@ class Int8Head(Addresses):
         """
         inputs = NativeRows(rows)
         lists, count, length = inputs.lists, inputs.count, inputs.table.shape[1]
-        lists[0] = self._read_words(lists[0])
         lists[5] = lists[5] if scored else []
         if masked is not None:
             lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
@@ -467,17 +451,17 @@ class Int8Head(Addresses):
         return scores, outputs
 
     def _pack(self, head: Head) -> int:
-        c, (words, pieces, vocabulary) = head.config, self._words()
+        c, words = head.config, self._words()
         layers = b"".join(self._pack_layer(layer, c.window(i)) for i, layer in enumerate(head.layers))
         masks = [mask.data_ptr() for mask in head.masks] or [0, 0]
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, head.cos.shape[1], c.intermediate_size, self.outputs)
         fields = (
             self._keep(layers),
-            *(*ops.addresses_of(head.norm), words, *ops.addresses_of(head.cos, head.sin)),
+            *(*ops.addresses_of(head.norm), words.embedding, *ops.addresses_of(head.cos, head.sin)),
             *self._fields(head.head),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(*ops.addresses_of(head.hidden_norm), *masks, vocabulary, *self._fields(head.fc)),
-            *(c.norm_before_residual, pieces),
+            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._fields(head.fc)),
+            *(c.norm_before_residual, *words.elsewhere),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 

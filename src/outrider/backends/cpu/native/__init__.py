@@ -67,7 +67,7 @@ COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "5P3qP"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "qP"
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q2P2q"
 NO_LINEAR = (0,) * 9
 
 
@@ -406,7 +406,7 @@ def _check_int8(kernels: Kernels, d: int) -> None:
 
 
 def _check_blocks(kernels: Kernels) -> None:
-    """The same with 16 outputs of GGUF's blocks, of 32 and of 256 inputs (native/blocks.h)."""
+    """The same with GGUF's blocks, of 32 and of 256 inputs: one piece, and two side by side (native/blocks.h)."""
     inputs, step = 256, 2.0**-10
     x = [1.0 if i % 3 else -1.0 for i in range(inputs)]
     nibbles = [[(3 * n + 5 * i) % 16 for i in range(inputs)] for n in range(16)]
@@ -417,16 +417,18 @@ def _check_blocks(kernels: Kernels) -> None:
         )
 
     steps, zero_point = struct.pack("<16e", *[step] * 16), 8
-    q4_0 = b"".join(steps + lines(i, i + 32) for i in range(0, inputs, 32))
     scales, least = bytes(j + 1 for j in range(8) for _ in range(16)), 2
-    q4_k = steps + steps + scales + bytes([least] * 128) + lines(0, inputs)
-    for bits, data in ((0, q4_0), (3, q4_k)):
-        held = ctypes.create_string_buffer(data, len(data))
-        table = _int64s([_address(held), bits])
-        out = _head_of(kernels, (0, 0, 0, 0, 0, 16, inputs, 0, _address(table)), x)
+    q4_0 = [steps + lines(i, i + 32) for i in range(0, inputs, 32)]
+    q4_k = [steps + steps + scales + bytes([least] * 128) + lines(0, inputs)]
+    for bits, units in ((0, q4_0), (3, q4_k)):
         scale, offset = ([i // 32 + 1 for i in range(inputs)], least) if bits else ([1] * inputs, zero_point)
         expected = [step * sum((s * q - offset) * v for s, q, v in zip(scale, row, x, strict=True)) for row in nibbles]
-        _compare("blocks", out, expected)
+        for pieces in (1, 2):
+            data, unit = b"".join(unit * pieces for unit in units), len(units[0])
+            held = ctypes.create_string_buffer(data, len(data))
+            table = _int64s([n for i in range(pieces) for n in (_address(held) + i * unit, bits, pieces * unit)])
+            out = _head_of(kernels, (0, 0, 0, 0, 0, 16 * pieces, inputs, 0, _address(table)), x)
+            _compare("blocks", out, expected * pieces)
 
 
 def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
@@ -435,7 +437,7 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     ones = _floats([1.0] * d)
     model = ctypes.create_string_buffer(
         struct.pack(
-            MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, 0, 0
+            MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, *[0] * 5
         )
     )
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)

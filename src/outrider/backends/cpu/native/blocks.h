@@ -13,7 +13,7 @@
 
 #include "int8.h"
 
-enum Bits { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K }; /* in the order of blocks.py */
+enum Bits { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32 }; /* in the order of blocks.py; no pieces of the last three */
 
 enum {
     LANES = 16, /* outputs of a piece */
@@ -655,6 +655,56 @@ static void read_piece(const struct Piece *piece, int64_t lane, int64_t inputs, 
                 out[i] = d * (float)p[64 + j * LANES + lane] * (float)(nibble(p + 320, i, lane) | fifth << 4) - least;
             }
         }
+    }
+}
+
+/* ---------------------------------------------------------------- one row of an embedding that stays in its file */
+
+typedef struct {
+    const uint8_t *rows; /* [V, bytes], as in the file; or NULL */
+    int64_t bytes, bits;
+} Stored;
+
+INLINE int stored_nibble(const uint8_t *qs, int64_t i, int64_t half) { /* the low ones of `half` bytes, then the high */
+    return i < half ? qs[i] & 15 : qs[i - half] >> 4;
+}
+
+/* The six-bit scale (0) or minimum (1) of sub-block j of Q4_K and Q5_K. */
+INLINE int six_bits(const uint8_t *q, int64_t j, int minimum) {
+    if (j < 4) return q[j + 4 * minimum] & 63;
+    return (minimum ? q[j + 4] >> 4 : q[j + 4] & 15) | q[j - 4 + 4 * minimum] >> 6 << 4;
+}
+
+/* Input i of a block. */
+INLINE float stored_value(int64_t bits, const uint8_t *p, int64_t i) {
+    const float d = from_half(bits == Q6_K ? p + 208 : p), m = from_half(p + 2);
+    if (bits == Q4_0) return d * (float)(stored_nibble(p + 2, i, 16) - 8);
+    if (bits == Q4_1) return d * (float)stored_nibble(p + 4, i, 16) + m;
+    if (bits == Q8_0) return d * (float)(int8_t)p[2 + i];
+    if (bits == Q6_K) {
+        const int64_t half = i / 128, r = i % 128;
+        const int low = stored_nibble(p + 64 * half, r, 64), high = p[128 + 32 * half + r % 32] >> (r / 32 * 2) & 3;
+        return d * (float)(int8_t)p[192 + i / 16] * (float)((low | high << 4) - 32);
+    }
+    const int64_t j = i / 32;
+    const int low = stored_nibble(p + (bits == Q5_K ? 48 : 16) + j / 2 * 32, i % 64, 32);
+    const int fifth = bits == Q5_K ? p[16 + i % 32] >> j & 1 : 0;
+    const float least = m * (float)six_bits(p + 4, j, 1);
+    return d * (float)six_bits(p + 4, j, 0) * (float)(low | fifth << 4) - least;
+}
+
+/* Row `row` in float, as `gguf` computes it. */
+static void read_stored(const Stored *a, int64_t row, int64_t inputs, float *out) {
+    static const int64_t sizes[] = {18, 20, 34, 144, 176, 210};
+    const uint8_t *p = a->rows + row * a->bytes;
+    if (a->bits == F32) memcpy(out, p, (size_t)inputs * sizeof *out);
+    else if (a->bits == BF16) read_row(out, p, 1, inputs);
+    else if (a->bits == F16)
+        for (int64_t i = 0; i < inputs; i++) out[i] = from_half(p + 2 * i);
+    else {
+        const int64_t size = is_super(a->bits) ? SPAN : 32;
+        for (int64_t from = 0; from < inputs; from += size, p += sizes[a->bits])
+            for (int64_t i = 0; i < size; i++) out[from + i] = stored_value(a->bits, p, i);
     }
 }
 

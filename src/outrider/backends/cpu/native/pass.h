@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const float *norm; /* [H] */
-    const uint16_t *embedding; /* [V, H] bfloat16; or NULL: `word_pieces` */
+    const uint16_t *embedding; /* [V, H] bfloat16; or NULL: `word_pieces`, or `stored` */
     const float *cos, *sin; /* [length, half] */
     Linear head;
     int64_t hidden, heads, kv_heads, d, half, middle, vocabulary, length;
@@ -32,7 +32,8 @@ typedef struct {
     int64_t words; /* rows of `embedding` */
     Linear fuse; /* from the tapped states of the target's layers to the head's residual stream */
     int64_t begins_normed; /* the residual stream begins with the normed feature */
-    const struct Piece *word_pieces; /* [ceil(words / 16)] */
+    const struct Piece *word_pieces; /* [ceil(words / 16)], or NULL */
+    Stored stored;
 } Model;
 
 typedef struct {
@@ -81,6 +82,7 @@ static void to_integers(const Packing *a, float *row, int64_t t) {
 
 INLINE void embed(const Model *model, int64_t token, float *out) {
     if (model->embedding) read_row(out, model->embedding + token * model->hidden, 1, model->hidden);
+    else if (model->stored.rows) read_stored(&model->stored, token, model->hidden, out);
     else read_piece(model->word_pieces + token / LANES, token % LANES, model->hidden, out);
 }
 
