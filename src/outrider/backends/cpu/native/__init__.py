@@ -244,7 +244,8 @@ def _built(folder: Path, extra: tuple[str, ...]) -> tuple[Path, bool]:
     version = _run([*compiler, "--version"], SECONDS_TO_CHECK)
     if version.returncode:
         raise _Unusable(f"{' '.join(compiler)} does not run: {version.stderr.strip()[:200] or version.returncode}")
-    key = "\0".join([*(source.read_text() for source in SOURCES), *compiler, *flags, version.stdout, _cpu()])
+    texts = [source.read_text() for source in (*SOURCES, Path(__file__))]  # this file has the structs and the check
+    key = "\0".join([*texts, *compiler, *flags, version.stdout, _cpu()])
     path = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     report = path.with_suffix(".checked")  # the SHA-256 of the checked file, then "ok" or what went wrong
     if _result(path, report) is None:
@@ -435,11 +436,9 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     """The output product of one row whose norm is itself, by a model without layers."""
     outputs, d, eps = head[5], head[6], 0.0
     ones = _floats([1.0] * d)
-    model = ctypes.create_string_buffer(
-        struct.pack(
-            MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, *[0] * 5
-        )
-    )
+    sizes = (d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1)
+    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0)
+    model = ctypes.create_string_buffer(struct.pack(MODEL, *fields))
     zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
     table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
     inputs = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
