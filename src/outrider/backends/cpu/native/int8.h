@@ -118,8 +118,6 @@ typedef struct {
 
 enum { ALL = STEP / BYTES }; /* vectors of a block */
 
-enum { FEW = WIDE ? 2 : 4 }; /* up to this many rows, hardware prefetching alone is faster */
-
 INLINE int64_t steps_of(const Linear *a) { return (a->inputs + 3) / 4; }
 
 INLINE int64_t blocks_of(const Linear *a) { return (a->outputs + OUTPUTS - 1) / OUTPUTS; }
@@ -192,7 +190,7 @@ static void sum_chunk(const uint8_t *w, const Input *x, int64_t stride, int64_t 
     for (int64_t t = 0, tile; t < n; t += tile) {
         const int64_t left = n - t, turns = (left + ROWS - 1) / ROWS;
         tile = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
-        sum_tiles(tile, n > FEW && !t, w, x + t * stride, stride, steps, sums + t);
+        sum_tiles(tile, !t, w, x + t * stride, stride, steps, sums + t);
     }
 }
 
