@@ -74,7 +74,7 @@ def _shown_stages() -> Iterator[None]:
             yield
     if stages:
         done = ", ".join(name[0].lower() + name[1:] for name in stages)
-        note(f"Done once, kept in {cache_folder()}: {done}. `outrider cache list` shows it.", style="dim")
+        note(f"Done once: {done}. `outrider cache list` shows what is kept in {cache_folder()}.", style="dim")
 
 
 def encode_prompt(llm: LLM, prompt: str, raw: bool = False) -> list[int]:

@@ -277,6 +277,11 @@ class FamilyWeights(Weights):
         """As `GGUFWeights.blocks`, of a GGUF file."""
         return self._rows(name, self.source.blocks(self._stored[name][0]))
 
+    def block_rows(self, name: str, ids: Tensor) -> Tensor:
+        """As `GGUFWeights.block_rows`, of a GGUF file."""
+        rows: Tensor = self.source.block_rows(self._stored[name][0], ids)
+        return rows
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """As `GGUFWeights.rows`, of a GGUF file."""
         rows: Tensor = self.source.rows(self._stored[name][0], ids)
