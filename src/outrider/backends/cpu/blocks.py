@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...errors import ModelError
-from ...models.blocks import BlockTensor
+from ...models.blocks import BlockTensor, UnreadBlocks
 from ...models.config import ModelConfig
 from ...models.gguf_file import GGUFWeights
 from ...models.stages import stage
@@ -314,9 +314,9 @@ class BlockTransformer(Model):
         return self.weights.rows(_head(self.config), ids)
 
     def output_blocks(self, ids: Tensor) -> BlockTensor:
-        """The same as they are in the file."""
-        name = _head(self.config)
-        return BlockTensor(self.weights.block_rows(name, ids), self.weights.kind(name))
+        """The same as they are in the file, which are read when they are used."""
+        name, shape = _head(self.config), (len(ids), self.config.hidden_size)
+        return UnreadBlocks(partial(self.weights.block_rows, name, ids), self.weights.kind(name), shape)
 
     @torch.inference_mode()
     def forward(

@@ -16,6 +16,7 @@ import struct
 from array import array
 from dataclasses import dataclass
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -416,9 +417,10 @@ class Int8Head(Addresses):
     """
 
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
-        super().__init__(head)
+        weights = (head.layers, head.head, head.fc, head.norm, head.hidden_norm, head.masks)
+        super().__init__(*weights, head.cos, head.sin)
         self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
-        self.outputs, self.embedding, self.head = head.config.draft_vocab_size, head.embedding, head
+        self.outputs, self.embedding, self.head = head.config.draft_vocab_size, head.embedding, proxy(head)
         in_file = isinstance(self.embedding, BlockTransformer) and not self.embedding.words
         self.rows_read = torch.empty(_ROWS if in_file else 0, self.width, dtype=torch.bfloat16)  # of one pass
         self._model = self._pack(head)
