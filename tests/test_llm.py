@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -635,6 +637,25 @@ def test_nan_weights_are_a_sentence_and_the_llm_says_it_again(tmp_path: Path) ->
     with pytest.raises(ModelError, match="NaN"):
         list(sick.stream(PROMPTS[0]))
     assert not sick.engine.busy
+
+
+@pytest.mark.parametrize("drafter", ["off", "suffix", "auto", "cascade"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_is_free_with_the_last_reference(llm: LLM, drafter: str, closed: bool) -> None:
+    """K and V of a sibling would else stay until the garbage collector runs, which does not know how large they are."""
+    gc.collect()
+    gc.disable()
+    try:
+        sibling = llm.using(drafter=drafter)
+        sibling.generate("Once upon a time", SamplingParams(max_tokens=4))
+        engine = sibling.engine
+        alive = [weakref.ref(part) for part in (sibling, engine, engine.cache, engine.drafter, engine.controller)]
+        if closed:
+            sibling.close()
+        del sibling, engine
+        assert [ref() for ref in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])

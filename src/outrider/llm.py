@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence as Listing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 
@@ -56,13 +57,11 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 
-class LLM(Listener):
+class LLM:
     """A target with a drafter. Argument names of Hugging Face and vLLM work too.
 
     Several threads may call it at once: their prompts run in one batch. `with LLM() as llm:` closes it at the end.
     """
-
-    reads_logits = False  # as a listener of its own engine
 
     def __init__(
         self,
@@ -108,12 +107,12 @@ class LLM(Listener):
         self.target: Model = target
         self.recorder = recorder or Recorder()
         self._ids = itertools.count(1)
-        self._rejected: dict[int, list[int]] = {}
+        self._rejected = _Rejected()
         self._build_engine()
-        self._shared = SharedEngine(self, self._lock)
+        self._shared = SharedEngine(proxy(self), self._lock)  # only this object's methods use it
 
     def _build_engine(self) -> None:
-        listeners = (self, self.recorder, self.drift)
+        listeners = (self._rejected, self.recorder, self.drift)
         with memory_sentence("K and V, the drafter and recorded passes"):
             built = build_engine(self.target, self.config, self.tokenizer, listeners, self.costs)
         self._engine: Engine | None = built
@@ -134,6 +133,7 @@ class LLM(Listener):
         if "drafter" not in new:  # another drafter starts without this one's options
             old |= options
         sibling._assemble(self.name, self.target, self.tokenizer, config_from(old | new), recorder)
+        return_free_memory()
         return sibling
 
     def close(self) -> None:
@@ -142,6 +142,7 @@ class LLM(Listener):
             self._shared.cancel((*self.engine.scheduler.running, *self.engine.scheduler.waiting))
             del self.target
             self._engine = None
+            return_free_memory()
 
     def __enter__(self) -> LLM:
         return self
@@ -414,12 +415,20 @@ class LLM(Listener):
         """The text that each generated token released; joined, they are the answer."""
         return list(_detokenizer(seq).texts)
 
+
+class _Rejected(dict[int, list[int]], Listener):
+    """The drafted tokens of a sequence's last step that were not accepted, by its id, for `Piece.rejected`.
+
+    The engine knows this and not the `LLM`, whose memory is free as soon as nobody refers to it.
+    """
+
+    reads_logits = False
+
     def observe(self, step: Step) -> None:
-        """As the engine's listener: keep the drafted tokens that were not accepted, for `Piece.rejected`."""
         for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             if verdict is not None and turn.seq.on_token is not None:  # else its text is somebody else's
                 fates = zip(tree.tokens, verdict.fates, strict=True)
-                self._rejected[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
+                self[turn.seq.id] = [token for token, fate in fates if fate != ACCEPTED]
 
 
 def _several(prompts: Any) -> list[Any]:

@@ -384,13 +384,13 @@ def test_the_repacked_file_is_kept_and_a_damaged_one_is_made_again(tmp_path: Pat
     tensors = blocks.repacked(config, RandomBlocks(config, "Q4_K"))
 
     def stored() -> quant.Tensors:
-        return quant.stored("name", lambda: tensors, tmp_path)
+        return quant.stored("name", tensors.items, tmp_path).tensors
 
     first, again = stored(), stored()
     assert first.keys() == again.keys() == tensors.keys()
     assert all(torch.equal(first[name], tensors[name]) and torch.equal(again[name], tensors[name]) for name in tensors)
     del first, again
-    (file,) = tmp_path.glob("*.safetensors")
+    (file,) = tmp_path.glob("*.weights")
     damaged = bytearray(file.read_bytes())
     damaged[-100] ^= 1
     file.unlink()

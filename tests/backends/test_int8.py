@@ -78,7 +78,7 @@ FAMILIES = {
 
 def _tensors(config: ModelConfig, seed: int = 1, **shares: int) -> quant.Tensors:
     ids = [i % config.vocab_size for i in range(3, 40, 2)]
-    return quant.in_one_arena(quant.calibrated(config, Weights(config, seed), ids, quant.Settings(**shares)))
+    return quant.in_arenas(quant.calibrate(config, Weights(config, seed), ids, quant.Settings(**shares)))
 
 
 def _plane(config: ModelConfig, slots: int = LENGTH) -> Plane:
@@ -303,21 +303,21 @@ def _equal(a: quant.Tensors, b: quant.Tensors) -> bool:
 def test_what_was_made_is_used_again_and_what_was_damaged_is_not(tmp_path: Path) -> None:
     config, builds = FAMILIES["qwen2"], []
 
-    def build() -> quant.Tensors:
+    def build() -> quant.NamedTensors:
         builds.append(1)
-        return quant.calibrated(config, Weights(config, 1), [1, 2, 3])
+        return quant.calibrate(config, Weights(config, 1), [1, 2, 3])
 
-    first = quant.stored("name", build, tmp_path)
-    assert _equal(quant.stored("name", build, tmp_path), first)
+    first = quant.stored("name", build, tmp_path).tensors
+    assert _equal(quant.stored("name", build, tmp_path).tensors, first)
     assert len(builds) == 1
-    (path,) = tmp_path.glob("*.safetensors")
+    (path,) = tmp_path.glob("*.weights")
     good = path.read_bytes()
     flipped = bytearray(good)
     flipped[-100] ^= 64
     for bad in (good[:-50], b"", good[:6], bytes(flipped), b"x" * 100):
         path.write_bytes(bad)
         before = len(builds)
-        assert _equal(quant.stored("name", build, tmp_path), first)
+        assert _equal(quant.stored("name", build, tmp_path).tensors, first)
         assert len(builds) == before + 1
     assert path.read_bytes() == good
     assert not list(tmp_path.glob("*.part"))
@@ -326,8 +326,9 @@ def test_what_was_made_is_used_again_and_what_was_damaged_is_not(tmp_path: Path)
 def test_no_place_to_keep_it_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = FAMILIES["llama"]
-    tensors = quant.stored("name", lambda: _tensors(config), tmp_path / "file" / "int8")
+    tensors, trouble = quant.stored("name", _tensors(config).items, tmp_path / "file" / "int8")
     assert _equal(tensors, _tensors(config))
+    assert str(tmp_path) in trouble
 
 
 def test_identity_follows_files_and_settings(tmp_path: Path) -> None:

@@ -162,12 +162,12 @@ def test_two_processes_may_build_and_quantise_at_once(monkeypatch: pytest.Monkey
         "import sys, pathlib; from outrider.backends.cpu import native, quantise as quant\n"
         "from outrider.backends.toy import RandomWeights, toy_config\n"
         "folder, config = pathlib.Path(sys.argv[1]), toy_config(1)\n"
-        "quant.stored('name', lambda: quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3]), folder / 'int8')\n"
+        "quant.stored('name', lambda: quant.calibrate(config, RandomWeights(config, 1), [1, 2, 3]), folder / 'int8')\n"
         "sys.exit(native.load(folder / 'native').kernels is None)"
     )
     racing = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
     assert [process.wait() for process in racing] == [0, 0]
-    kept, config = quant.stored("name", lambda: pytest.fail("built again"), tmp_path / "int8"), toy_config(1)
+    kept, config = quant.stored("name", lambda: pytest.fail("built again"), tmp_path / "int8").tensors, toy_config(1)
     expected = quant.calibrated(config, RandomWeights(config, 1), [1, 2, 3])
     assert kept.keys() == expected.keys()
     assert all(torch.equal(kept[name], expected[name]) for name in kept)

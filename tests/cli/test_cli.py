@@ -27,11 +27,14 @@ from outrider.drafters import DraftRequest
 from outrider.engine.trace import read, recorded, replay
 from outrider.errors import ModelError
 from outrider.measure.statistics import BenchRow, Pair, Setup, TimedRun, bench_row
+from outrider.models import checkpoint
 from outrider.models.detokenizer import Piece
+from outrider.models.gguf_file import GGUF
 from outrider.types import Stats
 
 from support import tiny
 from support.examples import examples
+from support.gguf_files import write_gguf
 
 PROGRAM = [sys.executable, "-c", "from outrider.cli.app import main; main()"]
 FIELDS = {
@@ -605,6 +608,31 @@ def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
         errors = child.stderr.read().decode()
     assert "Traceback" not in errors
     assert child.returncode == 0, errors
+
+
+def test_generate_imports_only_what_it_uses(folder: Path) -> None:
+    """Every start of the program pays for what it imports."""
+    code = "import sys; from outrider.cli.app import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+    arguments = ["generate", "-m", str(folder), *FAST, "-n", "1", "--json", "hi"]
+    child = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, env=environment()
+    )
+    modules = set(child.stdout.splitlines()[-1].split())
+    assert {"torch", "outrider.llm"} <= modules
+    others = {"transformers", "triton", "fastapi", "uvicorn", "llguidance", "huggingface_hub", "outrider.train"}
+    others |= {"outrider.server", "outrider.export", "outrider.measure.bench", "outrider.backends.cuda.graphs"}
+    assert not modules & others
+
+
+def test_the_default_model_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a vocabulary takes as long as reading the weights."""
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    opened: list[Path] = []
+    monkeypatch.setattr(checkpoint, "default_model", lambda: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(checkpoint, "GGUF", lambda path: opened.append(path) or GGUF(path))
+    done = invoke("generate", "the quick", *FAST, "-n", 1, "--json", "--raw")
+    assert done.exit_code == 0, done.stderr
+    assert opened == [tmp_path / "tiny.gguf"]
 
 
 # ---------------------------------------------------------------- the default model

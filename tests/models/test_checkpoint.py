@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import ModelError
+from outrider.models import gguf_file
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig, from_hf
 from outrider.models.gguf_file import GGUF, gguf_config
@@ -202,6 +204,19 @@ def test_gguf_types(tmp_path: Path, kind: Kind, error: float) -> None:
     weights = open_checkpoint(tmp_path / "tiny.gguf").weights
     for name, tensor in state(model, tied=False).items():
         assert (weights.get(name, torch.float32) - tensor).abs().max() < error, name
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0])
+def test_gguf_tensors_are_the_same_in_parts(tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", kind)
+    weights: Any = open_checkpoint(tmp_path / "tiny.gguf").weights
+    whole = {name: weights.get(name, torch.bfloat16) for name in weights.names()}
+    monkeypatch.setattr(gguf_file, "_AT_ONCE", 7 * 32)  # rows of 32 and of 64
+    for name, tensor in whole.items():
+        assert torch.equal(weights.get(name, torch.bfloat16), tensor)
+    some = torch.tensor([300, 2, 2, 17])
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(weights.block_rows(name, some), weights.blocks(name)[some])
 
 
 def test_gguf_rope_keys_and_window(tmp_path: Path) -> None:

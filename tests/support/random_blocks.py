@@ -56,8 +56,8 @@ class RandomBlocks(GGUFWeights):
     def rows(self, name: str, ids: Tensor) -> Tensor:
         return floats(self.blocks(name)[ids], self.kind(name))
 
-    def release(self) -> None:
-        """There is no file."""
+    def block_rows(self, name: str, ids: Tensor) -> Tensor:
+        return self.blocks(name)[ids]
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         shape, draw = self._shapes._shape(name), torch.Generator().manual_seed(sum(map(ord, name)))

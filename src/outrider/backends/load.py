@@ -109,7 +109,7 @@ def _on_cpu(checkpoint: Checkpoint, dtype: str, kv_dtype: str, length: int) -> A
     small = chosen in (GGUF, INT8) and ops._loaded().kernels is not None  # torch would convert whole contexts
     model.kv_dtype = KV_DTYPES[kv_dtype] if kv_dtype != AUTO else torch.float16 if small else None
     if len(timed) > 1:
-        model.description = _chosen(chosen, timed)
+        model.description = f"{_chosen(chosen, timed)} {model.description}"
     model.description = f"{_kept(own, chosen)} {model.description}".strip()
     return model
 

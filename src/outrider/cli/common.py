@@ -42,11 +42,10 @@ def load_model(model: str | None, given: dict[str, Any], recorder: Recorder | No
     from ..llm import LLM
     from ..models.checkpoint import open_checkpoint
 
-    if model is None:
-        open_checkpoint(None)  # downloads with its own progress bar
+    opened = open_checkpoint(None) if model is None else model  # downloads with its own progress bar
     with _shown_stages() if stderr.is_terminal else nullcontext():
         try:
-            llm = LLM(model, recorder=recorder, **given)
+            llm = LLM(opened, recorder=recorder, **given)
         except OutriderError:
             raise
         except (TypeError, ValueError) as error:  # --set accepts any value; LLM checks it
@@ -74,7 +73,7 @@ def _shown_stages() -> Iterator[None]:
             yield
     if stages:
         done = ", ".join(name[0].lower() + name[1:] for name in stages)
-        note(f"Done once, kept in {cache_folder()}: {done}. `outrider cache list` shows it.", style="dim")
+        note(f"Done once: {done}. `outrider cache list` shows what is kept in {cache_folder()}.", style="dim")
 
 
 def encode_prompt(llm: LLM, prompt: str, raw: bool = False) -> list[int]:

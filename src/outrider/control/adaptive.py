@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence as Listing
+from functools import partial
 from itertools import accumulate, takewhile
 
 from ..engine.drafter import Traits
@@ -75,7 +76,7 @@ class Adaptive(Controller):
         self.costs, self.k_max, self.name, self.block = costs, k_max, name, block
         self.why, self._nothing = "no step yet", f"{name} has nothing to propose: plain decoding"
         self.overall = AcceptanceStats()
-        self.by_sequence: dict[int, AcceptanceStats] = defaultdict(lambda: AcceptanceStats(self.overall))
+        self.by_sequence: dict[int, AcceptanceStats] = defaultdict(partial(AcceptanceStats, self.overall))
         self.credit = Credit()
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.calls: dict[str, int] = defaultdict(int)  # by the drafter's mode

@@ -44,6 +44,7 @@ class Cascade(Drafter):
             self._merged, self.traits = each, self._traits(each)
 
     def _traits(self, each: list[Traits]) -> Traits:
+        drafters = self.drafters  # traits that refer to `self` would keep it beyond its last user
         return Traits(
             taps=tuple(sorted({tap for traits in each for tap in traits.taps})),
             dry=bool(self.free),
@@ -52,7 +53,7 @@ class Cascade(Drafter):
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
             learning=next((traits.learning for traits in each if traits.learning is not None), None),
-            memory=lambda: Memory(*map(sum, zip(*(d.traits.memory() for d in self.drafters), strict=True))),
+            memory=lambda: Memory(*map(sum, zip(*(d.traits.memory() for d in drafters), strict=True))),
         )
 
     def draft(self, request: DraftRequest) -> Draft:

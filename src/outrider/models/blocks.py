@@ -8,8 +8,9 @@ matrix is what the format says, bit for bit. It knows numbers, not what they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,24 @@ class BlockTensor:
 
     def float(self) -> Tensor:
         return torch.from_numpy(quants.dequantize(self.raw.numpy(), GGMLQuantizationType[self.kind]))
+
+
+class UnreadBlocks(BlockTensor):
+    """A matrix that is read when its bytes are used, if they ever are."""
+
+    def __init__(self, read: Callable[[], Tensor], kind: str, shape: Iterable[int]) -> None:
+        """read: gives the bytes [N, bytes]; shape: of the weights."""
+        vars(self).update(kind=kind, _read=read, _shape=torch.Size(shape))
+
+    @cached_property
+    def raw(self) -> Tensor:
+        raw: Tensor = vars(self)["_read"]()
+        return raw
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = vars(self)["_shape"]
+        return shape
 
 
 class _Grid(NamedTuple):

@@ -34,6 +34,7 @@ _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
 _MAX_ARRAY = 1 << 22  # no vocabulary is longer: a damaged count must not exhaust the memory
+_AT_ONCE = 1 << 22  # weights that are dequantised together: temporaries are several times as large
 
 
 class _Damaged(Exception):
@@ -141,7 +142,7 @@ class GGUF:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name).shape
 
-    def array(self, name: str, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
+    def array(self, name: str, rows: npt.NDArray[np.int64] | slice | None = None) -> npt.NDArray[np.float32]:
         """A tensor, or some of its rows, dequantised to float32, in stored order; the result owns its memory."""
         entry, raw = self._find(name), self.raw(name)
         try:
@@ -163,6 +164,7 @@ class GGUF:
         """Drop the header's long arrays: a tokenizer that was made from them has its own copy."""
         for name in ("tokens", "merges", "scores", "token_type"):
             self.metadata.pop(f"tokenizer.ggml.{name}", None)
+        self.release()
 
     def release(self) -> None:
         """Pages that were read stay in the system's cache, but no longer count as this process's memory."""
@@ -379,23 +381,33 @@ class GGUFWeights(Weights):
     def blocks(self, name: str) -> Tensor:
         """A tensor's quantised rows as they are stored: [rows, bytes] uint8, in Hugging Face's order."""
         raw = torch.from_numpy(self._file.raw(self._names[name]).copy())
+        self._file.release()
         return reorder_rows(name, raw, self._config, to_gguf=False)
 
     def mapped(self, name: str) -> npt.NDArray[np.uint8]:
         """The rows of an embedding or output matrix as they are stored, in the file's own memory: [rows, bytes]."""
         return self._file.raw(self._names[name])
 
+    def block_rows(self, name: str, ids: Tensor) -> Tensor:
+        """Some rows of an embedding or output matrix as they are stored, [n, bytes] uint8; no others are copied."""
+        raw = torch.from_numpy(self._file.raw(self._names[name])[ids.cpu().numpy()])
+        self._file.release()
+        return raw
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Some rows of an embedding or output matrix, [n, columns] float32, without reading the others."""
         return torch.from_numpy(self._file.array(self._names[name], ids.cpu().numpy()))
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.from_numpy(self._file.array(self._names[name]))
-        return reorder_rows(name, tensor, self._config, to_gguf=False).to(dtype)
-
-    def release(self) -> None:
-        """As `GGUF.release`."""
+        """Dequantised a part at a time: no more of it than the result is in memory in floats."""
+        shape, stored = self.shape(name), self._names[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        step = max(1, _AT_ONCE // prod(shape[1:])) if len(shape) > 1 else shape[0]
+        for start in range(0, shape[0], step):
+            rows = slice(start, start + step) if step < shape[0] else None
+            tensor[start : start + step] = torch.from_numpy(self._file.array(stored, rows))
         self._file.release()
+        return reorder_rows(name, tensor, self._config, to_gguf=False)
 
 
 def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) -> Tensor:

@@ -282,6 +282,11 @@ class FamilyWeights(Weights):
         stored, rows = self._stored[name]
         return self.source.mapped(stored)[rows]
 
+    def block_rows(self, name: str, ids: Tensor) -> Tensor:
+        """As `GGUFWeights.block_rows`, of a GGUF file."""
+        rows: Tensor = self.source.block_rows(self._stored[name][0], ids)
+        return rows
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """As `GGUFWeights.rows`, of a GGUF file."""
         rows: Tensor = self.source.rows(self._stored[name][0], ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +17,13 @@ from outrider.backends.cpu import native
 from outrider.backends.cpu.blocks import BlockLinear, BlockTransformer, repacked
 from outrider.backends.toy import toy_config
 from outrider.config import Config
-from outrider.drafters.head import network
 from outrider.drafters.head.network import Head, read_head, write_head
 from outrider.errors import ModelError
 from outrider.llm import build_engine
 from outrider.models.blocks import BlockTensor
 from outrider.models.speculators import HeadConfig, decoded, in_blocks, random_head, stored_as, target_ids
 from outrider.testing import check_drafter
+from outrider.types import SamplingParams, Sequence
 
 from support.head_rig import Rig, shown_to
 from support.random_blocks import RandomBlocks, block_config
@@ -138,12 +140,9 @@ def test_no_head_in_blocks_changes_the_text(tmp_path: Path) -> None:
 
 @needs_native
 @pytest.mark.parametrize("tied", [True, False])
-def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(
-    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(tmp_path: Path, tied: bool) -> None:
     """As they are: no copy in floats; a head without output rows multiplies by the file's own. An embedding that is
-    not the output matrix too stays in the file, and a pass may need more of its rows than there is room for."""
-    monkeypatch.setattr(network, "_ROWS", 4)
+    not the output matrix too stays in the file."""
     shape, weights = block_config(96, tied=tied), RandomBlocks(block_config(96, tied=tied), "Q4_1", "Q8_0")
     target: Any = BlockTransformer(shape, weights, repacked(shape, weights))
     config, tensors = random_head(target.config, vocabulary=60)
@@ -163,3 +162,36 @@ def test_beside_a_gguf_file_a_head_reads_its_embedding_and_output_rows(
     tokens = [(97 * i) % shape.vocab_size for i in range(21)]
     (scores, _), (expected, _) = (Rig(each, tokens).read(0, 20, shown_to(each, 20)) for each in (head, floats))
     assert (scores - expected).norm() < 0.04 * expected.norm()
+
+
+@needs_native
+def test_what_is_on_disk_is_not_read_again_and_nothing_outlives_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cycles of references would keep K, V and the head's weights until the garbage collector runs."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    shape, weights, read = block_config(96, tied=True), RandomBlocks(block_config(96, tied=True), "Q4_1", "Q8_0"), []
+    rows_of_file = RandomBlocks.block_rows
+    monkeypatch.setattr(RandomBlocks, "block_rows", lambda *given: read.append(given) or rows_of_file(*given))
+    target: Any = BlockTransformer(shape, weights, repacked(shape, weights))
+    config, tensors = random_head(target.config, vocabulary=60)
+    bare = replace(config, own_output=False)
+    write_head(tmp_path / "head", bare, stored_as({n: t for n, t in tensors.items() if n != "lm_head.weight"}, "q8_0"))
+    for drafter in ("head", "auto"):
+        engine: Any = build_engine(target, Config(drafter=drafter, k=3, options={"head": str(tmp_path / "head")}))
+        assert len(read) == 1
+        seq = Sequence(1, [1, 2, 3, 4], SamplingParams(max_tokens=8))
+        engine.add(seq)
+        gc.collect()
+        gc.disable()
+        try:
+            while not seq.done:
+                engine.step()
+            member = engine.drafter if drafter == "head" else engine.drafter.drafters[-1]
+            assert member.vocabulary is not None
+            parts = (engine, engine.cache, engine.drafter, member, member.rollout.head, member.rollout.head.native)
+            alive = [weakref.ref(part) for part in parts]
+            del engine, parts, member
+            assert [ref() for ref in alive] == [None] * len(alive)
+        finally:
+            gc.enable()

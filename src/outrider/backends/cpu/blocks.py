@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...engine.cache import Plane
 from ...errors import ModelError
-from ...models.blocks import BlockTensor
+from ...models.blocks import BlockTensor, UnreadBlocks
 from ...models.config import ModelConfig
 from ...models.gguf_file import GGUFWeights
 from ...models.stages import stage
@@ -33,7 +33,7 @@ from ..rows import Rows
 from ..transformer import rope_tables
 from . import native, quantise as quant
 from .int8 import NativePass, NativeProduct, Words
-from .quantise import HALF, OUTPUTS, PRODUCTS, Tensors
+from .quantise import HALF, OUTPUTS, PRODUCTS, NamedTensors, Tensors
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
@@ -44,8 +44,10 @@ STORED = (*KINDS, "F16", "BF16", "F32")  # types whose single rows kernels read 
 SUPER = ("Q4_K", "Q5_K", "Q6_K")  # units of 256 inputs; the others have 32
 LANES = 16  # outputs of a piece
 GATED = "gate_up"  # how the name of a gated pair ends
-_CHUNK = 1 << 24  # weights that are repacked at once
+_CHUNK = 1 << 22  # weights that are repacked at once
+_PAIRED = 256  # pieces that are paired at once
 Bytes = npt.NDArray[Any]  # uint8
+Fours = npt.NDArray[np.uint32]
 FileWeights: TypeAlias = GGUFWeights | FamilyWeights  # of a GGUF file
 _SOURCES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out": ("self_attn.o_proj",),
@@ -58,9 +60,17 @@ _SOURCES = {
 
 def repack(raw: Tensor, kind: str) -> Tensor:
     """Rows of GGUF blocks [N, bytes] -> pieces of 16 rows [ceil(N/16), bytes], in the order of native/blocks.h."""
-    rows = F.pad(raw, (0, 0, 0, -raw.shape[0] % LANES)).view(-1, LANES, raw.shape[1])  # [P, 16, bytes]
+    if padding := -raw.shape[0] % LANES:
+        raw = F.pad(raw, (0, 0, 0, padding))
+    rows = raw.view(-1, LANES, raw.shape[1])  # [P, 16, bytes]
     step = max(1, _CHUNK // (2 * LANES * raw.shape[1]))
-    return torch.cat([torch.from_numpy(_pieces(chunk.numpy(), kind)) for chunk in rows.split(step)])
+    pieces = torch.empty(0, dtype=torch.uint8)
+    for start in range(0, rows.shape[0], step):
+        chunk = torch.from_numpy(_pieces(rows[start : start + step].numpy(), kind))
+        if not start:
+            pieces = torch.empty(rows.shape[0], chunk.shape[1], dtype=torch.uint8)
+        pieces[start : start + step] = chunk
+    return pieces
 
 
 def _pieces(raw: Bytes, kind: str) -> Bytes:
@@ -70,18 +80,24 @@ def _pieces(raw: Bytes, kind: str) -> Bytes:
     return np.ascontiguousarray(np.concatenate(fields, -1).reshape(raw.shape[0], -1))
 
 
+def _fours(values: Bytes) -> Fours:
+    """Four bytes in a word, [..., n] -> [..., n/4]: numpy's loops over four bytes each take several times as long."""
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
 def _lines(values: Bytes, steps: int, bits: int) -> Bytes:
-    """[P, U, 16, n] -> [P, U, n/(4 steps), 16, 4]: a byte holds `bits` bits of each of so many steps, lowest first."""
-    split = values.reshape(*values.shape[:3], -1, steps, 4)  # [P, U, 16, lines, steps, 4]
-    packed = np.zeros_like(split[..., 0, :])
-    for s in range(steps):
-        packed |= split[..., s, :] << (bits * s)
-    return packed.swapaxes(2, 3)
+    """[P, U, 16, n] -> [P, U, n/(4 steps), 64]: a byte holds `bits` bits of each of so many steps, lowest first."""
+    split = _fours(values).reshape(*values.shape[:3], -1, steps)  # [P, U, 16, lines, steps]
+    packed = split[..., 0]
+    for s in range(1, steps):
+        packed = packed | split[..., s] << np.uint32(bits * s)  # no byte's bits reach the next one
+    return np.ascontiguousarray(packed.swapaxes(2, 3)).view(np.uint8)
 
 
 def _halves(qs: Bytes) -> Bytes:
     """Nibbles in GGUF's order: the low ones of some bytes, then the high ones. [..., n] -> [..., 2n]"""
-    return np.concatenate([qs & 15, qs >> 4], -1)
+    words, low = _fours(qs), np.uint32(0x0F0F0F0F)
+    return np.concatenate([words & low, words >> np.uint32(4) & low], -1).view(np.uint8)
 
 
 def _pairs(values: Bytes) -> Bytes:
@@ -178,21 +194,25 @@ def _head(config: ModelConfig) -> str:
 
 
 def repacked(config: ModelConfig, weights: FileWeights) -> Tensors:
-    """Every tensor of the model by name. A product's pieces are `PRODUCT.0.KIND`, `PRODUCT.1.KIND`, ... in order."""
-    tensors: Tensors = {}
+    """All that `repacking` yields, in memory."""
+    return dict(repacking(config, weights))
+
+
+def repacking(config: ModelConfig, weights: FileWeights) -> NamedTensors:
+    """Every tensor of the model with its name, product by product; none is kept here. A product's pieces are
+    `PRODUCT.0.KIND`, `PRODUCT.1.KIND`, ... in order."""
     with stage("Repacking the weights") as done:
         for i in range(config.layers):
             at = f"layers.{i}."
             for name in PRODUCTS:
-                tensors |= _product(weights, f"{at}{name}", _sources(name, i))
+                yield from _product(weights, f"{at}{name}", _sources(name, i)).items()
             norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
             if config.qk_norm:
                 norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-            tensors |= {f"{at}{key}": weights.get(f"{at}{n}.weight", torch.float32) for key, n in norms.items()}
+            yield from ((f"{at}{key}", weights.get(f"{at}{n}.weight", torch.float32)) for key, n in norms.items())
             done((i + 1) / (config.layers + 1))
-        tensors |= _product(weights, "head", [_head(config)], config.vocab_size)
-        tensors["norm"] = weights.get("norm.weight", torch.float32)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+        yield from _product(weights, "head", [_head(config)], config.vocab_size).items()
+        yield "norm", weights.get("norm.weight", torch.float32)
 
 
 def _product(weights: FileWeights, key: str, sources: list[str], most: int | None = None) -> Tensors:
@@ -218,13 +238,15 @@ def joined(key: str, matrices: list[tuple[Tensor, str]]) -> Tensors:
 
 
 def _side_by_side(pieces: Tensor, kind: str, before: int) -> Tensor:
-    """[P, bytes]: where two pieces make a block of 32 outputs, their units alternate: kernels read one stream.
+    """pieces [P, bytes], changed: where two make a block of 32 outputs, their units alternate: kernels read one stream.
 
     before: pieces of the product before these.
     """
-    first, last = _pairs_of(pieces.shape[0], before)
-    pairs = pieces[first:last].view(-1, 2, pieces.shape[1] // _UNIT[kind], _UNIT[kind])
-    return torch.cat([pieces[:first], pairs.transpose(1, 2).reshape(last - first, pieces.shape[1]), pieces[last:]])
+    (first, last), units = _pairs_of(pieces.shape[0], before), pieces.shape[1] // _UNIT[kind]
+    for start in range(first, last, _PAIRED):
+        some = pieces[start : min(start + _PAIRED, last)]
+        some.copy_(some.view(-1, 2, units, _UNIT[kind]).transpose(1, 2).reshape(some.shape))
+    return pieces
 
 
 def _pairs_of(count: int, before: int) -> tuple[int, int]:
@@ -300,9 +322,10 @@ class BlockTransformer(Model):
             raise ModelError(f"{checkpoint.path} cannot run as it is: {reason}; choose --dtype int8.")
         assert isinstance(weights, FileWeights)
         name = quant.identity(checkpoint.path, config, (FORMAT, KINDS))
-        tensors = quant.stored(name, lambda: repacked(config, weights), folder or quant.folder("blocks"))
-        _release(weights)
-        return cls(config, weights, tensors, length)
+        tensors, trouble = quant.stored(name, lambda: repacking(config, weights), folder or quant.folder("blocks"))
+        model = cls(config, weights, tensors, length)
+        model.description = trouble
+        return model
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -324,11 +347,9 @@ class BlockTransformer(Model):
         return self.weights.rows(_head(self.config), ids)
 
     def output_blocks(self, ids: Tensor) -> BlockTensor:
-        """The same as they are in the file."""
-        name = _head(self.config)
-        blocks = self.weights.blocks(name)[ids]
-        _release(self.weights)
-        return BlockTensor(blocks, self.weights.kind(name))
+        """The same as they are in the file, which are read when they are used."""
+        name, shape = _head(self.config), (len(ids), self.config.hidden_size)
+        return UnreadBlocks(partial(self.weights.block_rows, name, ids), self.weights.kind(name), shape)
 
     @torch.inference_mode()
     def forward(
@@ -336,11 +357,6 @@ class BlockTransformer(Model):
     ) -> Output:
         plane.count_pass()
         return self._native(rows, plane, part, x, taps)
-
-
-def _release(weights: FileWeights) -> None:
-    """Give the file's pages back: they were copied."""
-    (weights.source if isinstance(weights, FamilyWeights) else weights).release()
 
 
 class BlockPass(NativePass):

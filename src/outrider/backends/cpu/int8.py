@@ -260,16 +260,18 @@ def open_int8(
     """From a model's files, or from their quantised form in `folder` (default: our cache)."""
     config = checkpoint.config
 
-    def build() -> Tensors:
+    def build() -> quant.NamedTensors:
         ids = calibration_ids(checkpoint, settings.calibration)
         with stage("Quantising the weights") as done:
-            return quant.calibrated(config, checkpoint.weights, ids, settings, done)
+            yield from quant.calibrate(config, checkpoint.weights, ids, settings, done)
 
     if checkpoint.path == Path():  # a model in memory: no file tells it from another one of its shape
-        tensors = quant.in_one_arena(build())
+        tensors, trouble = quant.in_arenas(build()), ""
     else:
-        tensors = quant.stored(quant.identity(checkpoint.path, config, settings), build, folder)
-    return (Int8Transformer if config.llama_like else Int8Decoder)(config, tensors, length)
+        tensors, trouble = quant.stored(quant.identity(checkpoint.path, config, settings), build, folder)
+    model = (Int8Transformer if config.llama_like else Int8Decoder)(config, tensors, length)
+    model.description = trouble
+    return model
 
 
 def int8_product(q: Quantised) -> Int8Linear | NativeProduct:

@@ -16,25 +16,27 @@ import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...models.config import ModelConfig
 from ...models.paths import cache_folder
 from .. import Part, ops
 from ..encoder import Encoder
+from ..machine import return_free_memory
 from ..rows import Rows, Sources
 from ..transformer import Loader, Prefixed, Transformer, WeightSource, vectors
 from .memory import arena
@@ -49,9 +51,12 @@ ENCODER = "encoder."  # how the names of an encoder's tensors begin
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 PARTS = ("weight", "high", "scale", "outliers")  # of a product, besides its bias
 Tensors = dict[str, Tensor]
-_STORED_TYPES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-_STORED_TYPES |= {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_DAMAGED = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)  # of a file
+NamedTensors = Iterable[tuple[str, Tensor]]
+_AT_ONCE = 1 << 22  # weights that are rounded together: temporaries are several times as large
+_TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
+_STORED_TYPES = {str(dtype): dtype for dtype in _TYPES}
+_DAMAGED = (OSError, ValueError, KeyError)  # of a file
+_SLAB = 1 << 24  # bytes of memory for tensors whose sizes are not known beforehand
 
 
 @dataclass(frozen=True)
@@ -117,15 +122,27 @@ def quantise(
         weight, bias = interleave(weight), None if bias is None else interleave(bias)
         scale = None if scale is None else interleave(scale)
     outputs, inputs = weight.shape
-    if scale is None:
-        scale = weight.abs().amax(1) / 127  # [N]; a NaN in a row makes its scale NaN, and so its results
-    scale[scale == 0] = 1
-    whole = (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16)  # [N, K]
     count = min(outliers, _MOST_OUTLIERS, inputs // 4 * 4)
     strong = largest.argsort(descending=True, stable=True)[:count].sort().values  # [O]
+    blocks, scales = -(-outputs // OUTPUTS), []
+    packed, high = (torch.empty(blocks, -(-n // 4), OUTPUTS, 4, dtype=torch.uint8) for n in (inputs, count))
+    step = max(1, _AT_ONCE // (OUTPUTS * inputs))  # blocks
+    for at in range(0, blocks, step):
+        rows = slice(at * OUTPUTS, (at + step) * OUTPUTS)
+        whole, own = _rounded(weight[rows], None if scale is None else scale[rows])
+        packed[at : at + step], high[at : at + step] = _blocks(whole), _blocks(whole[:, strong])
+        scales.append(own)
     padding = (0, -outputs % OUTPUTS)
-    bias, scale = None if bias is None else F.pad(bias.float(), padding), F.pad(scale.float(), padding)
-    return Quantised(_blocks(whole), _blocks(whole[:, strong]), scale, bias, strong, outputs, inputs)
+    bias = None if bias is None else F.pad(bias.float(), padding)
+    return Quantised(packed, high, F.pad(torch.cat(scales), padding), bias, strong, outputs, inputs)
+
+
+def _rounded(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Multiples [n, K] int16 of the scales, and the scales [n]; None: from the largest weight of each row."""
+    if scale is None:
+        scale = weight.abs().amax(1) / 127  # [n]; a NaN in a row makes its scale NaN, and so its results
+    scale = torch.where(scale == 0, 1, scale)
+    return (weight / scale[:, None]).round().nan_to_num(0).clamp(-127, 127).to(torch.int16), scale.float()
 
 
 def _blocks(whole: Tensor) -> Tensor:
@@ -159,37 +176,48 @@ def quantise_rows(x: Tensor, outliers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return highs.to(torch.int8), lows.to(torch.int8), scale + (x * 0).sum(1)
 
 
-def calibrated(
+def calibrated(config: ModelConfig, weights: WeightSource, ids: list[int], settings: Settings = DEFAULT) -> Tensors:
+    """All that `calibrate` yields, in memory."""
+    return dict(calibrate(config, weights, ids, settings))
+
+
+def calibrate(
     config: ModelConfig,
     weights: WeightSource,
     ids: list[int],
     settings: Settings = DEFAULT,
     progress: Callable[[float], None] = lambda share: None,
-) -> Tensors:
-    """Every tensor of the quantised model by name. `ids`: the tokens of a text that determine the outliers; where there
-    is an encoder, it reads them too."""
+) -> NamedTensors:
+    """Every tensor of the quantised model with its name, layer by layer; none is kept here. `ids`: the tokens of a text
+    that determine the outliers; where there is an encoder, it reads them too."""
     ids = ids[: settings.calibration]
     deep = 0 if config.encoder is None else config.encoder.layers
-    tensors, states = {}, None
-    with torch.inference_mode():
-        if config.encoder is not None:
-            encoder = _Calibration(config.encoder, Prefixed(weights, ENCODER), ids, settings, bidirectional=True)
-            for i in range(deep):
-                encoder.layer(i)
-                progress((i + 1) / (deep + config.layers + 1))
-            states = encoder.model.closing(encoder.x, None)  # [n, H]
-            tensors = {f"{ENCODER}{name}": tensor for name, tensor in encoder.tensors.items()}
-        run = _Calibration(config, weights, [*config.starts, *ids], settings, states)
-        for i in range(config.layers):
-            run.layer(i)
-            progress((deep + i + 1) / (deep + config.layers + 1))
-        run.head()
-    return tensors | run.tensors
+    states = None
+    if config.encoder is not None:
+        encoder = _Calibration(config.encoder, Prefixed(weights, ENCODER), ids, settings, bidirectional=True)
+        for i in range(deep):
+            yield from ((f"{ENCODER}{name}", tensor) for name, tensor in encoder.taken())
+            encoder.layer(i)
+            progress((i + 1) / (deep + config.layers + 1))
+        yield from ((f"{ENCODER}{name}", tensor) for name, tensor in encoder.taken())
+        states = encoder.closing()
+    run = _Calibration(config, weights, [*config.starts, *ids], settings, states)
+    for i in range(config.layers):
+        yield from run.taken()
+        run.layer(i)
+        progress((deep + i + 1) / (deep + config.layers + 1))
+    yield from run.taken()
+    run.head()
+    yield from run.taken()
 
 
 class _Calibration:
-    """Runs a text through the float model, layer by layer, and quantises each layer from its inputs."""
+    """Runs a text through the float model, layer by layer, and quantises each layer from its inputs.
 
+    Inference mode is set in each method: set around a `yield` it would hold for whoever takes the tensors.
+    """
+
+    @torch.inference_mode()
     def __init__(
         self, config: ModelConfig, weights: WeightSource, ids: list[int], settings: Settings,
         states: Tensor | None = None, bidirectional: bool = False,
@@ -210,12 +238,25 @@ class _Calibration:
         self.model.embedding = self.tensors["embedding"]
         self.model.add_vectors(self.tensors, n, bidirectional)
         self.x = self.model.embed(tokens, order)  # [n, H]
+        del self.model.embedding  # it need not be in memory while layers are
         self.plane: Any = _OneLayer(n + m, config)
+
+    def taken(self) -> Iterator[tuple[str, Tensor]]:
+        """What was quantised since the last call, with its name; each is forgotten before it is handed over."""
+        while self.tensors:
+            name = next(iter(self.tensors))
+            yield name, self.tensors.pop(name)
+
+    @torch.inference_mode()
+    def closing(self) -> Tensor:
+        """The states [n, H] after the last layer and its norm."""
+        return self.model.closing(self.x, None)
 
     def _load(self, products: dict[str, _Recorded]) -> _Recording:
         cpu = torch.device("cpu")
         return _Recording(self.config, self.source, torch.float32, torch.float32, cpu, False, products)
 
+    @torch.inference_mode()
     def layer(self, i: int) -> None:
         products: dict[str, _Recorded] = {}
         self.model.layers = {i: self._load(products).layer(i)}
@@ -239,9 +280,11 @@ class _Calibration:
                 self.tensors[f"layers.{i}.{name}"] = self.source.get(f"layers.{i}.mlp.{name}", torch.float32)
         for name, product in products.items():
             self._quantise(name, product.weight, product.bias, product.largest, product.scale)
+        self.model.layers = {}  # two layers in float are never in memory together
 
+    @torch.inference_mode()
     def head(self) -> None:
-        h = self.model.closing(self.x, None)  # [n, H]
+        h = self.closing()  # [n, H]
         weight = self.source.get("embed_tokens.weight" if self.config.tied else "lm_head.weight", torch.float32)
         self._quantise("head", weight, self._load({}).head_bias(), h.abs().amax(0))
 
@@ -368,77 +411,133 @@ def identity(path: Path, config: ModelConfig, settings: object = DEFAULT) -> str
     return hashlib.sha256(repr((FORMAT, facts, sorted(values.items()), settings)).encode()).hexdigest()[:24]
 
 
-def stored(name: str, build: Callable[[], Tensors], folder: Path | None = None) -> Tensors:
-    """The tensors stored under this name; built and stored first if the file is missing or damaged."""
+class Stored(NamedTuple):
+    """Weights that are made once."""
+
+    tensors: Tensors
+    trouble: str = ""  # a sentence: why they could not be kept on disk
+
+
+def stored(name: str, build: Callable[[], NamedTensors], folder: Path | None = None) -> Stored:
+    """The tensors stored under this name; made and stored first if the file is missing or damaged.
+
+    What `build` yields is written at once and read when all of it is on disk, so that the first start needs no more
+    memory than later ones. Where it cannot be written, it is made again and stays in memory.
+    """
     folder = folder or cache_folder() / "int8"
-    path = folder / f"{name}.safetensors"
+    path = folder / f"{name}.weights"
     with suppress(*_DAMAGED):
-        return _read(path)
+        return Stored(_read(path))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return in_one_arena(build())
+        with _locked(path) as alone:
+            with suppress(*_DAMAGED):
+                return Stored(_read(path))  # another process has built it meanwhile
+            if alone:
+                _remove_unfinished(path)
+            _write(path, build())
+        return_free_memory()  # what building leaves behind would stand beside the weights
+        return Stored(_read(path))
+    except _DAMAGED as error:
+        why = getattr(error, "strerror", None) or error
+        trouble = f"The weights cannot be kept in {folder} ({why}), so every start prepares them anew."
+    return Stored(in_arenas(build()), trouble)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether other processes wait meanwhile: on a file system without locks each one builds."""
     lock = FileLock(path.with_suffix(".lock"))
-    with suppress(NotImplementedError, OSError):  # a file system without locks: each process builds
+    with suppress(NotImplementedError, OSError):
         lock.acquire()
     try:
-        with suppress(*_DAMAGED):
-            return _read(path)  # another process has built it meanwhile
-        tensors = build()
-        with suppress(*_DAMAGED):  # a full disk costs the next start, not this one
-            _write(path, tensors)
-            tensors = {}  # two copies are never in memory together
-            return _read(path)
+        yield lock.is_locked
     finally:
         lock.release()
-    return in_one_arena(tensors or build())
+
+
+def _remove_unfinished(path: Path) -> None:
+    """What processes that were killed left behind; nobody else may be writing."""
+    for part in path.parent.glob(f"{path.stem}.*.part"):
+        with suppress(OSError):
+            part.unlink()
+
+
+class _Entry(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    dtype: str  # a key of `_STORED_TYPES`
+    shape: list[int]
+    checksum: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * _STORED_TYPES[self.dtype].itemsize
+
+
+def _write(path: Path, tensors: NamedTensors) -> None:
+    """The tensors' bytes one after the other, then the list of them: nothing has to be known before it is written. The
+    file has its name when it is whole."""
+    handle, unfinished = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            entries = []
+            for name, tensor in tensors:
+                flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+                file.write(flat.numpy().data)
+                entries.append(_Entry(name, str(tensor.dtype), list(tensor.shape), _checksum(flat)))
+                del tensor, flat  # before the next one is made
+            index = json.dumps(entries).encode()
+            file.write(index + len(index).to_bytes(8, "little") + zlib.crc32(index).to_bytes(4, "little"))
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Tensors:
     """Read straight into the arena: while a mapping is copied, both are resident."""
+    tensors: Tensors = {}
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError(f"{path} is damaged")
-        entries: dict[str, Any] = json.loads(file.read(length))
-        checksums = json.loads(entries.pop("__metadata__")["sums"])
-        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-        sizes = [end - start for start, end in (entry["data_offsets"] for entry in entries.values())]
-        if 8 + length + sum(sizes) != path.stat().st_size or min(sizes, default=0) < 0:
-            raise ValueError(f"{path} is damaged")
-        places = _places(sizes)
-        tensors = {}
-        for (name, entry), place in zip(entries.items(), places, strict=True):
-            file.readinto(place.numpy().data)
-            tensors[name] = place.view(_STORED_TYPES[entry["dtype"]]).view(entry["shape"])
-    if {name: _checksum(tensor) for name, tensor in tensors.items()} != checksums:
-        raise ValueError(f"{path} is damaged")
+        entries = _entries(file)
+        for entry, place in zip(entries, _places([entry.size for entry in entries]), strict=True):
+            if file.readinto(place.numpy().data) != entry.size or _checksum(place) != entry.checksum:
+                raise ValueError(f"{path} is damaged")
+            tensors[entry.name] = place.view(_STORED_TYPES[entry.dtype]).view(entry.shape)
     return tensors
 
 
-def _write(path: Path, tensors: Tensors) -> None:
-    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
-    os.close(handle)
-    try:
-        checksums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})
-        save_file(tensors, name, metadata={"sums": checksums})
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+def _entries(file: BinaryIO) -> list[_Entry]:
+    """What is in the file, which is then at its start."""
+    end = file.seek(-12, os.SEEK_END)
+    length, check = (int.from_bytes(file.read(size), "little") for size in (8, 4))
+    file.seek(max(0, end - length))
+    index = file.read(min(length, end))
+    if len(index) != length or zlib.crc32(index) != check:
+        raise ValueError("the index is damaged")
+    file.seek(0)
+    return [_Entry(*entry) for entry in json.loads(index)]
 
 
-def _checksum(tensor: Tensor) -> int:
-    """As fast as memory: the sum of the tensor as 64-bit numbers, modulo 2^64."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+def _checksum(flat: Tensor) -> int:
+    """Of bytes: their sum as 64-bit numbers, modulo 2^64. In one thread, which is as fast as reading them is: beside a
+    busy process torch's threads took a second to be woken for a file's tensors."""
+    values, whole = flat.numpy(), flat.numel() // 8 * 8
+    return int(values[:whole].view(np.int64).sum()) + int(values[whole:].sum())
 
 
-def in_one_arena(tensors: Tensors) -> Tensors:
-    """Copies in one allocation."""
-    places = _places([tensor.numel() * tensor.element_size() for tensor in tensors.values()])
-    pairs = zip(tensors.items(), places, strict=True)
-    return {name: place.view(tensor.dtype).view(tensor.shape).copy_(tensor) for (name, tensor), place in pairs}
+def in_arenas(tensors: NamedTensors) -> Tensors:
+    """Copies in few allocations; no more than one tensor is in memory twice."""
+    placed: Tensors = {}
+    room = torch.empty(0, dtype=torch.uint8)
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        room = room if size <= room.numel() else arena(max(size, _SLAB))
+        placed[name] = room[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        room = room[-(-size // 64) * 64 :]
+        del tensor  # before the next one is made
+    return placed
 
 
 def _places(sizes: list[int]) -> list[Tensor]:

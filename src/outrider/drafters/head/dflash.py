@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...backends import ops
 from ...backends.cpu.int8 import Int8Linear, int8_product
+from ...backends.cpu.quantise import NamedTensors
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows, rows_of
 from ...engine.batch import BatchBuilder
@@ -55,8 +56,8 @@ class DFlashHead(Head):
         self.cos, self.sin = self._rope(length)
         self.native = None
 
-    def _quantised(self) -> dict[str, Tensor]:
-        return {}  # `_product` quantises each weight itself
+    def _quantised(self) -> NamedTensors:
+        return ()  # `_product` quantises each weight itself
 
     def _product(self, key: str, *names: str) -> Any:
         if not self.int8:

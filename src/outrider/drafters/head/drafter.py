@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -23,6 +24,7 @@ from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
 from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
 from ...backends.rows import rows_of
+from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
@@ -160,9 +162,9 @@ class TrainedHead(Drafter):
             taps=taps,
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
-            backlog=self._backlog,
+            backlog=partial(_backlog, plane),  # traits that refer to `self` would keep it beyond its last user
             forecast=forecast,
-            memory=lambda: Memory(weight_bytes(self.rollout.head, excluding=space.target), self.rollout.plane.bytes),
+            memory=partial(_memory, self.rollout, space.target),
         )
         self.unread: Any = None  # the device's drafts, where its rounds make them
         self.learning = self._learning(head)
@@ -235,9 +237,6 @@ class TrainedHead(Drafter):
         passes = 1 + sum(chance for chance in survival if chance > INITIAL_FLOOR)
         return Forecast(survival, short * passes, max(long - short, 0.0) / len(seq.tokens))
 
-    def _backlog(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self.rollout.plane.holds(seq.id)
-
     def observe(self, step: Step) -> None:
         self.pace.observe(step, self.rollout.passes_run)
         self.rollout.passes_run = 0
@@ -280,6 +279,15 @@ class TrainedHead(Drafter):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
         self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)
         return self.rollout.chains(request.seqs, request.budgets)
+
+
+def _backlog(plane: Plane, seq: Sequence) -> int:
+    """Tokens that the head has not read yet."""
+    return len(seq.tokens) - plane.holds(seq.id)
+
+
+def _memory(rollout: Any, target: Model) -> Memory:
+    return Memory(weight_bytes(rollout.head, excluding=target), rollout.plane.bytes)
 
 
 def _seconds(committed: CommittedRows, seq: Sequence, rows: int) -> float:

@@ -86,12 +86,14 @@ class Head(DraftVocabulary):
         own = tensors.get("embed_tokens.weight")
         self.embedding = embedding if own is None else own.to(self.device, dtype)
         self._tensors = tensors
-        build = self._quantised
         self._kernels = ops._loaded().kernels if self.int8 else None
         kinds = {tensor.kind for tensor in tensors.values() if isinstance(tensor, BlockTensor)}
         if stored_as is not None and self._kernels is not None and kinds:
             stored_as = "-".join([stored_as, *sorted(kinds)])  # output rows may be the target's, of any kind
-        self._packed = {} if not self.int8 else build() if stored_as is None else quantise.stored(stored_as, build)
+        if self.int8 and stored_as is not None:
+            self._packed = quantise.stored(stored_as, self._quantised).tensors
+        else:
+            self._packed = dict(self._quantised()) if self.int8 else {}
         self.fc = self._product("fc", "fc.weight")
         names = ("midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight")
         vectors: list[Any] = [self._vector(name) if name in tensors else None for name in names]
@@ -292,21 +294,20 @@ class Head(DraftVocabulary):
         vector: Tensor = self._tensors[name].to(self.device, self.stream)
         return vector
 
-    def _quantised(self) -> dict[str, Tensor]:
+    def _quantised(self) -> quantise.NamedTensors:
         """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
         products: dict[str, tuple[str, ...]] = {"fc": ("fc.weight",)}
         products |= {"head": ("lm_head.weight",)} if "lm_head.weight" in self._tensors else {}
         for at in map(layer_name, range(self.config.layers)):
             products |= {f"{at}.{field}": names for field, names in _products_of(at).items()}
-        packed: dict[str, Tensor] = {}
         for key, names in products.items():
             if self._stays_in_blocks(names):
-                packed |= joined(key, [(self._tensors[name].raw, self._tensors[name].kind) for name in names])
+                yield from joined(key, [(self._tensors[n].raw, self._tensors[n].kind) for n in names]).items()
                 continue
             parts = [self._tensors[name].to(self.device) for name in names]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            packed |= Int8Linear.of(weight, gates=key.endswith(GATED), bias=self._bias(names)).as_tensors(key)
-        return packed
+            quantised = Int8Linear.of(weight, gates=key.endswith(GATED), bias=self._bias(names))
+            yield from quantised.as_tensors(key).items()
 
     def _stays_in_blocks(self, names: tuple[str, ...]) -> bool:
         """Whether kernels multiply by these matrices as they are stored."""
@@ -414,9 +415,10 @@ class Int8Head(Addresses):
     """
 
     def __init__(self, head: Head, kernels: native.Kernels) -> None:
-        super().__init__(head)
+        weights = (head.layers, head.head, head.fc, head.norm, head.hidden_norm, head.masks)
+        super().__init__(*weights, head.cos, head.sin)
         self.kernels, self.layers, self.width = kernels, head.config.layers, head.config.hidden_size
-        self.outputs, self.embedding, self.head = head.config.draft_vocab_size, head.embedding, head
+        self.outputs, self.embedding = head.config.draft_vocab_size, head.embedding
         self._model = self._pack(head)
 
     def _words(self) -> Words:

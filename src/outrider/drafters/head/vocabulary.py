@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class LearntVocabulary:
 
     def __init__(self, head: Head, rows: Callable[[Tensor], Tensor], kept: Iterable[int]) -> None:
         """rows: the target's output rows of ids [n] -> [n, H]; kept: tokens that are never replaced."""
-        self.head, self.rows = head, rows
+        self.head: Head = proxy(head)  # which refers to this object
+        self.rows = rows
         ids: list[int] = head.ids.tolist()
         self.known = dict.fromkeys(ids)  # tokens that can be drafted
         most, protected = min(len(ids) // _SHARE, _MOST), set(kept)
