@@ -30,7 +30,7 @@ from ..models.speculators import target_hash
 from ..models.stages import stage
 from ..types import Sequence
 from . import Model, ops
-from .cpu import blocks, quantise as quant
+from .cpu import blocks, native, quantise as quant
 from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
 from .linear import packs
@@ -43,6 +43,7 @@ from .transformer import Transformer
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
+_EVICTING = 1 << 27  # bytes that are written before each of them, so that no cache holds weights
 
 
 def load_model(
@@ -144,7 +145,8 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
             names.append(GGUF)
             shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
     key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]
-    file = cache_folder() / "profiles" / f"dtype-{fingerprint()}-{torch.get_num_threads()}-{key}.json"
+    names_of_file = ("dtype", fingerprint(), native.version(), str(torch.get_num_threads()), key)
+    file = cache_folder() / "profiles" / f"{'-'.join(names_of_file)}.json"
     seconds: dict[str, float] = read_seconds(file) or {}
     if not seconds:
         with stage("Comparing precisions") as done:
@@ -156,8 +158,8 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
-    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix: enough of
-    both to exceed the CPU's caches."""
+    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix. No cache holds
+    their weights, as in a model of many layers."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
     vocabulary = max(64, config.vocab_size * layers // config.layers)
@@ -179,7 +181,10 @@ def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
     cache.open(seq)
     cache.reserve(seq, 20, 0)
 
+    other = torch.zeros(_EVICTING // 4)
+
     def seconds(rows: int) -> float:
+        other.add_(1.0)
         start = time.perf_counter()
         batch = BatchBuilder(cache)
         batch.pending(seq, 0, rows, want=True)

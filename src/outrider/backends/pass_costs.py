@@ -21,6 +21,7 @@ from ..engine.step import Runner
 from ..models.paths import cache_folder, write_quietly
 from ..models.stages import stage
 from ..types import Sequence
+from .cpu import native
 from .machine import fingerprint, is_overloaded
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # of a single sequence
@@ -160,7 +161,7 @@ class CostFile:
 
     def __init__(self, *names: str) -> None:
         name = "-".join(names).replace("/", "_").replace("torch.", "")
-        file = f"costs-{name}-{torch.get_num_threads()}-{fingerprint()}.json"
+        file = f"costs-{name}-{torch.get_num_threads()}-{fingerprint()}-{native.version()}.json"
         self.path = cache_folder() / "profiles" / file if names else None
         self.seconds: Seconds | None = None
 

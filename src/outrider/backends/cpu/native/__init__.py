@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -111,6 +111,12 @@ class Native:
 
 class _Unusable(Exception):
     """Why a library cannot be used; caught in `load`."""
+
+
+@cache
+def version() -> str:
+    """A short hash of the kernels' sources: what was measured with other kernels no longer holds."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:8]
 
 
 def load(folder: Path | None = None) -> Native:
