@@ -158,8 +158,8 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
-    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix. No cache holds
-    their weights, as in a model of many layers."""
+    """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix. No cache
+    holds their weights, as in a model of many layers."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
     vocabulary = max(64, config.vocab_size * layers // config.layers)
