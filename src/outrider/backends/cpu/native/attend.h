@@ -121,11 +121,15 @@ static int64_t measure(Job *job) { /* fills ends and blocks; returns the number 
     return keys;
 }
 
-static void divide(Job *job) { /* rows of one line stay together, as many as fit, in tiles of about the same size */
+/* Rows of one line stay together, as many as fit, in tiles of about the same size: in twice as many where a thread would
+ * otherwise wait for another's last tile. */
+static void divide(Job *job, int64_t threads) {
     const Attend *a = job->a;
     for (int64_t t = 0, end; t < a->rows; t = end) {
         for (end = t + 1; end < a->rows && a->lines[end] == a->lines[t];) end++;
-        const int64_t rows = end - t, fit = most(1, TILE / job->group), tiles = (rows + fit - 1) / fit;
+        const int64_t rows = end - t, fit = most(1, TILE / job->group), whole = (rows + fit - 1) / fit;
+        const int uneven = rows == a->rows && rows >= 4 * whole && whole * a->kv_heads % threads;
+        const int64_t tiles = uneven ? 2 * whole : whole;
         const int64_t size = least(TILE, (rows + tiles - 1) / tiles * job->group), last = end * job->group;
         for (int64_t i = t * job->group; i < last; i += size)
             job->tiles[job->tile_count++] = (Range){i, least(size, last - i)};
@@ -138,7 +142,7 @@ static int plan(Job *job, const Attend *a, int64_t *threads, int64_t **memory) {
     if (!(*memory = malloc((size_t)(a->rows + 2 * queries + 1) * sizeof **memory))) return 1;
     *job = (Job){.a = a, .ends = *memory, .tiles = (Range *)(*memory + a->rows), .group = group, .wide = padded(a->d)};
     if (measure(job) * a->heads * a->d < SMALL) *threads = 1;
-    divide(job);
+    divide(job, *threads);
     const int64_t whole = job->tile_count * a->kv_heads, floats = a->rows * a->heads * job->blocks * (2 + job->wide);
     if (*threads > 1 && job->blocks > 1 && whole < 4 * *threads && floats <= STATES)
         return !(job->states = scratch(1, floats));
