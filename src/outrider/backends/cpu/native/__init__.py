@@ -392,7 +392,7 @@ def _check_product(kernels: Kernels, d: int) -> None:
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:
-    """One row of integers through quantisation and the head, which must be exact."""
+    """Rows of integers through quantisation and the head, which must be exact."""
     outputs = 40
     x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
     weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
@@ -402,14 +402,15 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     ]
     weight, scale = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64)
     out = _head_of(kernels, (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0), x)
-    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
+    expected = [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]]
+    _compare("int8_pass", out, [sign * y for sign in SIGNS for y in expected])
 
 
 def _check_blocks(kernels: Kernels) -> None:
     """The same with 16 outputs of GGUF's blocks, of 32 and of 256 inputs (native/blocks.h)."""
     inputs, step = 256, 2.0**-10
     x = [1.0 if i % 3 else -1.0 for i in range(inputs)]
-    nibbles = [[(3 * n + 5 * i) % 16 for i in range(inputs)] for n in range(16)]
+    nibbles = [[(3 * n + 5 * i + i // 32) % 16 for i in range(inputs)] for n in range(16)]
 
     def lines(start: int, stop: int) -> bytes:
         return bytes(
@@ -420,28 +421,34 @@ def _check_blocks(kernels: Kernels) -> None:
     q4_0 = b"".join(steps + lines(i, i + 32) for i in range(0, inputs, 32))
     scales, least = bytes(j + 1 for j in range(8) for _ in range(16)), 2
     q4_k = steps + steps + scales + bytes([least] * 128) + lines(0, inputs)
-    for bits, data in ((0, q4_0), (3, q4_k)):
+    for bits, data, units in ((0, q4_0, 8), (3, q4_k, 1)):
         held = ctypes.create_string_buffer(data, len(data))
-        table = _int64s([_address(held), bits])
+        table = _int64s([_address(held), bits, len(data) // units])
         out = _head_of(kernels, (0, 0, 0, 0, 0, 16, inputs, 0, _address(table)), x)
         scale, offset = ([i // 32 + 1 for i in range(inputs)], least) if bits else ([1] * inputs, zero_point)
         expected = [step * sum((s * q - offset) * v for s, q, v in zip(scale, row, x, strict=True)) for row in nibbles]
-        _compare("blocks", out, expected)
+        _compare("blocks", out, [sign * y for sign in SIGNS for y in expected])
+
+
+SIGNS = (1, -1, 1)  # of a check's rows: some instructions are met by pairs of rows only, and one is odd
 
 
 def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
-    """The output product of one row whose norm is itself, by a model without layers."""
-    outputs, d, eps = head[5], head[6], 0.0
+    """The output products of x, -x and x, whose norms are themselves, by a model without layers."""
+    outputs, d, eps, rows = head[5], head[6], 0.0, len(SIGNS)
     ones = _floats([1.0] * d)
     model = ctypes.create_string_buffer(
         struct.pack(
             MODEL, 0, _address(ones), 0, 0, 0, *head, d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1, *NO_LINEAR, 0, 0
         )
     )
-    zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
-    table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
-    inputs = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
-    kernels.int8_pass(_address(model), *inputs, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    stream, out = _floats(sign * value for sign in SIGNS for value in x), _floats([0.0] * rows * outputs)
+    zeros, lengths, want = _int64s([0] * rows), _int64s([1] * rows), _int64s(range(rows))
+    table = (ctypes.c_int32 * 1)(0)
+    inputs = [_address(zeros)] * 4 + [_address(each) for each in (lengths, want, table)]
+    kernels.int8_pass(
+        _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), 0, 0, 1, 0, 1, rows, rows, 0, 0, 2
+    )
     return out
 
 
