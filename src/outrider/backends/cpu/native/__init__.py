@@ -46,12 +46,15 @@ INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
         "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
     },
-    "aarch64": {"plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",)},
+    "aarch64": {
+        "plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",),
+        "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+    },
 }  # fmt: skip
 _V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
 # What a processor must have for a wheel's library, as Linux names it: its check does not meet every instruction in it.
 FEATURES = {
-    "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",),
+    "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",), "i8mm": ("asimddp", "i8mm"),
     "avx512": (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"),
 }  # fmt: skip
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
