@@ -7,7 +7,7 @@ import platform
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from outrider.engine.cache import Plane
 from outrider.errors import ModelError
 from outrider.models.config import ModelConfig
 
-from support.native_builds import BUILDS, COMPILER, Use
+from support.native_builds import BUILDS, COMPILER, EQUAL, Use
 from support.product_program import EMULATED, block_problem, build, int8_problem, run
 from support.random_blocks import RandomBlocks, block_config, floats, random_blocks
 
@@ -205,6 +205,39 @@ def test_kv_of_16_bits_keeps_a_row_s_bits(use_backend: Use, backend_name: str) -
         assert _same(torch.cat([model.forward(rows, plane).logits for rows in chunks]), alone), (threads, size)
     exact = model.forward(_chain(tokens, 0, total), _plane(config)).logits
     assert torch.cosine_similarity(alone, exact, dim=1).min() > 0.99
+
+
+@pytest.mark.parametrize("backend_name", EQUAL)
+@pytest.mark.parametrize("name", MODELS)
+def test_avx2_and_avx512_agree_in_every_logit(
+    use_avx512: Callable[[], None], use_backend: Use, backend_name: str, name: str
+) -> None:
+    """The whole decoder, in passes of one and of several rows, with K and V of 32 and of 16 bits."""
+    use_avx512()
+    config = MODELS[name][0]
+    tokens = _tokens(config, 30)
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        model, plane = _model(name), _plane(config, dtype)
+        passes = [_chain(tokens, start, stop) for start, stop in ((0, 17), (17, 18), (18, 26), (26, 30))]
+        return torch.cat([model.forward(rows, plane).logits for rows in passes])
+
+    expected = {dtype: logits(dtype) for dtype in (torch.float32, torch.float16)}
+    use_backend(backend_name)
+    assert all(_same(logits(dtype), wanted) for dtype, wanted in expected.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_c_agrees_in_every_product(use_avx512: Callable[[], None], use_backend: Use, name: str) -> None:
+    """Its vectors are shorter, so that sums of floats may differ in the last bit (native/vectors.h). Products may not,
+    for equal inputs: the squares of these have one sum in every order, so their norms are equal."""
+    use_avx512()
+    config = MODELS[name][0]
+    x = torch.randint(2, (9, config.hidden_size), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    rows, part = _chain(_tokens(config, 9), 0, 9), Part(start=config.layers)
+    expected = _model(name).forward(rows, _plane(config), part, x).logits
+    use_backend("narrowest")
+    assert _same(_model(name).forward(rows, _plane(config), part, x).logits, expected)
 
 
 @needs_compiler
