@@ -22,6 +22,8 @@ from outrider.backends.transformer import Transformer
 from outrider.engine.cache import Plane
 from outrider.models.config import ModelConfig
 
+from support.native_builds import EQUAL, Use
+
 LENGTH = 64
 
 
@@ -223,6 +225,39 @@ def test_a_row_ignores_its_neighbours(backend: str, family: str) -> None:
             plane = _plane(config)
             chunks = [_chain(tokens, t, min(t + size, total)) for t in range(0, total, size)]
             assert _same(torch.cat([model.forward(rows, plane).logits for rows in chunks]), alone), (threads, size)
+
+
+@pytest.mark.parametrize("backend_name", EQUAL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_avx2_and_avx512_agree_in_every_logit(
+    use_avx512: Callable[[], None], use_backend: Use, backend_name: str, family: str
+) -> None:
+    """The whole decoder, in passes of one and of several rows."""
+    use_avx512()
+    config = FAMILIES[family]
+    tensors, tokens = _tensors(config), _tokens(config, 30)
+
+    def logits() -> Tensor:
+        model, plane = Int8Transformer(config, tensors), _plane(config)
+        passes = [_chain(tokens, start, stop) for start, stop in ((0, 17), (17, 18), (18, 26), (26, 30))]
+        return torch.cat([model.forward(rows, plane).logits for rows in passes])
+
+    expected = logits()
+    use_backend(backend_name)
+    assert _same(logits(), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_c_agrees_in_every_product(use_avx512: Callable[[], None], use_backend: Use, family: str) -> None:
+    """Its vectors are shorter, so that sums of floats may differ in the last bit (native/vectors.h). Products may not,
+    for equal inputs: the squares of these have one sum in every order, so their norms are equal."""
+    use_avx512()
+    config = FAMILIES[family]
+    tensors, rows, part = _tensors(config), _chain(_tokens(config, 9), 0, 9), Part(start=config.layers)
+    x = torch.randint(2, (9, config.hidden_size), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    expected = Int8Transformer(config, tensors).forward(rows, _plane(config), part, x).logits
+    use_backend("narrowest")
+    assert _same(Int8Transformer(config, tensors).forward(rows, _plane(config), part, x).logits, expected)
 
 
 def test_a_drafted_row_is_the_row_that_plain_decoding_runs(backend: str) -> None:

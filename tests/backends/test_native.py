@@ -78,6 +78,30 @@ def test_without_a_compiler_the_wheels_libraries_are_used(monkeypatch: pytest.Mo
     assert "/no/such/compiler" in native.load(cache).reason
 
 
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ("fp asimd", ["plain"]),
+        ("fp asimd asimddp", ["neon", "plain"]),  # Neoverse N1
+        ("fp asimd i8mm asimddp", ["i8mm", "neon", "plain"]),  # Neoverse V1
+    ],
+)
+def test_a_wheels_library_needs_its_instructions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: str, names: list[str]
+) -> None:
+    known = list(native.INSTRUCTIONS["aarch64"])[::-1]  # the best first
+    for name in known:
+        (tmp_path / f"aarch64-{name}.so").touch()
+    monkeypatch.setattr(native, "MACHINE", "aarch64")
+    monkeypatch.setattr(native, "PREBUILT", tmp_path)
+    monkeypatch.setattr(native, "_cpu", lambda: f"Features\t: {features}\naarch64")
+    tried: list[str] = []
+    monkeypatch.setattr(native, "_checked", lambda path, folder, threaded: tried.append(path.name))
+    for find in native._prebuilt(tmp_path, known):
+        find()
+    assert tried == [f"aarch64-{name}.so" for name in names]
+
+
 def test_what_a_compiler_cannot_make_is_reported(tmp_path: Path) -> None:
     libraries, problems = native.prebuild(tmp_path, "x86_64", ["/bin/false"])
     assert not libraries

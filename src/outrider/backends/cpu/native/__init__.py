@@ -46,12 +46,15 @@ INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
         "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
     },
-    "aarch64": {"plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",)},
+    "aarch64": {
+        "plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",),
+        "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+    },
 }  # fmt: skip
 _V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
 # What a processor must have for a wheel's library, as Linux names it: its check does not meet every instruction in it.
 FEATURES = {
-    "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",),
+    "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",), "i8mm": ("asimddp", "i8mm"),
     "avx512": (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"),
 }  # fmt: skip
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
@@ -399,7 +402,7 @@ def _check_product(kernels: Kernels, d: int) -> None:
 
 
 def _check_int8(kernels: Kernels, d: int) -> None:
-    """One row of integers through quantisation and the head, which must be exact."""
+    """Rows of integers through quantisation and the head, which must be exact."""
     outputs = 40
     x = [1.0 if i % 2 else -1.0 for i in range(d)]  # its norm is itself
     weights = [[(7 * n + 3 * i) % 255 - 127 for i in range(d)] for n in range(outputs)]
@@ -409,14 +412,15 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     ]
     weight, scale = (ctypes.c_uint8 * len(packed))(*packed), _floats([0.5] * 64)
     out = _head_of(kernels, (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0), x)
-    _compare("int8_pass", out, [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]])
+    expected = [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]]
+    _compare("int8_pass", out, [sign * y for sign in SIGNS for y in expected])
 
 
 def _check_blocks(kernels: Kernels) -> None:
     """The same with GGUF's blocks, of 32 and of 256 inputs: one piece, and two side by side (native/blocks.h)."""
     inputs, step = 256, 2.0**-10
     x = [1.0 if i % 3 else -1.0 for i in range(inputs)]
-    nibbles = [[(3 * n + 5 * i) % 16 for i in range(inputs)] for n in range(16)]
+    nibbles = [[(3 * n + 5 * i + i // 32) % 16 for i in range(inputs)] for n in range(16)]
 
     def lines(start: int, stop: int) -> bytes:
         return bytes(
@@ -435,20 +439,26 @@ def _check_blocks(kernels: Kernels) -> None:
             held = ctypes.create_string_buffer(data, len(data))
             table = _int64s([n for i in range(pieces) for n in (_address(held) + i * unit, bits, pieces * unit)])
             out = _head_of(kernels, (0, 0, 0, 0, 0, 16 * pieces, inputs, 0, _address(table)), x)
-            _compare("blocks", out, expected * pieces)
+            _compare("blocks", out, [sign * y for sign in SIGNS for y in expected * pieces])
+
+
+SIGNS = (1, -1, 1)  # of a check's rows: some instructions are met by pairs of rows only, and one is odd
 
 
 def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
-    """The output product of one row whose norm is itself, by a model without layers."""
-    outputs, d, eps = head[5], head[6], 0.0
+    """The output products of x, -x and x, whose norms are themselves, by a model without layers."""
+    outputs, d, eps, rows = head[5], head[6], 0.0, len(SIGNS)
     ones = _floats([1.0] * d)
     sizes = (d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1)
     fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0)
     model = ctypes.create_string_buffer(struct.pack(MODEL, *fields))
-    zero, row, out = _int64s([0]), _floats(x), _floats([0.0] * outputs)
-    table, one = (ctypes.c_int32 * 1)(0), _int64s([1])
-    inputs = [_address(zero)] * 4 + [_address(one), _address(zero), _address(table)]
-    kernels.int8_pass(_address(model), *inputs, 0, _address(row), 0, 0, _address(out), 0, 0, 1, 0, 1, 1, 1, 0, 0, 2)
+    stream, out = _floats(sign * value for sign in SIGNS for value in x), _floats([0.0] * rows * outputs)
+    zeros, lengths, want = _int64s([0] * rows), _int64s([1] * rows), _int64s(range(rows))
+    table = (ctypes.c_int32 * 1)(0)
+    inputs = [_address(zeros)] * 4 + [_address(each) for each in (lengths, want, table)]
+    kernels.int8_pass(
+        _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), 0, 0, 1, 0, 1, rows, rows, 0, 0, 2
+    )
     return out
 
 

@@ -70,6 +70,8 @@ INLINE vo half_lanes(const uint8_t *p, int j) {
     return (vo)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
 #elif defined(__F16C__) && !defined(__AVX512VNNI__)
     return (vo)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
+#elif defined(__aarch64__)
+    return (vo)vcvt_f32_f16(vld1_f16((const float16_t *)p));
 #else
     vo v;
     for (int n = 0; n < PER; n++) v[n] = from_half(p + 2 * n);
@@ -96,7 +98,13 @@ INLINE vi words(const uint8_t *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(
 INLINE vi signed_words(const uint8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)); }
 #else
 #define NARROW(type, count, p) ({ type __attribute__((vector_size((count) * sizeof(type)))) v; memcpy(&v, p, sizeof v); v; })
+#if defined(__aarch64__) /* gcc would widen them one by one */
+INLINE Wholes from_bytes(const uint8_t *p) {
+    return (Wholes)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(four_bytes(p))))));
+}
+#else
 INLINE Wholes from_bytes(const uint8_t *p) { return __builtin_convertvector(NARROW(uint8_t, PER, p), Wholes); }
+#endif
 INLINE Wholes from_words(const uint8_t *p) { return __builtin_convertvector(NARROW(int16_t, PER, p), Wholes); }
 INLINE vi words(const uint8_t *p) { return (vi)__builtin_convertvector(NARROW(uint8_t, 2 * PER, p), Words); }
 INLINE vi signed_words(const uint8_t *p) { return (vi)__builtin_convertvector(NARROW(int8_t, 2 * PER, p), Words); }
@@ -166,7 +174,7 @@ INLINE vi step8(vi sum, vi w, vi x) { /* |w| * (x with w's sign): pairs are at m
 INLINE vi paired(vi total, vi pairs, vi x) { return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, x)); }
 INLINE vi scaled(vi total, vi part, vi scale) { return _mm256_add_epi32(total, _mm256_madd_epi16(part, scale)); }
 #elif defined(__ARM_FEATURE_DOTPROD)
-enum { TILE_ROWS = 3 };
+enum { TILE_ROWS = PAIRED ? 4 : 3 };
 INLINE vi step(vi part, vi w, vi x) { return vdotq_s32(part, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x)); }
 INLINE vi step8(vi sum, vi w, vi x) { return step(sum, veorq_s32(w, vdupq_n_s32((int32_t)0x80808080u)), x); }
 INLINE vi scaled(vi total, vi part, vi scale) { return vmlaq_s32(total, part, scale); }
@@ -239,6 +247,39 @@ INLINE void add_step(int R, int V, int wide, const vi weight[TILE_VECTORS], cons
         }
     }
 }
+
+/* Adds n steps, from step s of `x` on: two, or one where `odd` is none. PAIRED: two; until `uncross`, the sums of pairs of
+ * rows are crossed (int8.h). Elsewhere macros: functions here change what gcc makes of the loops around them. */
+#if PAIRED
+INLINE void add_steps(int n, int R, int V, int wide, const vi even[TILE_VECTORS], const vi odd[TILE_VECTORS],
+                      const char *x, int s, int64_t stride, vi part[TILE_ROWS][TILE_VECTORS]) {
+    (void)n;
+    x += 4 * s;
+#pragma GCC unroll 4
+    for (int i = 0; i + 1 < R; i += 2) {
+        const Inputs input = two_rows(x + i * stride, stride);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            const Weights e = wide ? widened(even[v]) : (Weights)even[v], o = wide ? widened(odd[v]) : (Weights)odd[v];
+            dot_pair(&part[i][v], &part[i + 1][v], e, o, input);
+        }
+    }
+    add_step(R % 2, V, wide, even, x + (R - 1) * stride, stride, part + R - 1);
+    add_step(R % 2, V, wide, odd, x + (R - 1) * stride + 4, stride, part + R - 1);
+}
+
+INLINE void uncross(int R, int V, vi part[TILE_ROWS][TILE_VECTORS]) {
+#pragma GCC unroll 4
+    for (int i = 0; i + 1 < R; i += 2)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) cross(&part[i][v], &part[i + 1][v]);
+}
+#else
+#define add_steps(n, R, V, wide, even, odd, x, s, stride, part) \
+    add_step(R, V, wide, even, x + 4 * s, stride, part); \
+    if (n == 2) add_step(R, V, wide, odd, x + 4 * (s + 1), stride, part)
+#define uncross(R, V, part)
+#endif
 
 INLINE void clear(int R, int V, vi part[TILE_ROWS][TILE_VECTORS]) {
 #pragma GCC unroll 8
@@ -313,9 +354,9 @@ INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total
                     const uint8_t *p = t->piece[g + v / PARTS16];
                     two_steps(bits, p + low + s / 2 * LINE, p + high + s / sub * LINE, s % sub, v % PARTS16, even + v, odd + v);
                 }
-                add_step(R, V, 0, even, x + 4 * s, t->stride, part);
-                add_step(R, V, 0, odd, x + 4 * s + 4, t->stride, part);
+                add_steps(2, R, V, 0, even, odd, x, s, t->stride, part);
             }
+            uncross(R, V, part);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 const vi scale = scale_of(bits, t->piece[g + v / PARTS16], line, c / sub, v % PARTS16);
@@ -369,9 +410,10 @@ INLINE void finish_small(int R, int64_t bits, const Span *t, int g, int v, vi pa
 /* Integer sums of R rows over the 32 inputs of a unit. */
 INLINE void sum_small(int R, int V, int64_t bits, const Span *t, int g, vi part[TILE_ROWS][TILE_VECTORS]) {
     const int header = bits == Q4_1 ? 64 : 32, each = bits == Q8_0 ? 1 : 2; /* steps of a line */
+    const int together = PAIRED ? 2 : each; /* steps */
     clear(R, V, part);
     UNROLLED
-    for (int s = 0; s < 8; s += each) {
+    for (int s = 0; s < 8; s += together) {
         vi even[TILE_VECTORS], odd[TILE_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
@@ -379,10 +421,11 @@ INLINE void sum_small(int R, int V, int64_t bits, const Span *t, int g, vi part[
             KEEP(line);
             even[v] = bits == Q8_0 ? line : lower_nibbles(line);
             odd[v] = upper_nibbles(line);
+            if (PAIRED && bits == Q8_0) odd[v] = lanes_at(t->piece[g + v / PARTS16] + header + (s + 1) * LINE, v % PARTS16);
         }
-        add_step(R, V, bits == Q8_0, even, t->x + 4 * s, t->stride, part);
-        if (bits != Q8_0) add_step(R, V, 0, odd, t->x + 4 * (s + 1), t->stride, part);
+        add_steps(together, R, V, bits == Q8_0, even, odd, t->x, s, t->stride, part);
     }
+    uncross(R, V, part);
 }
 
 INLINE void small_tile(int R, int G, int64_t bits, Span t, int64_t units) {
@@ -418,8 +461,7 @@ INLINE void span_rows(int G, int64_t bits, const Span *first, int64_t units, int
     Span t = *first;
     t.use = rows > TILE_ROWS ? FIRST : ONCE;
     for (int64_t done = 0, n; done < rows; done += n) {
-        const int64_t left = rows - done, turns = (left + TILE_ROWS - 1) / TILE_ROWS;
-        n = (left + turns - 1) / turns;
+        n = tile_of(rows - done, TILE_ROWS);
 #define SUPER_TILE(R) super_tile(R, G, bits, t, units)
 #define SMALL_TILE(R) small_tile(R, G, bits, t, units)
         if (is_super(bits)) BY_ROWS(n, SUPER_TILE)

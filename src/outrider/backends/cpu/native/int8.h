@@ -67,8 +67,14 @@ INLINE vi dot(vi sum, Weights w, Inputs x) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, x.odd));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define DOT_ISA "i8mm"
+#define PAIRED 1
+enum { BYTES = 16, OFFSET = 0, ROWS = 10, VECTORS = 2, WIDE = 0 };
+#else
 #define DOT_ISA "dotprod"
 enum { BYTES = 16, OFFSET = 0, ROWS = 5, VECTORS = 4, WIDE = 0 };
+#endif
 typedef int32x4_t vi;
 typedef int8x16_t Weights, Inputs;
 typedef int8_t Input;
@@ -89,6 +95,27 @@ INLINE vi four_products(vi w, vi x) { /* of signed bytes: two are at most 2 * 12
     return (((vi)pairs << 16) >> 16) + ((vi)pairs >> 16);
 }
 INLINE vi dot(vi sum, Weights w, Inputs x) { return sum + four_products(w, x); }
+#endif
+
+/* PAIRED: an instruction adds the products of two rows, two outputs and eight inputs. Rows are then taken in pairs and
+ * steps in pairs; an odd row or step is left to `dot`. Meanwhile the sums of two rows are crossed: the first vector has
+ * outputs 0 and 1 of both rows, the second outputs 2 and 3. `cross` does that and undoes it. */
+#ifdef PAIRED
+INLINE Inputs two_rows(const void *x, int64_t bytes) { /* eight inputs of a row and of the one `bytes` after it */
+    return vcombine_s8(vld1_s8(x), vld1_s8((const int8_t *)x + bytes));
+}
+INLINE void dot_pair(vi *first, vi *second, Weights even, Weights odd, Inputs x) { /* of two steps' weights */
+    const vi e = vreinterpretq_s32_s8(even), o = vreinterpretq_s32_s8(odd);
+    *first = vmmlaq_s32(*first, x, vreinterpretq_s8_s32(vzip1q_s32(e, o)));
+    *second = vmmlaq_s32(*second, x, vreinterpretq_s8_s32(vzip2q_s32(e, o)));
+}
+INLINE void cross(vi *first, vi *second) {
+    const int64x2_t a = vreinterpretq_s64_s32(*first), b = vreinterpretq_s64_s32(*second);
+    *first = vreinterpretq_s32_s64(vzip1q_s64(a, b));
+    *second = vreinterpretq_s32_s64(vzip2q_s64(a, b));
+}
+#else
+#define PAIRED 0
 #endif
 
 typedef struct {
@@ -116,13 +143,64 @@ typedef struct {
     enum Kind kind; /* SILU: a block is 16 gates, then 16 ups */
 } Product;
 
-enum { ALL = STEP / BYTES }; /* vectors of a block */
+enum { ALL = STEP / BYTES, FEW_VECTORS = PAIRED ? 4 : VECTORS }; /* vectors of a block; of a tile of three or four rows */
 
 INLINE int64_t steps_of(const Linear *a) { return (a->inputs + 3) / 4; }
 
 INLINE int64_t blocks_of(const Linear *a) { return (a->outputs + OUTPUTS - 1) / OUTPUTS; }
 
+/* How many of the rows that are left the next tile takes, at most `most_rows`: 13 are 7 + 6, not 12 + 1.
+ * PAIRED: an even number, so that at most one row is odd. */
+INLINE int64_t tile_of(int64_t left, int64_t most_rows) {
+    const int64_t turns = (left + most_rows - 1) / most_rows, n = (left + turns - 1) / turns;
+    return PAIRED ? least(left, n + n % 2) : n;
+}
+
 /* ---------------------------------------------------------------- a register tile */
+
+#if PAIRED
+INLINE void cross_rows(int R, int V, vi sum[ROWS][ALL]) {
+#pragma GCC unroll 5
+    for (int i = 0; i + 1 < R; i += 2)
+#pragma GCC unroll 8
+        for (int j = 0; j < V; j++) cross(&sum[i][j], &sum[i + 1][j]);
+}
+
+/* Adds the products of all pairs of steps, where there are pairs of rows. Returns how many steps these are. */
+INLINE int64_t sum_pairs(int R, int V, int ask, const uint8_t *w, const Input *x, int64_t stride, int64_t steps,
+                         vi sum[ROWS][ALL]) {
+    const int64_t end = R > 1 ? steps / 2 * 2 : 0;
+    cross_rows(R, V, sum);
+    for (int64_t s = 0; s < end; s += 2) {
+        Weights even[ALL], odd[ALL];
+#pragma GCC unroll 8
+        for (int j = 0; j < V; j++) {
+            vi packed[2];
+            memcpy(packed, w + s * STEP + j * BYTES, BYTES);
+            memcpy(packed + 1, w + (s + 1) * STEP + j * BYTES, BYTES);
+            even[j] = widened(packed[0]);
+            odd[j] = widened(packed[1]);
+        }
+#pragma GCC unroll 4
+        for (int line = 0; ask && line < 2 * STEP; line += 64)
+            __builtin_prefetch(w + (s + CHUNK) * STEP + line, 0, 2);
+#pragma GCC unroll 5
+        for (int i = 0; i + 1 < R; i += 2) {
+            const Inputs input = two_rows(x + i * stride + 4 * s, stride);
+#pragma GCC unroll 8
+            for (int j = 0; j < V; j++) dot_pair(&sum[i][j], &sum[i + 1][j], even[j], odd[j], input);
+        }
+        if (R % 2) {
+            const Inputs first = four_inputs(x + (R - 1) * stride + 4 * s);
+            const Inputs second = four_inputs(x + (R - 1) * stride + 4 * s + 4);
+#pragma GCC unroll 8
+            for (int j = 0; j < V; j++) sum[R - 1][j] = dot(dot(sum[R - 1][j], even[j], first), odd[j], second);
+        }
+    }
+    cross_rows(R, V, sum);
+    return end;
+}
+#endif
 
 /* Adds the products of some steps to sums of R rows and V vectors. With `ask`, the steps after them are prefetched. */
 INLINE void sum_tile(int R, int V, int ask, const uint8_t *w, const Input *x, int64_t stride, int64_t steps,
@@ -132,7 +210,11 @@ INLINE void sum_tile(int R, int V, int ask, const uint8_t *w, const Input *x, in
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < V; j++) memcpy(&sum[i][j], out[i] + j * (BYTES / 4), BYTES);
-    for (int64_t s = 0; s < steps; s++) {
+    int64_t s = 0;
+#if PAIRED
+    s = sum_pairs(R, V, ask, w, x, stride, steps, sum);
+#endif
+    for (; s < steps; s++) {
         Weights weight[ALL];
 #pragma GCC unroll 8
         for (int j = 0; j < V; j++) {
@@ -171,8 +253,8 @@ static void sum_tiles(int64_t rows, int ask, const uint8_t *w, const Input *x, i
     switch (rows) {
         TILE_OF(1, ALL);
         TILE_OF(2, ALL);
-        TILE_OF(3, VECTORS);
-        TILE_OF(4, VECTORS);
+        TILE_OF(3, FEW_VECTORS);
+        TILE_OF(4, FEW_VECTORS);
         TILE_OF(5, VECTORS);
         TILE_OF(6, VECTORS);
         TILE_OF(7, VECTORS);
@@ -188,8 +270,7 @@ static void sum_tiles(int64_t rows, int ask, const uint8_t *w, const Input *x, i
 static void sum_chunk(const uint8_t *w, const Input *x, int64_t stride, int64_t n, int64_t steps,
                       int32_t (*sums)[OUTPUTS]) {
     for (int64_t t = 0, tile; t < n; t += tile) {
-        const int64_t left = n - t, turns = (left + ROWS - 1) / ROWS;
-        tile = (left + turns - 1) / turns; /* 13 rows are 7 + 6, not 12 + 1 */
+        tile = tile_of(n - t, ROWS);
         sum_tiles(tile, !t, w, x + t * stride, stride, steps, sums + t);
     }
 }
