@@ -58,17 +58,13 @@ class AcceptanceStats:
 
     def rates(self, nodes: int) -> list[float]:
         """Of each node of a draft: how many survive for each one before it that survives."""
-        wider = self.wider.rates(nodes) if self.wider else []
-        rates, survival = list[float](), 1.0
-        for rank in range(nodes):
-            if wider:
-                prior = wider[rank]
-            elif rank:  # the last rate; in a tree, where they vary, the mean so far
-                prior = survival ** (1 / rank) if self.branches else rates[-1]
-            else:
-                prior = self.FIRST
-            rates.append(min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior)
-            survival *= rates[-1]
+        priors = self.wider.rates(nodes) if self.wider else []
+        rates, last, survival = list[float](), self.FIRST, 1.0
+        for rank in range(nodes):  # without others, the prior is the last rate; in a tree, where they vary, their mean
+            prior = priors[rank] if priors else survival ** (1 / rank) if self.branches and rank else last
+            last = min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior
+            rates.append(last)
+            survival *= last
         return rates
 
     def expected_survival(self, nodes: int) -> list[float]:

@@ -112,7 +112,7 @@ class Adaptive(Controller):
 
     def _rooms(self, seqs: list[Sequence], free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
-        batch, calls, weighs = len(self.turns), self.drafting[self.traits.mode], self.traits.weighs_cost
+        batch, calls = len(self.turns), self.drafting[self.traits.mode]
         refused, least, reason = self.refusal
         if refused == batch and self.credit.tokens <= least:
             return self._explain(reason)
@@ -120,11 +120,10 @@ class Adaptive(Controller):
             return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
-        self.prices.limit = self.prices.risk if weighs else math.inf
         if calls.count < len(self.TRIED):
             return self._try(seqs, self.TRIED[calls.count])
         line = calls.line(batch)
-        if not weighs and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
+        if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(seqs, line)
         if self._best(seqs, None, certain=True)[1] is None:
             return self._refuse(HOPELESS, line)
@@ -134,7 +133,7 @@ class Adaptive(Controller):
         """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
         seqs, shape = self._best(seqs, line)
         count = shape.sequences if shape else len(seqs)
-        break_even = self.prices.exact(count, line(2) - line(1)) / count  # survival at which one more node of each pays
+        break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
         if shape is None:
             return self._try_or_refuse(seqs, line, _odds(self._expected(seqs[0])[0], break_even))
         several = f" for {count}" if len(self.turns) > 1 else ""
@@ -150,7 +149,7 @@ class Adaptive(Controller):
         costs less than half of what may be lost: acceptance may have changed."""
         if self._best(seqs, line, certain=True)[1] is None:
             return self._refuse(HOPELESS, line)
-        if 2 * self.prices.exact(min(len(seqs), self.PROBED), line(1)) > self.prices.risk:
+        if 2 * self.prices.price(min(len(seqs), self.PROBED), line(1)) > self.prices.limit:
             return self._refuse(odds, line)
         return self._try(seqs, self.TRIED[-1])
 
@@ -168,7 +167,7 @@ class Adaptive(Controller):
             total = list(map(add, total, gains[seq.id]))
             if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
                 shapes += map(Shape, repeat(count), lengths, total, seconds)
-        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.risk)
+        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.limit)
 
     def _gains(self, seq: Sequence, survival: list[float], line: Line | None) -> list[float]:
         """Tokens that the first 1, 2, … nodes bring, less what reading the prompt costs in each of the steps that it
@@ -193,7 +192,7 @@ class Adaptive(Controller):
     def _refuse(self, reason: str, line: Line) -> dict[int, int]:
         """Nothing is drafted before the credit pays for one node, or the batch changes: nothing else tells more."""
         reason = f"{self.name} is not used: {reason}"
-        self.refusal = len(self.turns), self.prices.exact(1, line(1)) / self.lead, reason
+        self.refusal = len(self.turns), self.prices.price(1, line(1)) / self.lead, reason
         return self._explain(reason)
 
     # ------------------------------------------------------------ before verifying
@@ -205,15 +204,15 @@ class Adaptive(Controller):
             return draft
         chances, owners = [-chance for chance, _ in sorted(nodes)], [i for _, i in sorted(nodes)]
         shapes = map(Shape, range(1, len(nodes) + 1), repeat(1), accumulate(chances))
-        best = self.prices.best(shapes, self.prices.risk)
+        best = self.prices.best(shapes, self.prices.limit)
         kept = Counter(owners[: best.sequences] if best else ())
         for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
-            if turn.seq.id in self.tried and not kept[i] and self.prices.exact(len(tree.tokens)) <= self.prices.risk:
+            if turn.seq.id in self.tried and not kept[i] and self.prices.price(len(tree.tokens)) <= self.prices.limit:
                 kept[i] = len(tree.tokens)
         if best:
             self._expect(f"{best.sequences} of {len(nodes)} drafted", best.tokens)
         elif not kept.total():
-            odds = _odds(chances[0], self.prices.exact(len(turns)) / len(turns))
+            odds = _odds(chances[0], self.prices.price(len(turns)) / len(turns))
             self._explain(f"{self.name} is not used: {odds}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 
@@ -230,12 +229,15 @@ class Adaptive(Controller):
 
     def observe(self, step: Step) -> None:
         self._learn_gain(step, self._learn_drafting(step))
-        pairs = zip(step.turns, step.draft.trees, strict=True)
+        batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
         for (turn, tree), verdict, missed in zip(pairs, step.verdicts, step.untaken, strict=True):
             if verdict is not None and tree.tokens:
                 self.by_sequence[turn.seq.id].add(tree, verdict.fates)
             elif verdict is not None and missed is not None:
                 self.by_sequence[turn.seq.id].add_unverified(*missed)
+                if not (step.in_round and turn.budget):  # it took no rows: up to the first credit, as if it had
+                    price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
+                    self.credit.add((missed[0].tokens[0] == missed[1]) - price, 0.0, self.credit.first)
 
     def _learn_drafting(self, step: Step) -> float:
         """Returns the seconds that count. With its first request a sequence's prompt is read, once for many steps: in

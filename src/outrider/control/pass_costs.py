@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ..types import Turn
 
 MARGIN = 0.03  # tokens that a draft must bring each sequence beyond its price, for overheads that are not measured
-EARLY = 0.95  # worth of a token in a batch without padding: a sequence that ends early saves one row of later passes
 
 Seconds = Mapping[int, float] | Mapping[tuple[int, int], float]  # by rows (of one sequence), or by (sequences, rows)
 Points = tuple[list[int], list[float]]  # row counts, rising, and their costs
@@ -40,7 +39,7 @@ class PassCosts:
             known.append(rows)
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
-        self._scale, self._tilt = dict.fromkeys(self._counts, 1.0), dict.fromkeys(self._counts, 0.0)
+        self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
         self._tables: dict[int, list[float]] = defaultdict(list)  # of `table`, by sequences
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
@@ -48,13 +47,9 @@ class PassCosts:
         cost = self._measured(rows, sequences) + tilt * max(rows - sequences, 0)
         return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences)))
 
-    def correction(self, sequences: int) -> tuple[float, float]:
+    def correction(self, sequences: int) -> list[float]:
         """Scale and tilt: those of the next measured number of sequences."""
-        count = self._next_count(sequences)
-        return self._scale[count], self._tilt[count]
-
-    def _next_count(self, sequences: int) -> int:
-        return self._counts[min(bisect_left(self._counts, sequences), len(self._counts) - 1)]
+        return self._corrections[min(bisect_left(self._counts, sequences), len(self._counts) - 1)]
 
     def table(self, rows: int, sequences: int = 1) -> list[float]:
         """Measured costs by row count for plans, up to `rows` at least. In a padded batch, any row count costs what the
@@ -82,12 +77,12 @@ class PassCosts:
         slows every pass down, which says nothing about one more row. A pass with drafts moves what its rows add."""
         if seconds < self(sequences, sequences):  # more rows never cost less: that was the plain pass's cost, at most
             rows = sequences
-        cost, drafted, count = self(rows, sequences), rows - sequences, self._next_count(sequences)
+        cost, drafted, correction = self(rows, sequences), rows - sequences, self.correction(sequences)
         error = self.RATE * min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
         if drafted > 0:
-            self._tilt[count] += error * cost / self._scale[count] / drafted
+            correction[1] += error * cost / correction[0] / drafted
         else:
-            self._scale[count] *= 1 + error
+            correction[0] *= 1 + error
 
 
 def _around(xs: list[int], x: float) -> list[tuple[int, float]]:
@@ -118,33 +113,26 @@ class StepPrices:
         self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
         self.scale, self.tilt = costs.correction(self.sequences)
         deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
-        worth = EARLY if deciding > 1 and not costs.padded else 1.0
-        self.speed = lead * deciding / costs(deciding, deciding) / worth  # λ
+        self.speed = lead * deciding / costs(deciding, deciding)  # λ
         self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
-        self.risk = lead * max(credit, 0.0)  # what may be lost: a token of plain decoding is worth `lead` of these
-        self.limit = math.inf  # the highest price that a drafter may pay by itself
+        self.limit = lead * max(credit, 0.0)  # of a price: a token of plain decoding is worth `lead` of these
 
-    def exact(self, rows: int, seconds: float = 0.0) -> float:
+    def price(self, rows: int, seconds: float = 0.0) -> float:
         """λ · (t(rows of the step + rows) − t(rows of the step) + seconds of drafting)."""
         first, table = self.rows, self.costs.table(self.rows + rows, self.sequences)
         added = self.scale * (table[first + rows] - table[first] + self.tilt * rows)
         return self.speed * (max(added, 0.0) + seconds)
 
-    def price(self, rows: int) -> float:
-        """Infinite beyond the limit."""
-        price = self.exact(rows)
-        return price if price <= self.limit else math.inf
-
-    def best(self, shapes: Iterable[Shape], risk: float) -> Shape | None:
-        """The shape that gains most beyond its price, which is `risk` at most; None: nothing pays. Costs may be stairs,
-        where one more node loses and three more win: all shapes are compared."""
+    def best(self, shapes: Iterable[Shape], limit: float) -> Shape | None:
+        """The shape that gains most beyond its price, which is `limit` at most; None: nothing pays. Costs may be
+        stairs, where one more node loses and three more win: all shapes are compared."""
         best, gain, too_many = None, self.margin, math.inf
         for shape in shapes:
             rows = shape.sequences * shape.k
             if rows < too_many:
-                price = self.exact(rows, shape.seconds)
-                if price > risk and not shape.seconds:
+                price = self.price(rows, shape.seconds)
+                if price > limit and not shape.seconds:
                     too_many = rows  # more cost more
-                elif price <= risk and shape.tokens - price > gain:
+                elif price <= limit and shape.tokens - price > gain:
                     best, gain = shape, shape.tokens - price
         return best
