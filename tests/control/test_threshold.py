@@ -43,11 +43,11 @@ class FixedThreshold(Fixed):
 
 def test_it_is_the_lowest_claim_of_nodes_that_survive_often_enough() -> None:
     controller = Adaptive(PassCosts({1: 1.0, 2: 1.1}))
-    assert controller._lowest_claim(0.3) == 0.3  # nothing is known: claims are believed
+    assert controller.overall.lowest_claim(0.3) == 0.3  # nothing is known: claims are believed
     for _ in range(300):
-        controller.overall.add(chain([1], survival=[0.4], source=controller.source), [], "r")
-    assert controller._lowest_claim(0.3) == 0.5  # claims of 0.35 to 0.5 hardly ever come true
-    assert controller._lowest_claim(0.004) == 0.004  # but often enough for this
+        controller.overall.add(chain([1], survival=[0.4], source="head"), "r")
+    assert controller.overall.lowest_claim(0.3) == 0.5  # claims of 0.35 to 0.5 hardly ever come true
+    assert controller.overall.lowest_claim(0.004) == 0.004  # but often enough for this
 
 
 # ---------------------------------------------------------------- speed: a simulation without models

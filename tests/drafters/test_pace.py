@@ -166,8 +166,8 @@ def test_the_length_of_a_draft(claims: bool) -> None:
         auto, slow = auto_of([], GOOD, priced(500, row=0.0))
         stats = auto.costs["head"] = timed(1e-6, seconds, claims=[0.8])
         for _ in range(0 if claims else 50):
-            stats.outcomes.add(chain([1, 2], source="head"), [0], "ar")
-            stats.outcomes.add(chain([1, 2], source="head"), [0, 1], "aa")
+            stats.outcomes.add(chain([1, 2], source="head"), "ar")
+            stats.outcomes.add(chain([1, 2], source="head"), "aa")
         lengths.append(auto._length(slow, 32, 1))
     assert lengths[0] > 16 > lengths[1] > lengths[2] == 1
     auto.costs["head"] = CostStatistics()
@@ -213,10 +213,9 @@ def turn() -> Turn:
 def controller_with(call: float, token: float) -> Adaptive:
     """A controller that knows what a draft call costs, and may lose something."""
     controller = Adaptive(PassCosts(COSTS))
-    controller.calls[""] = 2
     for k in (1, 4):
         controller.drafting[""].add(1, k, call + k * token)
-    controller.credit.admit(1)
+    controller.credit.admit(1, 0.5)
     controller.credit.tokens = 8.0
     return controller
 
@@ -250,8 +249,8 @@ def test_prices_are_those_of_the_step_at_hand() -> None:
 def test_whose_claims_came_true_is_kept_apart() -> None:
     known = AcceptanceStats()
     for _ in range(100):
-        known.add(chain([1], survival=[0.7], source="suffix"), [], "r")
-        known.add(chain([1], survival=[0.7], source="head"), [0], "a")
+        known.add(chain([1], survival=[0.7], source="suffix"), "r")
+        known.add(chain([1], survival=[0.7], source="head"), "a")
     assert known.survival(0.7, "suffix") < 0.1
     assert known.survival(0.7, "head") > 0.9
     assert known.survival(0.7, "model") == 0.7
@@ -261,8 +260,9 @@ def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
     kept = []
     for claims in ([0.9, 0.85, 0.8, 0.75], [0.9, 0.85, 0.02, 0.01], [0.02, 0.01, 0.01, 0.01]):
         controller = Adaptive(PassCosts(COSTS))
+        controller.credit.tokens = 1.0
         turns = controller.budget([turn()], Traits(self_limiting=True))
-        controller.tried, controller.credit.tokens = set(), 1.0
+        controller.tried = set()
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))
     assert kept == [4, 2, 0]

@@ -170,8 +170,9 @@ def test_fixed_leaves_room_for_the_bonus() -> None:
 
 def pruned(controller: Adaptive, claims: list[float], rule: str = "match") -> int:
     """How many nodes of a chain with these claims are kept."""
+    controller.credit.tokens = 100.0  # nothing is risky,
     (now,) = controller.budget([turn()], Traits())
-    controller.credit.tokens, controller.tried = 100.0, set()  # nothing is risky, and nothing a trial
+    controller.tried = set()  # and nothing a trial
     now.seq.rule = rule
     (tree,) = controller.prune([now], Draft.pack([chain(range(1, len(claims) + 1), survival=claims)])).trees
     return len(tree.tokens)
@@ -184,7 +185,7 @@ def taught(costs: PassCosts, claim: float, hits: float, name: str = "suffix") ->
     for i in range(300):
         hit = (i * 7 % 100) < hits * 100
         verdict = Verdict([0] if hit else [], [1], ACCEPTED if hit else REJECTED)
-        controller.overall.add(tree, verdict.path, verdict.fates)
+        controller.overall.add(tree, verdict.fates)
     return controller
 
 
@@ -210,7 +211,6 @@ def test_adaptive_believes_experience_more_than_claims() -> None:
 
 def drafting(controller: Adaptive, seconds: float) -> None:
     """The drafter's calls take this long for each token."""
-    controller.calls[""] = 2
     for k in (1, 4):
         controller.drafting[""].add(1, k, seconds * k)
 

@@ -14,12 +14,8 @@ class Controller:
     """Steps are observed in order, but `budget` may be called for a later step before `observe` for an earlier one."""
 
     why = ""  # the reason for this step's draft, in words
+    prices: Prices | None = None  # of this step; None: K is fixed
     stop_below = 0.0  # drafters that know the survival of a node stop below this
-
-    @property
-    def prices(self) -> Prices | None:
-        """Prices of this step; None: K is fixed."""
-        return None
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         """Limits the nodes that a drafter with these traits may draft for each sequence."""

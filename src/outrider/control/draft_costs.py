@@ -22,10 +22,17 @@ class Line:
         self.n, self.k, self.y, self.kk, self.ky = (self.FADE * a + b for a, b in zip(old, new, strict=True))
 
     def __call__(self, k: int) -> float:
+        return self.y / self.n + self.slope * (k - self.k / self.n)
+
+    @property
+    def slope(self) -> float:
         mean, seconds = self.k / self.n, self.y / self.n
         variance, most = self.kk / self.n - mean * mean, seconds / mean
-        slope = most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
-        return seconds + slope * (k - mean)
+        return most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
+
+    def beyond(self, seconds: float) -> float:
+        """b, or what remains for each k if so many seconds are not due to it."""
+        return min(self.slope, max(self.y - self.n * seconds, 0.0) / self.k)
 
 
 class DraftCosts:
@@ -33,11 +40,13 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self.lines: dict[int, Line] = defaultdict(Line)  # by the bit length of the number of sequences
+        self.count = 0
 
     def add(self, sequences: int, k: int, seconds: float) -> None:
+        self.count += 1
         self.lines[sequences.bit_length()].add(k, seconds)
 
-    def line(self, sequences: int) -> Line | None:
-        """That of the nearest known batch; None before the first call."""
+    def line(self, sequences: int) -> Line:
+        """That of the nearest known batch, after the first call."""
         size = sequences.bit_length()
-        return self.lines[min(self.lines, key=lambda known: abs(known - size))] if self.lines else None
+        return self.lines[min(self.lines, key=lambda known: abs(known - size))]

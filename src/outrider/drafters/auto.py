@@ -140,13 +140,12 @@ class CostStatistics:
     @property
     def known(self) -> bool:
         """Whether a call has been timed."""
-        return bool(self.calls.lines)
+        return self.calls.count > 0
 
     def call_cost(self, sequences: int, k: int) -> float:
         """Seconds of a call; 0 before the first. It decays without calls: a cost measured in a busy moment must not
         rule the drafter out for ever."""
-        line = self.calls.line(sequences)
-        return 0.0 if line is None else line(k) * DECAY**self.idle
+        return self.calls.line(sequences)(k) * DECAY**self.idle if self.known else 0.0
 
     def read_cost(self, unread: int, room: int) -> float:
         """Seconds of reading per step, spread over the steps that an answer with this much room should last."""
@@ -392,7 +391,7 @@ class Auto(Cascade):
         if tree.survival is None and own and self._is_costly(name):
             stats, emitted = self.costs[name], verdict.tokens
             tree = verified._replace(survival=stats.expected_survival(len(verified.tokens)))
-            stats.outcomes.add(verified, verdict.path, verdict.fates)
+            stats.outcomes.add(verified, verdict.fates)
         hits = agreement(tree, emitted)
         claimed = sum(settled(tree, emitted, hits))
         self.trust[seq.id, name].add(claimed, hits)
