@@ -339,7 +339,7 @@ def test_a_run_without_suitable_steps_shows_a_bundled_one(bundled: Page) -> None
     drop(page, "plain.jsonl", "\n".join(map(json.dumps, lines)))
     page.wait_for_selector("#run h1:text('plain.jsonl')")
     page.locator("#tab-explain").click()
-    assert "this is a bundled run" in page.locator("#explain").inner_text()
+    page.wait_for_selector("#explain >> text=this is a bundled run")
     assert shapes(page, "plain")
     choose(page, "code.jsonl")
 

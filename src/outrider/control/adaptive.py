@@ -82,10 +82,8 @@ class Adaptive(Controller):
         self.overall = AcceptanceStats()
         self.by_sequence: dict[int, AcceptanceStats] = defaultdict(partial(AcceptanceStats, self.overall))
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
-        self.reading, self.reading_nodes = (
-            Line(),
-            0,
-        )  # seconds of calls that read prompts, by their tokens; drafted then
+        # Seconds of calls that read prompts, by their tokens; nodes that were drafted in these seconds too.
+        self.reading, self.reading_nodes = Line(), 0
         self.asked: set[int] = set()  # sequences for which drafts were requested: their prompts have been read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
