@@ -134,7 +134,7 @@ class Adaptive(Controller):
         count = shape.sequences if shape else len(seqs)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
         if shape is None:
-            return self._try_or_refuse(seqs, line, _odds(self._expected(seqs[0])[0], break_even))
+            return self._try_or_refuse(seqs, line, break_even)
         several = f" for {count}" if len(self.turns) > 1 else ""
         tokens = sum(sum(self._expected(seq)[: shape.k]) for seq in seqs[:count])
         self._expect(f"up to {shape.k} nodes{several}", tokens)
@@ -143,14 +143,15 @@ class Adaptive(Controller):
         self.stop_below = self.overall.lowest_claim(break_even)
         return dict.fromkeys((seq.id for seq in seqs[:count]), shape.k)
 
-    def _try_or_refuse(self, seqs: list[Sequence], line: Line, odds: str) -> dict[int, int]:
+    def _try_or_refuse(self, seqs: list[Sequence], line: Line, break_even: float) -> dict[int, int]:
         """Nothing is expected to pay. If a draft that is right would, one node for a few sequences is tried, where that
         costs less than half of what may be lost: acceptance may have changed."""
         if self._best(seqs, line, certain=True)[1] is None:
             return self._refuse(HOPELESS, line)
-        if 2 * self.prices.price(min(len(seqs), self.PROBED), line(1)) > self.prices.limit:
-            return self._refuse(odds, line)
-        return self._try(seqs, self.TRIED[-1])
+        chance, trial = self._expected(seqs[0])[0], 2 * self.prices.price(min(len(seqs), self.PROBED), line(1))
+        if trial <= self.prices.limit:
+            return self._try(seqs, self.TRIED[-1])
+        return self._refuse(_odds(chance, break_even), line, trial if chance < break_even else 0.0)
 
     def _best(
         self, seqs: list[Sequence], line: Line | None, certain: bool = False
@@ -188,11 +189,12 @@ class Adaptive(Controller):
         self._explain(f"{self.name} is tried: {k} nodes for {len(self.tried)} sequences")
         return dict.fromkeys(self.tried, k)
 
-    def _refuse(self, reason: str, line: Line) -> dict[int, int]:
-        """Nothing is drafted before the credit pays for one node, or the batch changes: nothing else tells more."""
-        reason = f"{self.name} is not used: {reason}"
-        self.refusal = len(self.turns), self.prices.price(1, line(1)) / self.lead, reason
-        return self._explain(reason)
+    def _refuse(self, reason: str, line: Line, price: float = 0.0) -> dict[int, int]:
+        """Nothing is drafted before the credit pays this price and one node, or the batch changes: nothing else tells
+        more, and looking takes time."""
+        least = max(price, self.prices.price(1, line(1))) / self.lead
+        self.refusal = len(self.turns), least, f"{self.name} is not used: {reason}"
+        return self._explain(self.refusal[-1])
 
     # ------------------------------------------------------------ before verifying
 
