@@ -72,6 +72,7 @@ class Adaptive(Controller):
     TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
+    HELD = 16  # steps before a drafter whose certain draft would lose is looked at again
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
@@ -88,6 +89,7 @@ class Adaptive(Controller):
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.refusal = (0, 0.0, "")  # for so many sequences nothing is drafted up to this credit; the reason
+        self.held = 0  # steps for which it holds whatever the credit
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -113,7 +115,8 @@ class Adaptive(Controller):
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         refused, least, reason = self.refusal
-        if refused == batch and self.credit.tokens <= least:
+        self.held -= 1
+        if refused == batch and (self.credit.tokens <= least or self.held > 0):
             return self._explain(reason)
         if self.credit.tokens <= 0:
             return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
@@ -191,8 +194,8 @@ class Adaptive(Controller):
 
     def _refuse(self, reason: str, line: Line, price: float = 0.0) -> dict[int, int]:
         """Nothing is drafted before the credit pays this price and one node, or the batch changes: nothing else tells
-        more, and looking takes time."""
-        least = max(price, self.prices.price(1, line(1))) / self.lead
+        more, and looking takes time. What is hopeless stays so for a while."""
+        least, self.held = max(price, self.prices.price(1, line(1))) / self.lead, self.HELD * (reason is HOPELESS)
         self.refusal = len(self.turns), least, f"{self.name} is not used: {reason}"
         return self._explain(self.refusal[-1])
 
