@@ -14,7 +14,7 @@ class Credit:
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
     KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
-    SHARE = 0.0095  # of the tokens: one in a hundred may be lost, with what is not measured
+    SHARE = 0.0095  # of the tokens: one in a hundred may be lost; a little less, for answers too short to earn it back
     SAVED = 4.0  # tokens for each sequence kept beyond the price of full drafts: ten wrong drafts end no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
 
