@@ -28,8 +28,9 @@ from ...types import Sequence, Step
 from .._rollout import CHUNK
 
 if TYPE_CHECKING:
-    from .network import Head
+    from .network import Chain, Head
 
+_FEW = 16  # rows that are read with those whose scores are needed
 _SEQUENCES = 256  # more than these are checked for sequences that have ended without `drop`
 _PIECES = 32  # steps whose features of one sequence are kept as separate tensors
 
@@ -162,20 +163,25 @@ class HeadBatch(BatchBuilder):
 
     def committed(self, seq: Sequence, start: int, stop: int, want: bool = False) -> None:
         """Committed rows start … stop-1; with `want`, the last one's scores are needed."""
-        slots = self.cache.rows[seq.id].slots
-        for p in range(start, stop):
-            self._add(seq, seq.tokens[p + 1], p, slots[p], p + 1, [])
-        self.masked += [False] * (stop - start)
+        row, count = self.cache.rows[seq.id], stop - start
+        self.owners += [seq] * count
+        self.tokens += seq.tokens[start + 1 : stop + 1]
+        self.positions += range(start, stop)
+        self.slots += row.slots[start:stop]
+        self.lines += [row.line] * count
+        self.context += range(start + 1, stop + 1)
+        self.tails += [[]] * count
+        self.masked += [False] * count
         if want:
             self.want.append(len(self.tokens) - 1)
 
     def drafted(self, seq: Sequence, token: int, path: list[int]) -> None:
         """A wanted row behind the committed ones, in the last of these scratch slots (by index); it sees the others."""
-        self._behind(seq, token, self._scratch(seq, path), masked=False)
+        self._behind(seq, token, self.scratch(seq, path), masked=False)
 
     def masks(self, seq: Sequence, count: int, slots: list[int] | None = None) -> None:
         """Wanted masks behind the committed rows, in these slots; by default in the sequence's own scratch slots."""
-        slots = self._scratch(seq, range(count)) if slots is None else slots
+        slots = self.scratch(seq, range(count)) if slots is None else slots
         for j in range(count):
             self._behind(seq, 0, slots[: j + 1], masked=True)
 
@@ -185,7 +191,7 @@ class HeadBatch(BatchBuilder):
         self.masked.append(masked)
         self.want.append(len(self.tokens) - 1)
 
-    def _scratch(self, seq: Sequence, indices: list[int] | range) -> list[int]:
+    def scratch(self, seq: Sequence, indices: list[int] | range) -> list[int]:
         """Scratch slot 0 is the one of the last committed token, which has no committed row yet; then spare ones."""
         row, last = self.cache.rows[seq.id], len(seq.tokens) - 1
         return [row.slots[last] if index == 0 else row.spare[index - 1] for index in indices]
@@ -214,19 +220,36 @@ class CommittedRows:
 
     def read(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         """Feed committed rows, and masks[i] masks behind them: the wanted rows' scores [R, D] and outputs [R, H]."""
+        packed, features = self._pack(seqs, masks, _FEW)
+        masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
+        scores, outputs = self.head.read(rows_of(packed), self.plane, features, masked)
+        self._advance_all(seqs)
+        return scores, outputs[packed.want]
+
+    def chains(self, seqs: list[Sequence], budgets: list[int], floor: float) -> list[Chain]:
+        """Feed committed rows and draft after each, as `Head.chains` does."""
+        packed, features = self._pack(seqs, [0] * len(seqs), CHUNK)
+        slots = [packed.scratch(seq, range(budget - 1)) for seq, budget in zip(seqs, budgets, strict=True)]
+        drafted = self.head.chains(rows_of(packed), self.plane, features, slots, budgets, floor)
+        self._advance_all(seqs)
+        return drafted
+
+    def _pack(self, seqs: list[Sequence], masks: list[int], most: int) -> tuple[HeadBatch, Tensor]:
+        """The last committed rows of each that the plane lacks, `most` at most, with masks behind them, and their
+        features [T, taps * H]. Those before are fed."""
         packed, features = HeadBatch(self.cache), []
         for seq, more in zip(seqs, masks, strict=True):
-            start, stop = self._catch_up(seq), len(seq.tokens) - 1
+            start, stop = self._catch_up(seq, most), len(seq.tokens) - 1
             packed.committed(seq, start, stop, want=True)
             features.append(self.features.between(self.seq_id(seq), start, stop, self.blank))
             packed.masks(seq, more)
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
-        masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.read(rows_of(packed), self.plane, torch.cat(features), masked)
+        return packed, features[0] if len(features) == 1 else torch.cat(features)
+
+    def _advance_all(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             self.advance(seq, len(seq.tokens) - 1)
-        return scores, outputs[packed.want]
 
     def advance(self, seq: Sequence, rows: int) -> None:
         """The plane now holds this many committed rows."""
@@ -236,8 +259,8 @@ class CommittedRows:
         self.plane.advance(seq.id, rows)
         self.features.forget(self.seq_id(seq), rows - 1)  # the last row may be fed once more
 
-    def _catch_up(self, seq: Sequence) -> int:
-        """Feed all but the last chunk of the committed rows that the plane lacks; returns where the rest begins."""
+    def _catch_up(self, seq: Sequence, most: int) -> int:
+        """Feed all but the last rows that the plane lacks, `most` at most; returns where the rest begins."""
         start, stop = self.cache.sync(seq, self.plane), len(seq.tokens) - 1
         slots, seq_id = self.cache.rows[seq.id].slots, self.seq_id(seq)
         while start < stop and not self.features.has(seq_id, start):
@@ -245,11 +268,10 @@ class CommittedRows:
                 break
             start += 1  # a sequence that shares the slot has fed this row, with its feature
         start = min(start, stop - 1)
-        while stop - start > CHUNK:
-            packed = HeadBatch(self.cache)
-            packed.committed(seq, start, start + CHUNK)
-            features = self.features.between(seq_id, start, start + CHUNK, self.blank)
-            self.head.read(rows_of(packed), self.plane, features)
-            self.advance(seq, start + CHUNK)
-            start += CHUNK
+        while stop - start > most:
+            packed, end = HeadBatch(self.cache), min(start + CHUNK, stop - 1)
+            packed.committed(seq, start, end)
+            self.head.keep(rows_of(packed), self.plane, self.features.between(seq_id, start, end, self.blank))
+            self.advance(seq, end)
+            start = end
         return start

@@ -288,6 +288,12 @@ int outrider_product(const Dense *a) { return dense(a); }
 
 int outrider_int8_pass(const Pass *p) { return int8_pass(p); }
 
+/* ---------------------------------------------------------------- a head's whole draft, in chain.h */
+
+#include "chain.h"
+
+int outrider_chain(const Chain *c) { return draft_chains(c); }
+
 const char *outrider_dot_isa(void) { return DOT_ISA; }
 
 const char *outrider_isa(void) { return ISA; }

@@ -291,24 +291,38 @@ static int64_t furnish(State8 *s, char *memory) {
     return at - memory;
 }
 
-static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+static int is_outside(const Pass *p) { /* whether an index is out of its range */
     const Model *model = p->model;
     if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
         outside(p->want, p->wanted, p->rows) || (!p->x && !p->shown && outside(p->tokens, p->rows, model->words)))
-        return 2;
+        return 1;
     const int64_t lowest = model->mask_embedding ? -1 : 0;
     for (int64_t t = 0; model->beside_norm && t < p->rows; t++)
-        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 2;
+        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 1;
+    return 0;
+}
+
+/* After `furnish`. The caller frees `memory`, and keeps `a` as long as the state. */
+static int plan_attention(State8 *s, Attend *a, int64_t **memory) {
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    *a = (Attend){.q = s->q, .table = p->table, .lines = p->lines, .context = p->context,
+                  .ancestors = p->ancestors, .out = s->mixed, .table_stride = p->table_stride, .depth = p->depth,
+                  .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
+                  .scale = 1.0 / sqrt((double)model->d)};
+    int64_t threads = p->threads;
+    return plan(&s->job, a, &threads, memory);
+}
+
+static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+    if (is_outside(p)) return 2;
     State8 s = {.p = p};
+    Attend a;
     char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
     if (!memory) return 1;
     furnish(&s, memory);
-    const Attend a = {.q = s.q, .table = p->table, .lines = p->lines, .context = p->context,
-                      .ancestors = p->ancestors, .out = s.mixed, .table_stride = p->table_stride, .depth = p->depth,
-                      .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
-                      .scale = 1.0 / sqrt((double)model->d)};
-    int64_t *plan_memory, threads = p->threads;
-    int failed = plan(&s.job, &a, &threads, &plan_memory) || together(run, &s, p->threads);
+    int64_t *plan_memory;
+    int failed = plan_attention(&s, &a, &plan_memory) || together(run, &s, p->threads);
     free(plan_memory);
     return failed;
 }
