@@ -224,7 +224,6 @@ class Head(DraftVocabulary):
         """Whether `chains` runs a whole draft in one native call."""
         return self.native is not None and self.config.kind == EAGLE3 and self.correction is None
 
-    @torch.inference_mode()
     def keep(self, rows: Rows, plane: Plane, hidden: Tensor) -> None:
         """Write the K/V of rows with the target's hidden states [T, taps * H]; no more is computed than that takes."""
         if self.native is not None and self.config.kind != EAGLE1:
@@ -232,7 +231,6 @@ class Head(DraftVocabulary):
         else:
             self.read(rows, plane, hidden)
 
-    @torch.inference_mode()
     def chains(
         self, rows: Rows, plane: Plane, hidden: Tensor, slots: list[list[int]], budgets: list[int], floor: float
     ) -> list[Chain]:

@@ -35,15 +35,22 @@ typedef struct { /* a pass, with what it reads */
     int64_t *chains; /* [rows] which sequence's chain a row continues */
 } Depth;
 
+typedef struct { /* of a row's scores */
+    Best best;
+    float weight;
+} Piece8;
+
 typedef struct {
     const Chain *c;
     State8 reading; /* fuses what the target has shown */
     Depth filling; /* K and V of committed rows */
     /* One for each token: a member that was interrupted may still read what was decided for an earlier one. */
-    Depth *depths; /* [longest] */
+    Depth *depths; /* [longest + 1] */
     float *features; /* [T, H] of committed rows */
     float *x; /* [R, H] what the rows of a depth continue from */
     float *scores, *normed, *other_scores; /* [R, D], [R, H], [R, others] */
+    Piece8 *pieces; /* [R, piece_count] */
+    int64_t piece_count;
     char *memory; /* of the pass that runs */
 } Drafting;
 
@@ -130,6 +137,23 @@ static int open_depth(Depth *depth, char *memory) {
     return plan_attention(&depth->state, &depth->attend, &depth->plan);
 }
 
+/* Chooses a chain's token of a depth, from the pieces of its row. */
+static void choose(const Drafting *d, int64_t depth, int64_t row) {
+    const Chain *c = d->c;
+    const int64_t chain = d->depths[depth].chains[row], token = chain * c->longest + depth;
+    const Piece8 *pieces = d->pieces + row * d->piece_count;
+    Best best = pieces[0].best;
+    float total = 0.0f;
+    for (int64_t i = 0; i < d->piece_count; i++) {
+        best = better(best, pieces[i].best);
+        total += pieces[i].weight;
+    }
+    c->tokens[token] = c->ids[best.place];
+    c->survival[token] = (double)(1.0f / total) * (depth ? c->survival[token - 1] : 1.0);
+    c->lengths[chain] = depth + 1;
+}
+
+/* Ends a depth: chooses its tokens, and places the rows of the next one. */
 static int next_depth(const void *job, int64_t part) {
     const At *at = job;
     const Drafting *d = at->d;
@@ -141,6 +165,7 @@ static int next_depth(const void *job, int64_t part) {
     (void)part;
     for (int64_t i = 0; i < (from ? from->pass.rows : c->committed.wanted); i++) {
         const int64_t chain = from ? from->chains[i] : i;
+        if (from) choose(d, at->depth - 1, i);
         if (from && !goes_on(c, chain, at->depth)) continue;
         const float *feature = from ? from->state.x + i * n : d->features + c->committed.want[i] * n;
         float *x = d->x + to->pass.rows * n;
@@ -162,42 +187,49 @@ static int norm_output(const void *job, int64_t row) {
     return 0;
 }
 
-static int choose_token(const void *job, int64_t row) {
-    const At *at = job;
-    const Drafting *d = at->d;
+static int search_piece(const void *job, int64_t part) {
+    const Drafting *d = ((const At *)job)->d;
     const Chain *c = d->c;
-    const int64_t width = c->committed.model->vocabulary, chain = d->depths[at->depth].chains[row];
-    const int64_t token = chain * c->longest + at->depth;
-    float *x = d->scores + row * width, top, share;
-    int64_t place;
-    for (int64_t i = 0; i < c->others; i++) x[c->other_places[i]] = d->other_scores[row * c->others + i];
+    const int64_t width = c->committed.model->vocabulary, row = part / d->piece_count;
+    const int64_t from = part % d->piece_count * PIECE, end = end_of_piece(from, width);
+    float *x = d->scores + row * width;
+    for (int64_t i = 0; i < c->others; i++)
+        if (c->other_places[i] >= from && c->other_places[i] < end)
+            x[c->other_places[i]] = d->other_scores[row * c->others + i];
     if (c->scale != 1.0)
-        for (int64_t i = 0; i < width; i++) x[i] *= (float)c->scale;
-    top_of_row(&(Top){.x = x, .top = &top, .place = &place, .share = &share, .width = width}, 0);
-    c->tokens[token] = c->ids[place];
-    c->survival[token] = (double)share * (at->depth ? c->survival[token - 1] : 1.0);
-    c->lengths[chain] = at->depth + 1;
+        for (int64_t i = from; i < end; i++) x[i] *= (float)c->scale;
+    d->pieces[part].best = best_of_piece(x, from, width);
+    return 0;
+}
+
+static int weigh_piece(const void *job, int64_t part) {
+    const Drafting *d = ((const At *)job)->d;
+    const int64_t width = d->c->committed.model->vocabulary, row = part / d->piece_count;
+    Best best = d->pieces[row * d->piece_count].best;
+    for (int64_t i = 1; i < d->piece_count; i++) best = better(best, d->pieces[row * d->piece_count + i].best);
+    d->pieces[part].weight = weight_of_piece(d->scores + row * width, part % d->piece_count * PIECE, width, best.top);
     return 0;
 }
 
 static int draft_all(Member *m, const void *opaque) {
     const Drafting *d = opaque;
     const Chain *c = d->c;
+    const int64_t n = c->committed.model->hidden;
     int failed = read_committed(m, d);
-    for (int64_t i = 0; i < c->longest; i++) {
+    for (int64_t i = 0;; i++) {
         const At at = {d, i};
         failed |= each(m, next_depth, &at, 1);
-        const int64_t rows = d->depths[i].pass.rows, n = c->committed.model->hidden;
-        if (!rows) break;
+        const int64_t rows = d->depths[i].pass.rows;
+        if (!rows) return failed;
         failed |= run(m, &d->depths[i].state);
         if (c->others) {
             const Dense others = {d->normed, c->other_rows, NULL, d->other_scores, rows, c->others, n, 0, 0};
             failed |= each(m, norm_output, &at, rows);
             failed |= each(m, multiply_dense, &others, dense_parts(&others));
         }
-        failed |= each(m, choose_token, &at, rows);
+        failed |= each(m, search_piece, &at, rows * d->piece_count);
+        failed |= each(m, weigh_piece, &at, rows * d->piece_count);
     }
-    return failed;
 }
 
 /* ---------------------------------------------------------------- before the first token */
@@ -221,6 +253,8 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     d->normed = cut(&at, 4 * count * n);
     d->scores = cut(&at, 4 * count * p->model->vocabulary);
     d->other_scores = cut(&at, 4 * count * d->c->others);
+    d->piece_count = (p->model->vocabulary + PIECE - 1) / PIECE;
+    d->pieces = cut(&at, count * d->piece_count * (int64_t)sizeof *d->pieces);
     d->memory = at;
     d->reading.p = p;
     at += most(furnish(&d->reading, d->memory), furnish(&one, NULL));
@@ -231,10 +265,10 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
 static int open_depths(Drafting *d) {
     const Chain *c = d->c;
     const int64_t count = c->committed.wanted, each_depth = 7 * count + (count * c->longest + 1) / 2;
-    d->depths = calloc((size_t)most(1, c->longest), sizeof *d->depths + (size_t)each_depth * sizeof(int64_t));
+    d->depths = calloc((size_t)c->longest + 1, sizeof *d->depths + (size_t)each_depth * sizeof(int64_t));
     if (!d->depths) return 1;
-    int64_t *numbers = (int64_t *)(d->depths + c->longest);
-    for (int64_t i = 0; i < c->longest; i++, numbers += each_depth) {
+    int64_t *numbers = (int64_t *)(d->depths + c->longest + 1);
+    for (int64_t i = 0; i <= c->longest; i++, numbers += each_depth) {
         Pass *p = &d->depths[i].pass;
         *p = c->committed;
         p->shown = NULL;
@@ -277,7 +311,7 @@ static int draft_chains(const Chain *c) { /* 1: no memory; 2: an index is out of
     int failed = d.filling.pass.rows && open_depth(&d.filling, d.memory);
     failed = failed || together(draft_all, &d, p->threads);
     free(d.filling.plan);
-    for (int64_t i = 0; i < c->longest; i++) free(d.depths[i].plan);
+    for (int64_t i = 0; i <= c->longest; i++) free(d.depths[i].plan);
     free(d.depths);
     return failed;
 }
