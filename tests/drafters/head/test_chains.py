@@ -16,7 +16,7 @@ from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.drafters.head import features
 from outrider.drafters.head.drafter import SHIPPED
-from outrider.drafters.head.features import HeadBatch, ObservedFeatures
+from outrider.drafters.head.features import HeadBatch, ObservedFeatures, Piece
 from outrider.drafters.head.network import Head, read_head
 from outrider.drafters.head.rollout import HeadRollout
 from outrider.engine.cache import Cache
@@ -188,7 +188,7 @@ def test_the_shipped_head_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     def chains(those: list[Sequence], budgets: list[int], floor: float) -> list[Tree]:
         for seq in those:
             plane.advance(seq.id, 0)
-            seen.pieces[seq.id] = [(0, shown[seq.id])]
+            seen.pieces[seq.id] = [Piece(0, len(seq.tokens), 0, shown[seq.id].chunk(3, 1))]
         rollout.stop_below = floor
         return list(rollout.chains(those, budgets).trees)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,22 @@ class FeatureCache:
         """Drop sequences that are not among these, where `drop` was not called."""
 
 
+class Piece(NamedTuple):
+    """Hidden states of neighbouring positions."""
+
+    position: int  # of the first
+    stop: int  # after the last
+    row: int  # of the first in `states`
+    states: tuple[Tensor, ...]  # [m, H] for each tap
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """[stop - start, H] for each tap."""
+        first, last = start - self.position + self.row, stop - self.position + self.row
+        if first == 0 and last == self.states[0].shape[0]:
+            return list(self.states)
+        return [state[first:last] for state in self.states]
+
+
 @dataclass
 class ObservedFeatures(FeatureCache):
     """Keeps the hidden states that `observe` hands over, until the head has been fed with them.
@@ -67,62 +83,60 @@ class ObservedFeatures(FeatureCache):
     """
 
     taps: tuple[int, ...]
-    pieces: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)  # seq id -> (position, [m, taps * H])
+    pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by sequence id
     lock: Lock = field(default_factory=Lock)  # for changes of `pieces`
 
     def observe(self, step: Step) -> None:
+        """Nothing is copied of a step with one row for each sequence and its draft: many are never read."""
         batch, at, hidden = step.batch, 0, step.output.hidden
         if not hidden:  # no taps were requested
             return
-        positions = step.rows.positions.tolist() if batch is None else batch.positions
-        sizes = [turn.feed + len(tree.tokens) for turn, tree in zip(step.turns, step.draft.trees, strict=True)]
-        shared = None
-        if all(turn.feed == 1 for turn in step.turns):  # one copy for all sequences, and a view of it for each
-            joined = torch.cat([hidden[tap] for tap in self.taps], 1)  # [T, taps * H]
-            shared = (joined,) if len(sizes) == 1 else joined.split(sizes)  # B x [n, taps * H]
-        for i, (turn, verdict) in enumerate(zip(step.turns, step.verdicts, strict=True)):
+        positions = step.rows.positions if batch is None else batch.positions
+        states = tuple([hidden[tap] for tap in self.taps])  # [T, H] each
+        shared = len(step.turns) == 1 or all(turn.feed == 1 for turn in step.turns)
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             path = [] if verdict is None else verdict.path
             if turn.seq.speculate and not turn.seq.done:
-                kept = turn.feed + len(path)
-                rows: Any = slice(0, kept)  # a chain
-                if path and path[-1] != len(path) - 1:
-                    rows = [*range(turn.feed), *(turn.feed + node for node in path)]
-                if shared is not None:
-                    states = shared[i] if sizes[i] == kept else shared[i][rows]
-                else:
-                    states = torch.cat([hidden[tap][at : at + sizes[i]][rows] for tap in self.taps], 1)
-                self._add(turn.seq.id, positions[at], states)
-            at += sizes[i]
+                kept, first, own = turn.feed + len(path), at, states
+                if path and path[-1] != len(path) - 1:  # not a chain
+                    rows = [*range(at, at + turn.feed), *(at + turn.feed + node for node in path)]
+                    first, own = 0, tuple(state[rows] for state in states)
+                elif not shared:  # else a prompt's piece would keep the whole pass
+                    first, own = 0, tuple(state[at : at + kept].clone() for state in states)
+                self._add(turn.seq.id, int(positions[at]), kept, first, own)
+            at += turn.feed + len(tree.tokens)
 
-    def _add(self, seq_id: int, position: int, states: Tensor) -> None:
-        """states [m, taps * H]. Pieces are joined now and then, so that views of whole batches are released."""
+    def _add(self, seq_id: int, position: int, count: int, row: int, states: tuple[Tensor, ...]) -> None:
+        """Pieces are joined now and then, so that what whole batches have left is released."""
         with self.lock:
             pieces = self.pieces.setdefault(seq_id, [])
-            pieces.append((position, states))
+            pieces.append(Piece(position, position + count, row, states))
             if len(pieces) > _PIECES:
-                start, stop = pieces[0][0], position + states.shape[0]
-                if sum(piece.shape[0] for _, piece in pieces) == stop - start:  # else there is a gap between them
-                    self.pieces[seq_id] = [(start, self.between(seq_id, start, stop, states))]
+                start, stop = pieces[0].position, position + count
+                if sum(piece.stop - piece.position for piece in pieces) == stop - start:  # else there is a gap
+                    each = zip(*(piece.rows(piece.position, piece.stop) for piece in pieces), strict=True)  # by tap
+                    self.pieces[seq_id] = [Piece(start, stop, 0, tuple(map(torch.cat, each)))]
 
     def has(self, seq_id: int, position: int) -> bool:
-        return any(at <= position < at + piece.shape[0] for at, piece in reversed(self.pieces.get(seq_id, ())))
+        return any(piece.position <= position < piece.stop for piece in reversed(self.pieces.get(seq_id, ())))
 
     def between(self, seq_id: int, start: int, stop: int, like: Tensor) -> Tensor:
         pieces = self.pieces.get(seq_id, [])
-        if len(pieces) == 1 and pieces[0][0] <= start and stop <= pieces[0][0] + pieces[0][1].shape[0]:
-            return pieces[0][1][start - pieces[0][0] : stop - pieces[0][0]]
+        for piece in reversed(pieces):
+            if piece.position <= start and stop <= piece.stop:
+                return torch.cat(piece.rows(start, stop), 1)
         features = like.new_zeros(stop - start, like.shape[1])
-        for at, piece in pieces:
-            low, high = max(at, start), min(at + piece.shape[0], stop)
+        for piece in pieces:
+            low, high = max(piece.position, start), min(piece.stop, stop)
             if low < high:
-                features[low - start : high - start] = piece[low - at : high - at]
+                features[low - start : high - start] = torch.cat(piece.rows(low, high), 1)
         return features
 
     def forget(self, seq_id: int, before: int) -> None:
         with self.lock:
             pieces = self.pieces.get(seq_id, ())
             if pieces:
-                self.pieces[seq_id] = [(at, piece) for at, piece in pieces if at + piece.shape[0] > before]
+                self.pieces[seq_id] = [piece for piece in pieces if piece.stop > before]
 
     def drop(self, seq_id: int) -> None:
         with self.lock:
