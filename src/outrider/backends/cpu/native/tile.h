@@ -104,6 +104,75 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
     }
 }
 
+#ifdef TWIN
+/* As FOLD, in each half. */
+#define TWIN_AT(F, i, off) \
+    (F((i) % W, off) % W + (i) / W * W + F((i) % W, off) / W * 2 * W)
+#define TWIN_FOUR(F, i, off) TWIN_AT(F, i, off), TWIN_AT(F, (i) + 1, off), TWIN_AT(F, (i) + 2, off), TWIN_AT(F, (i) + 3, off)
+#define TWIN_ORDER(F, off) \
+    TWIN_FOUR(F, 0, off), TWIN_FOUR(F, 4, off), TWIN_FOUR(F, 8, off), TWIN_FOUR(F, 12, off)
+#define TWIN_PICK(F, a, b, off) __builtin_shuffle(a, b, (vtu){TWIN_ORDER(F, off)})
+#define TWIN_FOLD(F, a, b) (TWIN_PICK(F, a, b, 0) + TWIN_PICK(F, a, b, 1))
+
+/* 2W scores for each of Q queries, as `score` computes them. pairs: [wide / W][W][2][W], keys i and i + W side by side. */
+INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs, float *scores) {
+    vt part[QUERIES][W / 4];
+#pragma GCC unroll 2
+    for (int quad = 0; quad < W / 4; quad++) {
+        vt sum[QUERIES][4] = {{{0}}};
+        for (int64_t c = 0; c < wide; c += W) {
+            const float *at = pairs + 2 * (c * W + 4 * W * quad);
+            vt k[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                k[j] = twin_load(at + 2 * W * j);
+                KEEP(k[j]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < Q; i++) {
+                vt x = (vt)_mm512_broadcast_f64x4(_mm256_loadu_pd((const void *)(q + i * wide + c)));
+                KEEP(x);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[i][j] = twin_fma(x, k[j], sum[i][j]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < Q; i++)
+            part[i][quad] = TWIN_FOLD(PAIRS, TWIN_FOLD(SINGLES, sum[i][0], sum[i][1]),
+                                      TWIN_FOLD(SINGLES, sum[i][2], sum[i][3]));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; i++) twin_store(scores + i * STRIDE, TWIN_FOLD(QUADS, part[i][0], part[i][1]));
+}
+
+/* `weigh` for pairs of vectors. */
+INLINE void weigh_pairs(int Q, int C, const float *p, const float **values, int64_t n, const State *state, int64_t c) {
+    vt sum[QUERIES][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) sum[i][j] = twin_load(state[i].sum + c + 2 * j * W);
+    for (int64_t key = 0; key < n; key++) {
+        vt value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) {
+            value[j] = twin_load(values[key] + c + 2 * j * W);
+            KEEP(value[j]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < Q; i++) {
+            const vt weight = p[i * STRIDE + key] - (vt){0};
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) sum[i][j] = twin_fma(weight, value[j], sum[i][j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) twin_store(state[i].sum + c + 2 * j * W, sum[i][j]);
+}
+#endif
+
 /* Sums of p * values for Q queries and C vectors of d, one key after the other. */
 INLINE void weigh(int Q, int C, const float *p, const float **values, int64_t n, const State *state, int64_t c) {
     vf sum[QUERIES][4];
@@ -142,15 +211,20 @@ INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, n
 
 /* ---------------------------------------------------------------- ranges of keys */
 
-/* Where keys j .. j+n-1 of row t begin in a plane; the last one again until `fill` pointers are set. */
+/* Where key j of row t begins in a plane. */
+INLINE const char *key_at(const Tile *tile, const void *plane, int64_t t, int64_t j) {
+    const Attend *a = tile->a;
+    const int64_t own = j - a->context[t];
+    const int64_t slot = own < 0 ? a->table[a->lines[t] * a->table_stride + j] : a->ancestors[t * a->depth + own];
+    return in_plane(plane, (slot * a->kv_heads + tile->kv) * a->d);
+}
+
+/* Where keys j .. j+n-1 of row t are in float32; the last one again until `fill` pointers are set. */
 static void find(const Tile *tile, const void *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
                  const float **found) {
     const Attend *a = tile->a;
-    const int32_t *line = a->table + a->lines[t] * a->table_stride;
     for (int64_t i = 0; i < n; i++) {
-        const int64_t own = j + i - a->context[t];
-        const int64_t slot = own < 0 ? line[j + i] : a->ancestors[t * a->depth + own];
-        const char *values = in_plane(plane, (slot * a->kv_heads + tile->kv) * a->d);
+        const char *values = key_at(tile, plane, t, j + i);
         found[i] = (const float *)values;
         if (tile->wide == a->d && !is_half(plane)) continue;
         float *copy = tile->copy + i * tile->wide; /* the last vector is padded with zeros */
@@ -172,11 +246,47 @@ INLINE void ask(const Tile *tile, const void *plane, int64_t t, int64_t j, int64
     }
 }
 
-/* Scores of keys j .. end-1 of row t for queries first .. last-1; up to W-1 scores after them are overwritten. */
+#ifdef TWIN
+/* Keys j .. j+n-1 of row t in the order of `score_pairs`; n <= 2W, and what is there of others is never used. */
+static void pair_keys(const Tile *tile, int64_t t, int64_t j, int64_t n) {
+    const int64_t d = tile->a->d;
+    const int half = is_half(tile->a->k);
+    for (int64_t i = 0; i < n; i++) {
+        const char *values = key_at(tile, tile->a->k, t, j + i);
+        float *to = tile->copy + (2 * (i % W) + i / W) * W;
+        int64_t c = 0;
+        for (; c + 2 * W <= d; c += 2 * W) {
+            const vt v = half ? half_twin((const uint16_t *)values + c) : twin_load((const float *)values + c);
+            store(to + 2 * W * c, lower_half(v));
+            store(to + 2 * W * (c + W), upper_half(v));
+        }
+        for (; c < d; c += W) {
+            float some[W] = {0};
+            read_plane(some, values + c * (half ? 2 : 4), least(W, d - c), half);
+            store(to + 2 * W * c, load(some));
+        }
+    }
+}
+#endif
+
+/* Scores of keys j .. end-1 of row t for queries first .. last-1; up to 2W-1 scores after them are overwritten. */
 static void score_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
     const float *keys[W];
     const int64_t wide = tile->wide;
     ask(tile, tile->a->k, t, j, least(end, j + AHEAD));
+#ifdef TWIN
+    for (; j + W < end; j += 2 * W) {
+        ask(tile, tile->a->k, t, j + AHEAD, least(end, j + AHEAD + 2 * W));
+        ask(tile, tile->a->v, t, j, least(end, j + 2 * W));
+        pair_keys(tile, t, j, least(2 * W, end - j));
+        for (int64_t i = first, n; i < last; i += n) {
+            n = take(last - i);
+            float *scores = tile->scores + i * STRIDE + (j - tile->from);
+#define SCORE_PAIRS(Q) score_pairs(Q, tile->q + i * wide, wide, tile->copy, scores)
+            BY_QUERIES(n, SCORE_PAIRS);
+        }
+    }
+#endif
     for (; j < end; j += W) {
         ask(tile, tile->a->k, t, j + AHEAD, least(end, j + AHEAD + W));
         ask(tile, tile->a->v, t, j, least(end, j + W));
@@ -201,6 +311,12 @@ static void weigh_keys(const Tile *tile, int64_t first, int64_t last, int64_t t,
             const float *p = tile->scores + i * STRIDE + (j - tile->from);
             const State *state = tile->state + i;
             int64_t c = 0;
+#ifdef TWIN
+#define TWIN_WEIGH4(Q) weigh_pairs(Q, 4, p, values, keys, state, c)
+#define TWIN_WEIGH1(Q) weigh_pairs(Q, 1, p, values, keys, state, c)
+            for (; c + 8 * W <= wide; c += 8 * W) BY_QUERIES(n, TWIN_WEIGH4);
+            for (; c + 2 * W <= wide; c += 2 * W) BY_QUERIES(n, TWIN_WEIGH1);
+#endif
 #define WEIGH4(Q) weigh(Q, 4, p, values, keys, state, c)
 #define WEIGH1(Q) weigh(Q, 1, p, values, keys, state, c)
             for (; c + 4 * W <= wide; c += 4 * W) BY_QUERIES(n, WEIGH4);
@@ -256,7 +372,16 @@ static void softmax(State *state, float *scores, int64_t start, int64_t end) {
         top = either((vu)(x > top), x, top);
     }
     state->best = lanes_top(top);
-    for (int64_t j = low; j < high; j += W) {
+    int64_t j = low;
+#ifdef TWIN
+    for (; j + 2 * W <= high; j += 2 * W) {
+        const vt p = twin_exp(twin_load(scores + j) - state->best);
+        twin_store(scores + j, p);
+        sum += lower_half(p);
+        sum += upper_half(p);
+    }
+#endif
+    for (; j < high; j += W) {
         const vf p = exp_(load(scores + j) - state->best);
         store(scores + j, p);
         sum += p;
