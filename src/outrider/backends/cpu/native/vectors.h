@@ -227,7 +227,12 @@ INLINE uint16_t float_to_half(float x) { /* to nearest, ties to even; |x| <= 655
 }
 
 #ifdef TWIN
-INLINE vt half_twin(const uint16_t *h) { return (vt)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)h)); }
+INLINE vt half_twin(const void *h) { return (vt)_mm512_cvtph_ps(_mm256_loadu_si256(h)); }
+
+INLINE vt half_pair(const void *low, const void *high) { /* W values each */
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+    return (vt)_mm512_cvtph_ps(both);
+}
 #endif
 
 /* n values from `at` on, which `in_plane` found. */
