@@ -75,22 +75,24 @@ static int multiply_rest(const void *job, int64_t part) {
 }
 
 /* K and V of a layer from the residual stream; queries too where these end within a block. */
-static int keep_rows(Member *m, const State8 *s, int64_t i) {
+static int keep_rows(Member *m, const State8 *shared, int64_t i) {
+    State8 mine, *const s = &mine;
+    int failed = own_state(s, shared);
     const Pass *p = s->p;
     const Model *model = p->model;
     const Layer *layer = model->layers + i;
     const Linear *qkv = &layer->qkv;
-    const Work pack = model->beside_norm && !i ? pack_pair : pack_row;
-    const int64_t queries = model->heads * model->d, first = queries % OUTPUTS ? 0 : queries / OUTPUTS;
-    const int64_t width = qkv->outputs - first * OUTPUTS;
-    int failed = each(m, pack, &(Packing){s, qkv, s->x, layer->attention_norm, NULL, model->hidden}, p->rows);
-    Rest rest = {{qkv, s->packed, s->qkv - first * OUTPUTS, width, STORE}, first};
+    const Work first = model->beside_norm && !i ? pack_pair : pack_row;
+    const int64_t queries = model->heads * model->d, skipped = queries % OUTPUTS ? 0 : queries / OUTPUTS; /* blocks */
+    const int64_t width = qkv->outputs - skipped * OUTPUTS;
+    failed |= pack(m, s, first, &(Packing){s, qkv, s->x, layer->attention_norm, NULL, model->hidden}, p->rows);
+    Rest rest = {{qkv, s->packed, s->qkv - skipped * OUTPUTS, width, STORE}, skipped};
     rest.product.x.rows = p->rows;
-    failed |= each(m, multiply_rest, &rest, blocks_of(qkv) - first);
+    failed |= each(m, multiply_rest, &rest, blocks_of(qkv) - skipped);
     const Rope rope = {.qkv = s->qkv, .cos = s->cos, .sin = s->sin, .q = s->q, .k = p->planes[2 * i],
                        .v = p->planes[2 * i + 1], .slots = p->slots, .q_norm = layer->q_norm, .k_norm = layer->k_norm,
-                       .rows = p->rows, .heads = first ? 0 : model->heads, .kv_heads = model->kv_heads, .d = model->d,
-                       .half = layer->rope ? model->half : 0, .eps = model->eps};
+                       .rows = p->rows, .heads = skipped ? 0 : model->heads, .kv_heads = model->kv_heads,
+                       .d = model->d, .half = layer->rope ? model->half : 0, .eps = model->eps};
     return failed | each(m, turn_row, &rope, p->rows);
 }
 
@@ -98,8 +100,10 @@ static int read_committed(Member *m, const Drafting *d) {
     const Pass *p = &d->c->committed;
     int failed = 0;
     if (p->shown) {
-        failed |= each(m, pack_shown, &d->reading, p->rows);
-        failed |= multiply(m, &d->reading, &p->model->fuse, 2 * p->rows, d->reading.fused, p->model->hidden, STORE);
+        State8 mine, *const s = &mine;
+        failed |= own_state(s, &d->reading);
+        failed |= pack(m, s, pack_shown, s, p->rows);
+        failed |= multiply(m, s, &p->model->fuse, 2 * p->rows, s->fused, p->model->hidden, STORE);
         failed |= each(m, add_halves, d, p->rows);
     }
     if (!d->filling.pass.rows) return failed;
@@ -133,6 +137,7 @@ static void place_row(const Chain *c, Depth *to, int64_t chain, int64_t depth) {
 
 static int open_depth(Depth *depth, char *memory) {
     depth->state.p = &depth->pass;
+    depth->state.own = depth->pass.rows <= OWN_ROWS;
     furnish(&depth->state, memory);
     return plan_attention(&depth->state, &depth->attend, &depth->plan);
 }
@@ -257,6 +262,7 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     d->pieces = cut(&at, count * d->piece_count * (int64_t)sizeof *d->pieces);
     d->memory = at;
     d->reading.p = p;
+    d->reading.own = p->rows <= OWN_ROWS;
     at += most(furnish(&d->reading, d->memory), furnish(&one, NULL));
     return at - memory;
 }

@@ -184,6 +184,13 @@ static float weight_of_piece(const float *x, int64_t from, int64_t width, float 
     const int64_t end = end_of_piece(from, width);
     vf sum = {0};
     int64_t i = from;
+#ifdef TWIN
+    for (; i + 2 * W <= end; i += 2 * W) {
+        const vt both = twin_exp(twin_load(x + i) - top);
+        sum += lower_half(both);
+        sum += upper_half(both);
+    }
+#endif
     for (; i + W <= end; i += W) sum += exp_(load(x + i) - top);
     float total = lanes_sum(sum);
     for (; i < end; i++) total += expf(x[i] - top);
@@ -280,22 +287,31 @@ static void turn_head(const Rope *a, float *restrict x, int64_t t, const float *
     }
 }
 
-static void rope_row(const Rope *a, int64_t t, float *row) { /* row: width floats of scratch */
-    const int64_t width = rope_width(a), q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
-    read_row(row, at(a->qkv, a->bf16, t * width), a->bf16, width);
-    for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
-        turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
-    memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
-    write_plane(a->k, a->slots[t] * kv_width, row + q_width, kv_width);
-    write_plane(a->v, a->slots[t] * kv_width, row + q_width + kv_width, kv_width);
+/* A kv head of a row, and the queries that read it. head: d floats of scratch. */
+static void rope_group(const Rope *a, int64_t t, int64_t kv, float *head) {
+    const int64_t d = a->d, group = a->heads / a->kv_heads, first = t * rope_width(a), to = a->slots[t] * a->kv_heads + kv;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+        float *q = a->q + (t * a->heads + h) * d;
+        read_row(q, at(a->qkv, a->bf16, first + h * d), a->bf16, d);
+        turn_head(a, q, t, a->q_norm);
+    }
+    read_row(head, at(a->qkv, a->bf16, first + (a->heads + kv) * d), a->bf16, d);
+    turn_head(a, head, t, a->k_norm);
+    write_plane(a->k, to * d, head, d);
+    read_row(head, at(a->qkv, a->bf16, first + (a->heads + a->kv_heads + kv) * d), a->bf16, d);
+    write_plane(a->v, to * d, head, d);
+}
+
+static void rope_row(const Rope *a, int64_t t, float *head) {
+    for (int64_t kv = 0; kv < a->kv_heads; kv++) rope_group(a, t, kv, head);
 }
 
 static int rope_rows(const void *job, int64_t part) {
     const Rope *a = job;
     const int64_t width = rope_width(a), block = block_of(width);
-    float *row = scratch(0, width);
-    if (!row) return 1;
-    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) rope_row(a, t, row);
+    float *head = scratch(0, a->d);
+    if (!head) return 1;
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) rope_row(a, t, head);
     return 0;
 }
 
