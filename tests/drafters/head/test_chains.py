@@ -75,9 +75,7 @@ def both(patch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[li
 
 @pytest.mark.parametrize("target", [TARGET, WIDE], ids=["queries end within a block", "queries end with a block"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_call_drafts_what_passes_do(
-    variant: str, target: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_drafts_what_passes_do(variant: str, target: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, stepped = both(monkeypatch, lambda: head_of(target, **VARIANTS[variant]), 1, target=target)
     assert at_once == stepped
     assert max(len(tree.tokens) for tree in at_once) == 8
@@ -192,7 +190,8 @@ def test_the_shipped_head_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
         rollout.stop_below = floor
         return list(rollout.chains(those, budgets).trees)
 
-    cases = [(seqs[:1], [k], 0.0) for k in range(1, 9)] + [(seqs, [3, 7], 0.0), (seqs, [8, 8], 1e-4), (seqs, [2, 8], 0.9)]
+    cases = [(seqs[:1], [k], 0.0) for k in range(1, 9)]
+    cases += [(seqs, [3, 7], 0.0), (seqs, [8, 8], 1e-4), (seqs, [2, 8], 0.9)]
     at_once = [chains(*case) for case in cases]
     with monkeypatch.context() as patch:
         step_by_step(patch)

@@ -433,10 +433,10 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     table, slots, lengths = (ctypes.c_int32 * 1)(0), (ctypes.c_int32 * length)(), _int64s([0])
     tokens, survival = _int64s([0] * length), (ctypes.c_double * length)()
     inputs = [_address(each) for each in (zero, zero, zero, zero, one, zero, table)]
+    given, made = ([_address(each) for each in group] for group in ((budget, slots, ids), (tokens, survival, lengths)))
     kernels.chain(
         _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
-        *(_address(each) for each in (budget, slots, ids)), 0, 0, *(_address(each) for each in (tokens, survival, lengths)),
-        0, length, 0, 0.0, 1.0,
+        *given, 0, 0, *made, 0, length, 0, 0.0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
     _compare("chain", [*tokens, *survival, *lengths], [10.0 + best] * length + [share**i for i in (1, 2, 3, 4)] + [4.0])
