@@ -10,8 +10,11 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define QUERIES 4 /* queries that share a register tile: 32 registers hold 4 x 4 sums, 16 registers 2 x 4 */
+/* Queries that share a register tile: 32 registers hold 6 x 4 sums, 16 registers 2 x 4. */
+#if defined(__AVX512F__)
+#define QUERIES 6
+#elif defined(__aarch64__)
+#define QUERIES 4
 #else
 #define QUERIES 2
 #endif
@@ -84,7 +87,7 @@ INLINE void score(int Q, const float *q, int64_t wide, const float *const *keys,
                 k[j] = load(key[j] + c);
                 KEEP(k[j]);
             }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int i = 0; i < Q; i++) {
                 vf x = load(q + i * wide + c);
                 KEEP(x);
@@ -92,11 +95,11 @@ INLINE void score(int Q, const float *q, int64_t wide, const float *const *keys,
                 for (int j = 0; j < 4; j++) sum[i][j] = fma_(x, k[j], sum[i][j]);
             }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++)
             part[i][quad] = FOLD(PAIRS, FOLD(SINGLES, sum[i][0], sum[i][1]), FOLD(SINGLES, sum[i][2], sum[i][3]));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < Q; i++) {
 #if W == 8
         part[i][0] = FOLD(QUADS, part[i][0], part[i][1]);
@@ -131,7 +134,7 @@ INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs,
                 k[j] = pairs ? twin_load(pairs + 2 * W * (c + i)) : half_pair(halves[i] + 2 * c, halves[i + W] + 2 * c);
                 KEEP(k[j]);
             }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int i = 0; i < Q; i++) {
                 vt x = (vt)_mm512_broadcast_f64x4(_mm256_loadu_pd((const void *)(q + i * wide + c)));
                 KEEP(x);
@@ -139,12 +142,12 @@ INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs,
                 for (int j = 0; j < 4; j++) sum[i][j] = twin_fma(x, k[j], sum[i][j]);
             }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++)
             part[i][quad] = TWIN_FOLD(PAIRS, TWIN_FOLD(SINGLES, sum[i][0], sum[i][1]),
                                       TWIN_FOLD(SINGLES, sum[i][2], sum[i][3]));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < Q; i++) twin_store(scores + i * STRIDE, TWIN_FOLD(QUADS, part[i][0], part[i][1]));
 }
 
@@ -152,7 +155,7 @@ INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs,
 INLINE void weigh_pairs(int Q, int C, int half, const float *p, const char *const *values, int64_t n,
                         const State *state, int64_t c) {
     vt sum[QUERIES][4];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < C; j++) sum[i][j] = twin_load(state[i].sum + c + 2 * j * W);
@@ -164,14 +167,14 @@ INLINE void weigh_pairs(int Q, int C, int half, const float *p, const char *cons
                             : twin_load((const float *)values[key] + c + 2 * j * W);
             KEEP(value[j]);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++) {
             const vt weight = p[i * STRIDE + key] - (vt){0};
 #pragma GCC unroll 4
             for (int j = 0; j < C; j++) sum[i][j] = twin_fma(weight, value[j], sum[i][j]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < C; j++) twin_store(state[i].sum + c + 2 * j * W, sum[i][j]);
@@ -190,7 +193,7 @@ INLINE void weigh(int Q, int C, const float *p, const float *const *values, int6
             value[j] = load(values[key] + c + j * W);
             KEEP(value[j]);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++) {
             const vf weight = all(p[i * STRIDE + key]);
 #pragma GCC unroll 4
@@ -206,10 +209,12 @@ INLINE void weigh(int Q, int C, const float *p, const float *const *values, int6
         if (n == 1) CALL(1); \
         else if (n == 2 || QUERIES == 2) CALL(2); \
         else if (n == 3) CALL(3 < QUERIES ? 3 : QUERIES); \
+        else if (n == 4) CALL(4 < QUERIES ? 4 : QUERIES); \
+        else if (n == 5) CALL(5 < QUERIES ? 5 : QUERIES); \
         else CALL(QUERIES); \
     } while (0)
 
-INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, not 4 + 4 + 1 */
+INLINE int64_t take(int64_t left) { /* how many queries next: with tiles of 4, 9 are 3 + 3 + 3, not 4 + 4 + 1 */
     const int64_t turns = (left + QUERIES - 1) / QUERIES;
     return (left + turns - 1) / turns;
 }
