@@ -78,8 +78,11 @@ static void furnish_packed(State8 *s, char **at, int64_t rows) {
 
 static int64_t packed_rows(const Pass *p) { return most(p->shown ? 2 * p->rows : p->rows, p->wanted); }
 
-/* A buffer of this member's own. */
-static int own_packed(State8 *s) {
+/* A member's copy of the state, with a buffer of its own for packed rows where each has one. Nobody's is in memory that
+ * is shared: a member that is late may still write to it when others run the next pass there. */
+static int own_state(State8 *s, const State8 *shared) {
+    *s = *shared;
+    if (!s->own) return 0;
     const int64_t rows = packed_rows(s->p);
     char *at = NULL;
     furnish_packed(s, &at, rows);
@@ -292,11 +295,10 @@ static int mlp(Member *m, const State8 *s, const Layer *layer) {
 }
 
 static int run(Member *m, const void *opaque) {
-    const State8 *shared = opaque;
-    State8 mine = *shared, *const s = &mine;
+    State8 mine, *const s = &mine;
+    int failed = own_state(s, opaque);
     const Pass *p = s->p;
     const Model *model = p->model;
-    int failed = s->own && m->me ? own_packed(s) : 0;
     if (p->shown) {
         failed |= pack(m, s, pack_shown, s, p->rows);
         failed |= multiply(m, s, &model->fuse, 2 * p->rows, s->fused, model->hidden, STORE);
@@ -345,24 +347,38 @@ static int64_t furnish(State8 *s, char *memory) {
     return at - memory;
 }
 
-static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+static int is_outside(const Pass *p) { /* whether an index is out of its range */
     const Model *model = p->model;
     if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
         outside(p->want, p->wanted, p->rows) || (!p->x && !p->shown && outside(p->tokens, p->rows, model->words)))
-        return 2;
+        return 1;
     const int64_t lowest = model->mask_embedding ? -1 : 0;
     for (int64_t t = 0; model->beside_norm && t < p->rows; t++)
-        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 2;
+        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 1;
+    return 0;
+}
+
+/* After `furnish`. The caller frees `memory`, and keeps `a` as long as the state. */
+static int plan_attention(State8 *s, Attend *a, int64_t **memory) {
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    *a = (Attend){.q = s->q, .table = p->table, .lines = p->lines, .context = p->context,
+                  .ancestors = p->ancestors, .out = s->mixed, .table_stride = p->table_stride, .depth = p->depth,
+                  .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
+                  .scale = 1.0 / sqrt((double)model->d)};
+    int64_t threads = p->threads;
+    return plan(&s->job, a, &threads, memory);
+}
+
+static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+    if (is_outside(p)) return 2;
     State8 s = {.p = p, .own = p->rows <= OWN_ROWS};
+    Attend a;
     char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
     if (!memory) return 1;
     furnish(&s, memory);
-    const Attend a = {.q = s.q, .table = p->table, .lines = p->lines, .context = p->context,
-                      .ancestors = p->ancestors, .out = s.mixed, .table_stride = p->table_stride, .depth = p->depth,
-                      .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
-                      .scale = 1.0 / sqrt((double)model->d)};
-    int64_t *plan_memory, threads = p->threads;
-    int failed = plan(&s.job, &a, &threads, &plan_memory) || together(run, &s, p->threads);
+    int64_t *plan_memory;
+    int failed = plan_attention(&s, &a, &plan_memory) || together(run, &s, p->threads);
     free(plan_memory);
     return failed;
 }
