@@ -118,10 +118,11 @@ INLINE void score(int Q, const float *q, int64_t wide, const float *const *keys,
 #define TWIN_PICK(F, a, b, off) __builtin_shuffle(a, b, (vtu){TWIN_ORDER(F, off)})
 #define TWIN_FOLD(F, a, b) (TWIN_PICK(F, a, b, 0) + TWIN_PICK(F, a, b, 1))
 
-/* 2W scores for each of Q queries, as `score` computes them. pairs: [wide / W][W][2][W], keys i and i + W side by side;
- * or NULL: `halves` points to 2W keys of 16 bits. */
-INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs, const char *const *halves,
-                        float *scores) {
+/* 2W scores for each of Q queries, as `score` computes them. half: `keys` are 2W addresses of 16-bit values; else pairs
+ * [wide / W][W][2][W], keys i and i + W side by side. */
+INLINE void score_pairs(int Q, int half, const float *q, int64_t wide, const void *keys, float *scores) {
+    const char *const *halves = keys;
+    const float *pairs = keys;
     vt part[QUERIES][W / 4];
 #pragma GCC unroll 2
     for (int quad = 0; quad < W / 4; quad++) {
@@ -131,7 +132,7 @@ INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs,
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
                 const int i = 4 * quad + j;
-                k[j] = pairs ? twin_load(pairs + 2 * W * (c + i)) : half_pair(halves[i] + 2 * c, halves[i + W] + 2 * c);
+                k[j] = half ? half_pair(halves[i] + 2 * c, halves[i + W] + 2 * c) : twin_load(pairs + 2 * W * (c + i));
                 KEEP(k[j]);
             }
 #pragma GCC unroll 6
@@ -290,8 +291,8 @@ static void score_pair(const Tile *tile, int64_t first, int64_t last, int64_t j,
     for (int64_t i = first, queries; i < last; i += queries) {
         queries = take(last - i);
         float *scores = tile->scores + i * STRIDE + (j - tile->from);
-#define SCORE_FEW(Q) score_pairs(Q, tile->q + i * wide, wide, NULL, halves, scores)
-#define SCORE_PAIRS(Q) score_pairs(Q, tile->q + i * wide, wide, tile->copy, NULL, scores)
+#define SCORE_FEW(Q) score_pairs(Q, 1, tile->q + i * wide, wide, halves, scores)
+#define SCORE_PAIRS(Q) score_pairs(Q, 0, tile->q + i * wide, wide, tile->copy, scores)
         if (few) BY_QUERIES(queries, SCORE_FEW);
         else BY_QUERIES(queries, SCORE_PAIRS);
     }
