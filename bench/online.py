@@ -88,8 +88,8 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
     trained = args.head not in (None, "none")
     options |= {"drafter": "head", "tree": False} if trained else {}
     bare = {"learn_vocabulary": False} if trained else {}
-    if not args.phrases:
-        options |= {"learn_phrases": False}
+    options |= {} if args.phrases else {"learn_phrases": False}
+    options |= {"learn_correction": True} if args.correction else {}
     known = {"learn_from": str(args.learn_from)} if args.learn_from else {}
     made = {
         PLAIN: lambda: base,
@@ -232,7 +232,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--batch", type=int, default=1, help="prompts that are answered together")
     parser.add_argument("--held-out", type=int, default=0, help="prompts from the end of each file, without learning")
-    parser.add_argument("--no-phrases", dest="phrases", action="store_false", help="a head's correction only")
+    parser.add_argument("--no-phrases", dest="phrases", action="store_false", help="without a head's memory")
+    parser.add_argument("--correction", action="store_true", help="train a head's correction on a CPU too")
     parser.add_argument("--learn-from", type=Path, default=None, help="a folder that --learn-to wrote")
     parser.add_argument("--learn-to", type=Path, default=None, help="save what was learnt")
     parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")

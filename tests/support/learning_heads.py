@@ -20,7 +20,13 @@ from outrider.types import SamplingParams, Sequence
 
 CONFIG = replace(toy_config(), tied=True)
 TARGET = Transformer(CONFIG, RandomWeights(CONFIG, 1), torch.float32)
-EAGER = {"learn": True, "learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as possible
+EAGER = {
+    "learn": True,
+    "learn_correction": True,
+    "learn_every": 1,
+    "learn_share": 1e9,
+    "learn_cap_ms": 1e6,
+}  # learn as much as possible
 
 
 def head(dtype: torch.dtype = torch.float32, device: Any = "cpu", size: int = 40, kind: str = "eagle3") -> Head:

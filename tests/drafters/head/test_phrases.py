@@ -17,7 +17,7 @@ from outrider.types import SamplingParams, Sequence
 from support.learning_heads import EAGER, TARGET, alpha, ask, engine_of, head, learning_of, stream
 from support.toys import reference
 
-ONLY = {"learn_share": 1e-9}  # the memory learns, the correction hardly
+ONLY = {"learn_correction": False}
 
 
 def read(contexts: Contexts, *tokens: int) -> Contexts:

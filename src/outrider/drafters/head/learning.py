@@ -3,7 +3,8 @@
     scores = W (h + up down h)        h [H]: the head's output after its norm;  W [D, H]: its output rows, frozen
 
 The memory (`phrases`) chooses between the head's token and the one that followed before; on a GPU, where passes are
-recorded and tokens are chosen on the device, there is none.
+recorded and tokens are chosen on the device, there is none. The correction is trained on a GPU, and on a CPU with the
+option `learn_correction`: there its updates take more time than its drafts save.
 
 Every emitted token is a label for the state that the head would have proposed it from. Only `down` and `up` are
 trained, in slices beside the target's passes (`_learning.learner`). On a CPU the correction is applied to states; on a
@@ -161,15 +162,17 @@ class HeadLearning:
         self.memory: PhraseMemory | None = None  # on a GPU tokens are chosen on the device
         if rollout.graphs is None and space.option("learn_phrases", default=True):
             self.memory = rollout.memory = PhraseMemory(self.kind_of)
+        self.corrects = self.on and bool(space.option("learn_correction", default=self.memory is None))
         initial = self.output.initial(self.plan.rank)
         folder = space.option("learn_from", default=None)
         for kind, weights in (store.load_kinds(folder, self.output, initial) if folder else {"": initial}).items():
             self._add(kind, weights)
         if folder and self.memory is not None:
             self.memory.kinds = {kind: Phrases.of(each) for kind, each in store.load_phrases(folder).items()}
-        if self.on:
+        if self.corrects:
             warm(next(iter(self.learners.values())))
-            rollout.keep_states(_learns)
+        if self.on or self.memory is not None:
+            rollout.keep_states(_learns if self.corrects else lambda seq: False)  # tokens are chosen one by one
 
     def _add(self, kind: str, weights: Weights) -> Learner:
         self.learners[kind] = made = Learner(self.output, weights, self.plan)
@@ -208,7 +211,7 @@ class HeadLearning:
     def proposed(self, seqs: list[Sequence], chains: list[list[int]]) -> None:
         """The head has drafted these chains (of a tree: none)."""
         for seq, tokens in zip(seqs, chains, strict=True):
-            if _learns(seq) and seq.id in self.rollout.outputs:
+            if self.corrects and _learns(seq) and seq.id in self.rollout.outputs:
                 states, scores = self.rollout.outputs[seq.id], self.rollout.node_scores.get(seq.id, {})
                 self.proposals[seq.id] = Proposal(len(seq.tokens), tokens, states, scores)
 
@@ -232,7 +235,7 @@ class HeadLearning:
                 self.memory.observe(turn.seq, learns=self.on and _learns(turn.seq))
         if not self.on:
             return
-        for seq in (turn.seq for turn in turns if _learns(turn.seq)):
+        for seq in (turn.seq for turn in turns if self.corrects and _learns(turn.seq)):
             learner, nodes = self.learner_of(seq), None
             if learner.within_share:
                 nodes = self._drafted(seq) if self.output.table is None else self._gathered(seq)
