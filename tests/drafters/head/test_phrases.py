@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider.drafters._learning import store
 from outrider.drafters.head import phrases
-from outrider.drafters.head.phrases import Contexts, PhraseMemory, Phrases, Record
+from outrider.drafters.head.phrases import Contexts, PhraseMemory, Phrases, Record, contexts_of
 from outrider.errors import ModelError
 from outrider.testing import SCENARIOS, check_drafter, decode
 from outrider.types import SamplingParams, Sequence
@@ -22,26 +21,26 @@ ONLY = {"learn_correction": False}
 
 def read(contexts: Contexts, *tokens: int) -> Contexts:
     for at in range(1, len(tokens)):
-        contexts.learn(tokens, at)
+        contexts.learn(contexts_of(tokens, at), tokens[at])
     return contexts
 
 
 def expects(contexts: Contexts, *tokens: int) -> int | None:
-    guess = contexts.guess(tokens)
+    guess = contexts.guess(contexts_of(tokens, len(tokens)))
     return None if guess is None else guess.token
 
 
-def memory(**given: Any) -> PhraseMemory:
-    return PhraseMemory(lambda seq: seq.params.kind, **given)
+def memory(learns: bool = True) -> PhraseMemory:
+    return PhraseMemory(lambda seq: seq.params.kind, lambda seq: learns)
 
 
-def serve(memory: PhraseMemory, seq: Sequence, emitted: list[int], head_says: int, learns: bool = True) -> list[int]:
+def serve(memory: PhraseMemory, seq: Sequence, emitted: list[int], head_says: int) -> list[int]:
     """Draft one token at a time, each followed by one emitted token; returns what was drafted."""
     drafted = []
     for token in emitted:
         drafted.append(memory.choose(seq, [], head_says, 0.3)[0])
         seq.tokens.append(token)
-        memory.observe(seq, learns)
+        memory.observe(seq)
     memory.end(seq)
     return drafted
 
@@ -99,6 +98,27 @@ def test_where_the_head_is_right_the_head_is_heard() -> None:
     assert drafted == [50]
 
 
+def test_a_head_that_is_certain_and_right_is_not_questioned() -> None:
+    made = memory()
+    made.kinds[""] = Phrases(read(Contexts(), 1, 2, 3))
+    for number in range(40):
+        seq = Sequence(number, [1, 2])
+        made.choose(seq, [], 50, 0.99)
+        assert not made.readings[number].nodes[0].guesses
+        seq.tokens.append(50)
+        made.observe(seq)
+
+
+def test_a_head_that_is_certain_and_wrong_is() -> None:
+    made = memory()
+    for number in range(60):
+        seq = Sequence(number, [1, 2])
+        drafted, _ = made.choose(seq, [], 50, 0.99)
+        seq.tokens.append(3)
+        made.observe(seq)
+    assert drafted == 3
+
+
 def test_evidence_fades() -> None:
     record = Record()
     for _ in range(2000):
@@ -119,8 +139,8 @@ def test_a_prompt_is_used_for_its_own_request_only() -> None:
 
 
 def test_a_request_that_does_not_learn_leaves_nothing() -> None:
-    made = memory()
-    serve(made, Sequence(1, [1, 2, 3, 4] * 3), [1, 2, 3, 4] * 3, head_says=50, learns=False)
+    made = memory(learns=False)
+    serve(made, Sequence(1, [1, 2, 3, 4] * 3), [1, 2, 3, 4] * 3, head_says=50)
     assert not made.kinds
 
 

@@ -161,7 +161,7 @@ class HeadLearning:
         self.gathered: dict[int, int] = {}  # sequence -> rows of it that were read from a GPU's slots
         self.memory: PhraseMemory | None = None  # on a GPU tokens are chosen on the device
         if rollout.graphs is None and space.option("learn_phrases", default=True):
-            self.memory = rollout.memory = PhraseMemory(self.kind_of)
+            self.memory = rollout.memory = PhraseMemory(self.kind_of, lambda seq: self.on and _learns(seq))
         self.corrects = self.on and bool(space.option("learn_correction", default=self.memory is None))
         initial = self.output.initial(self.plan.rank)
         folder = space.option("learn_from", default=None)
@@ -232,7 +232,7 @@ class HeadLearning:
         turns = [turn for turn, verdict in zip(step.turns, step.verdicts, strict=True) if verdict is not None]
         if self.memory is not None:
             for turn in turns:
-                self.memory.observe(turn.seq, learns=self.on and _learns(turn.seq))
+                self.memory.observe(turn.seq)
         if not self.on:
             return
         for seq in (turn.seq for turn in turns if self.corrects and _learns(turn.seq)):

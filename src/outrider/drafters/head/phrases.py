@@ -28,6 +28,8 @@ LONGEST, SHORTEST = 4, 2  # tokens of a context
 CONTEXTS = 1 << 16  # of one kind of text, in each of two generations
 _PROMPT = 2048  # last tokens of a prompt that are read
 _WEIGHT = 8  # the most that confirmations count
+_UNIT = _WEIGHT + 1  # of a token in an entry
+_CERTAIN = 0.95  # confidence from which on the head is not questioned, while it is right as often
 _SURE = 4  # steps of the head's confidence that are told apart
 _MARGIN = 0.5  # standard deviations by which the memory must have been better
 _FADE = 0.995  # weight of the past, per comparison
@@ -47,41 +49,37 @@ class Contexts:
 
     def __init__(self, most: int = CONTEXTS) -> None:
         self.most = most
-        self.recent: dict[int, int] = {}  # context -> token * (_WEIGHT + 1) + weight
+        self.recent: dict[int, int] = {}  # context -> token * _UNIT + weight
         self.older: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.recent.keys() | self.older.keys())
 
-    def learn(self, tokens: Listing[int], at: int) -> None:
-        """Token `at` has followed those before it. A majority vote: others lower the weight before they replace it."""
-        for key in _keys(tokens, at):
-            token, weight = divmod(self._entry(key), _WEIGHT + 1)
-            if token == tokens[at]:
-                weight = min(weight + 1, _WEIGHT)
-            elif weight > 1:
-                weight -= 1
+    def learn(self, contexts: list[int], token: int) -> None:
+        """A token has followed these. A majority vote: others lower the weight before they replace it."""
+        recent, older, first = self.recent, self.older, token * _UNIT + 1
+        for key in contexts:
+            entry = recent.get(key) or older.get(key) or first - 1
+            weight = entry % _UNIT
+            if entry - weight + 1 == first:
+                recent[key] = entry + (weight < _WEIGHT)
             else:
-                token, weight = tokens[at], 1
-            self.recent[key] = token * (_WEIGHT + 1) + weight
-        if len(self.recent) > self.most:
-            self.older, self.recent = self.recent, {}
+                recent[key] = entry - 1 if weight > 1 else first
+        if len(recent) > self.most:
+            self.older, self.recent = recent, {}
 
-    def guess(self, tokens: Listing[int]) -> Guess | None:
-        """The token that follows these, by the longest context that is known."""
-        for shorter, key in enumerate(_keys(tokens, len(tokens))):
-            entry = self._entry(key)
+    def guess(self, contexts: list[int]) -> Guess | None:
+        """The token that follows, by the longest context that is known."""
+        for shorter, key in enumerate(contexts):
+            entry = self.recent.get(key) or self.older.get(key)
             if entry:
-                token, weight = divmod(entry, _WEIGHT + 1)
-                return Guess(token, shorter * (_WEIGHT + 1) + weight)
+                token, weight = divmod(entry, _UNIT)
+                return Guess(token, shorter * _UNIT + weight)
         return None
-
-    def _entry(self, key: int) -> int:
-        return self.recent.get(key) or self.older.get(key, 0)
 
     def as_tensor(self) -> Tensor:
         """[n, 2] the confirmed contexts with their tokens and weights."""
-        kept = [(k, v) for k, v in (self.older | self.recent).items() if v % (_WEIGHT + 1) >= _CONFIRMED]
+        kept = [(k, v) for k, v in (self.older | self.recent).items() if v % _UNIT >= _CONFIRMED]
         return torch.tensor(kept, dtype=torch.long).view(-1, 2)
 
     @staticmethod
@@ -91,7 +89,7 @@ class Contexts:
         return made
 
 
-def _keys(tokens: Listing[int], end: int) -> list[int]:
+def contexts_of(tokens: Listing[int], end: int) -> list[int]:
     """Hashes of the contexts before position `end`, the longest first; there are fewer at the start of a text."""
     keys, key = list[int](), 0
     for back in range(1, min(LONGEST, end) + 1):
@@ -130,6 +128,7 @@ class Phrases:
 
     contexts: Contexts = field(default_factory=Contexts)
     records: dict[int, Record] = field(default_factory=dict)  # by case
+    certain: float = 1.0  # how often the head was right where it was nearly certain
     proposed: int = 0  # verified tokens of the memory that the head would not have proposed
     right: int = 0
 
@@ -138,12 +137,13 @@ class Phrases:
         return {
             "contexts": self.contexts.as_tensor(),
             "records": torch.tensor(rows, dtype=torch.float64).view(-1, 4),
+            "certain": torch.tensor(self.certain, dtype=torch.float64),
         }
 
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> Phrases:
         records = {int(case): Record(*numbers) for case, *numbers in tensors["records"].tolist()}
-        return Phrases(Contexts.of(tensors["contexts"]), records)
+        return Phrases(Contexts.of(tensors["contexts"]), records, float(tensors["certain"]))
 
 
 class Node(NamedTuple):
@@ -151,60 +151,82 @@ class Node(NamedTuple):
 
     head: int  # the head's choice
     chosen: int
-    guesses: tuple[Guess, ...]  # with the cases that they belong to
+    certain: bool  # the head was nearly certain
+    guesses: tuple[Guess, ...]  # other tokens, with the cases that they belong to
 
 
 @dataclass
 class Reading:
     """A sequence that is being served."""
 
+    phrases: Phrases  # of its kind
+    learns: bool
     own: Contexts  # of its prompt and its answer
     seen: int  # tokens of it that were learnt from
     start: int = 0  # its length when the chain began
     nodes: list[Node] = field(default_factory=list)  # of the latest chain
 
+    def read(self, tokens: list[int], stop: int, shared: Contexts | None = None) -> None:
+        """Learn its next tokens for itself, and for others where there is `shared`."""
+        for at in range(max(self.seen, 1), stop):
+            contexts, token = contexts_of(tokens, at), tokens[at]
+            self.own.learn(contexts, token)
+            if shared is not None:
+                shared.learn(contexts, token)
+        self.seen = stop
+
+    def compare(self, tokens: list[int]) -> None:
+        """Who was right, as far as the chain agrees with what was emitted."""
+        phrases = self.phrases
+        for (head, chosen, certain, guesses), token in zip(self.nodes, tokens[self.start :], strict=False):
+            if certain:
+                phrases.certain += (1 - _FADE) * ((head == token) - phrases.certain)
+            for guess in guesses:
+                phrases.records.setdefault(guess.case, Record()).add(guess.token == token, head == token)
+            if chosen != head:
+                phrases.proposed += 1
+                phrases.right += chosen == token
+            if chosen != token:
+                break
+
 
 class PhraseMemory:
     """The memory beside one head, by kind of text."""
 
-    def __init__(self, kind: Callable[[Sequence], str]) -> None:
-        self.kind_of = kind
+    def __init__(self, kind: Callable[[Sequence], str], learns: Callable[[Sequence], bool]) -> None:
+        self.kind_of, self.learns = kind, learns
         self.kinds: dict[str, Phrases] = {}
         self.readings: dict[int, Reading] = {}
 
     def choose(self, seq: Sequence, drafted: list[int], token: int, confidence: float) -> tuple[int, float]:
         """The next token of a chain, given the head's choice after these drafted tokens, and its confidence."""
-        reading, phrases = self._reading(seq), self.kinds.get(self.kind_of(seq))
+        reading = self.readings.get(seq.id) or self._begin(seq)
+        phrases = reading.phrases
         if not drafted:
             reading.start, reading.nodes = len(seq.tokens), []
-        context = [*seq.tokens[-LONGEST:], *drafted][-LONGEST:]
-        best, share, guesses = token, confidence, list[Guess]()
-        for source, contexts in enumerate((reading.own, None if phrases is None else phrases.contexts)):
-            guess = None if contexts is None else contexts.guess(context)
-            if guess is None:
-                continue
-            case = _case(guess.case, source, guess.token == token, confidence)
-            guesses.append(Guess(guess.token, case))
-            record = None if phrases is None else phrases.records.get(case)
-            if record is None or (guess.token != token and not record.trusted):
-                continue
-            if guess.token == token:
-                share = max(share, record.rate) if best == token else share
-            elif best == token or record.rate > share:
-                best, share = guess.token, record.rate
-        if len(drafted) == len(reading.nodes):
-            reading.nodes.append(Node(token, best, tuple(guesses)))
+        certain = confidence >= _CERTAIN
+        if certain and phrases.certain >= _CERTAIN:
+            reading.nodes.append(Node(token, token, True, ()))
+            return token, confidence
+        last = [*seq.tokens[-LONGEST:], *drafted]
+        contexts, best, share, guesses = contexts_of(last, len(last)), token, confidence, tuple[Guess, ...]()
+        for source, known in enumerate((reading.own, phrases.contexts)):
+            guess = known.guess(contexts)
+            if guess is not None and guess.token != token:
+                case = _case(guess.case, source, confidence)
+                guesses += (Guess(guess.token, case),)
+                record = phrases.records.get(case)
+                if record is not None and record.trusted and (best == token or record.rate > share):
+                    best, share = guess.token, record.rate
+        reading.nodes.append(Node(token, best, certain, guesses))
         return best, share
 
-    def observe(self, seq: Sequence, learns: bool) -> None:
+    def observe(self, seq: Sequence) -> None:
         """The target has emitted tokens; a sequence that does not teach is only read for itself."""
-        reading = self._reading(seq)
-        if learns:
-            phrases = self.kinds.setdefault(self.kind_of(seq), Phrases())
-            self._compare(seq, reading, phrases)
-            for at in range(max(reading.seen, 1), len(seq.tokens)):
-                phrases.contexts.learn(seq.tokens, at)
-        self._read(seq, reading)
+        reading = self.readings.get(seq.id) or self._begin(seq)
+        if reading.learns:
+            reading.compare(seq.tokens)
+        reading.read(seq.tokens, len(seq.tokens), reading.phrases.contexts if reading.learns else None)
         reading.nodes = []
 
     def end(self, seq: Sequence) -> None:
@@ -218,31 +240,15 @@ class PhraseMemory:
             "phrases_accepted": phrases.right,
         }
 
-    def _reading(self, seq: Sequence) -> Reading:
-        if seq.id not in self.readings:
-            self.readings[seq.id] = Reading(Contexts(), max(seq.prompt_len - _PROMPT, 0))
-            self._read(seq, self.readings[seq.id], seq.prompt_len)
-        return self.readings[seq.id]
-
-    def _read(self, seq: Sequence, reading: Reading, stop: int | None = None) -> None:
-        stop = len(seq.tokens) if stop is None else stop
-        for at in range(max(reading.seen, 1), stop):
-            reading.own.learn(seq.tokens, at)
-        reading.seen = stop
-
-    def _compare(self, seq: Sequence, reading: Reading, phrases: Phrases) -> None:
-        """Which of them was right, as far as the chain agrees with what was emitted."""
-        for node, token in zip(reading.nodes, seq.tokens[reading.start :], strict=False):
-            for guess in node.guesses:
-                phrases.records.setdefault(guess.case, Record()).add(guess.token == token, node.head == token)
-            if node.chosen != node.head:
-                phrases.proposed += 1
-                phrases.right += node.chosen == token
-            if node.chosen != token:
-                break
+    def _begin(self, seq: Sequence) -> Reading:
+        """Read a sequence's prompt, for itself only."""
+        learns, kind = self.learns(seq), self.kind_of(seq)
+        phrases = self.kinds.setdefault(kind, Phrases()) if learns else self.kinds.get(kind) or Phrases()
+        self.readings[seq.id] = made = Reading(phrases, learns, Contexts(), max(seq.prompt_len - _PROMPT, 0))
+        made.read(seq.tokens, seq.prompt_len)
+        return made
 
 
-def _case(kind: int, source: int, agrees: bool, confidence: float) -> int:
+def _case(context: int, source: int, confidence: float) -> int:
     """A number for like cases."""
-    sure = min(int(confidence * _SURE), _SURE - 1)
-    return ((kind * 2 + source) * 2 + agrees) * _SURE + sure
+    return (context * 2 + source) * _SURE + min(int(confidence * _SURE), _SURE - 1)
