@@ -13,6 +13,7 @@ Published results (bench/results/2026-11-15-online-NAME.json; NAME and command):
                 --domain legal=legal.jsonl:500 --domain codebase=codebase.jsonl:500
                 --domain code=code_alpaca_2k.json:150
                 --bins 5 --tokens 40 --k 3 --only frozen,learning
+    phrases-…   pieces of less than a minute each, alone on the machine (2026-11-18; each file has its commands)
     two-kinds   python bench/online.py --device cpu --dtype int8 --threads 1 --prompts 150 --bins 5 --tokens 32 --k 3
                 --only frozen,learning --head none --svg online.svg
 
@@ -76,9 +77,9 @@ def texts(args: argparse.Namespace, domain: str) -> tuple[list[str], list[str]]:
     """The first prompts of a domain, from its files in order, and those held out: the last ones."""
     count = args.counts.get(domain, args.prompts)
     found = [prompt.text[:800] for name in args.domains[domain] for prompt in read_file(args.data / name)]
-    if len(found) < count + args.held_out:
+    if len(found) < args.skip + count + args.held_out:
         sys.exit(f"There are only {len(found)} prompts of {domain}: give --prompts {len(found)} or fewer.")
-    return found[:count], found[len(found) - args.held_out :]
+    return found[args.skip : args.skip + count], found[len(found) - args.held_out :]
 
 
 def engines(args: argparse.Namespace) -> dict[str, LLM]:
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--cap-ms", type=float, default=10.0)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--batch", type=int, default=1, help="prompts that are answered together")
+    parser.add_argument("--skip", type=int, default=0, help="prompts of each domain to leave out at its start")
     parser.add_argument("--held-out", type=int, default=0, help="prompts from the end of each file, without learning")
     parser.add_argument("--no-phrases", dest="phrases", action="store_false", help="without a head's memory")
     parser.add_argument("--correction", action="store_true", help="train a head's correction on a CPU too")
