@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -153,6 +153,25 @@ def test_every_number_of_16_bits_is_read_and_written(backend: str) -> None:
 
 
 # ------------------------------------------------------------ attention
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, torch.float16], ids=str)
+def test_attend_has_the_same_bits_with_avx2_and_avx512(
+    use_avx512: Callable[[], None], use_backend: Use, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Registers of 512 bits hold two vectors: keys in pairs, values in pairs, one row and many."""
+    use_avx512()
+    case = _mixed(shape, 24)
+    case.k, case.v = case.k.to(dtype), case.v.to(dtype)
+
+    def results() -> list[Tensor]:
+        single = [case.run([t]) for t in (0, 12, 18)]
+        return [*single, case.run(), case.run(window=30), case.run(cap=2.0)]
+
+    wide = results()
+    use_backend("narrow")
+    assert all(_same(a, b) for a, b in zip(wide, results(), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -138,6 +138,12 @@ def test_a_layer_is_timed_in_every_dtype(dtype: str) -> None:
     assert 0 < load._layer_seconds(toy_config(), None, dtype) < 10
 
 
+def test_a_files_own_precision_is_kept_unless_another_is_clearly_faster() -> None:
+    assert load._fastest({"int8": 0.9, "gguf": 1.0}, load.GGUF) == "gguf"  # noise must not choose other weights
+    assert load._fastest({"int8": 0.5, "gguf": 1.0}, load.GGUF) == "int8"
+    assert load._fastest({"float32": 1.0, "bfloat16": 0.9}, "") == "bfloat16"
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_a_layer_of_blocks_is_timed_and_the_choice_is_reported(use_backend: Use) -> None:
     use_backend("tuned")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.backends.rows import rows_of
 from outrider.drafters.head.dflash import DFlashHead, DFlashRollout
-from outrider.drafters.head.features import HeadBatch, ObservedFeatures
+from outrider.drafters.head.features import HeadBatch, ObservedFeatures, Piece
 from outrider.drafters.head.network import Head
 from outrider.engine.cache import Cache
 from outrider.types import Sequence
@@ -49,7 +49,8 @@ def block_scores(head: DFlashHead) -> Tensor:
     cache.open(seq)
     cache.reserve(seq, 11, 4)
     width = head.config.target_hidden_size * len(head.config.taps)
-    features.pieces[1] = [(0, torch.randn(10, width, generator=torch.Generator().manual_seed(2)))]
+    shown = torch.randn(10, width, generator=torch.Generator().manual_seed(2))
+    features.pieces[1] = [Piece(0, 10, 0, shown.chunk(len(head.config.taps), 1))]
     (scores,) = DFlashRollout(head, cache, plane, features)._blocks([seq], [6])
     return scores
 

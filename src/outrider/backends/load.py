@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 import time
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from .cpu import blocks, native, quantise as quant
 from .cpu.blocks import BlockTransformer
 from .cpu.int8 import Int8Transformer, open_int8
 from .linear import packs
-from .machine import fingerprint
+from .machine import fingerprint, is_overloaded
 from .pass_costs import read_seconds
 from .rows import rows_of
 from .toy import RandomWeights
@@ -43,6 +42,8 @@ from .transformer import Transformer
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 ROWS = (1, 4, 8)  # of the timed passes, as in decoding and verification
+PASSES = 9  # of each
+CLEARLY = 1.25  # times slower than the fastest that the file's own precision may be: it was 1.35 faster or no different
 _EVICTING = 1 << 27  # bytes that are written before each of them, so that no cache holds weights
 
 
@@ -98,7 +99,7 @@ def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.devic
 def _on_cpu(checkpoint: Checkpoint, dtype: str, kv_dtype: str, length: int) -> Any:
     config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
     timed = compared(checkpoint) if dtype == AUTO else {}
-    chosen = min(timed, key=lambda name: timed[name]) if timed else dtype
+    chosen = _fastest(timed, own) if timed else dtype
     if chosen == GGUF:
         model: Any = BlockTransformer.open(checkpoint, length)
     elif chosen == INT8:
@@ -113,6 +114,13 @@ def _on_cpu(checkpoint: Checkpoint, dtype: str, kv_dtype: str, length: int) -> A
         model.description = f"{_chosen(chosen, timed)} {model.description}"
     model.description = f"{_kept(own, chosen)} {model.description}".strip()
     return model
+
+
+def _fastest(timed: dict[str, float], own: str) -> str:
+    """The file's own precision unless another one is clearly faster: a start beside other work is to choose the same
+    weights, and so the same text, as one on a machine left alone."""
+    fastest = min(timed, key=lambda name: timed[name])
+    return own if own in timed and timed[own] < CLEARLY * timed[fastest] else fastest
 
 
 def _kept(own: str, chosen: str) -> str:
@@ -142,7 +150,7 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
     if own in (GGUF, INT8):
         names.append(INT8)
         if own == GGUF and blocks.runs(checkpoint.weights, config):
-            names.append(GGUF)
+            names = [INT8, GGUF]  # floats read several times the bytes
             shape += (blocks.FORMAT, checkpoint.weights.kind("layers.0.mlp.up_proj.weight"))
     key = hashlib.sha256(repr((config.vocab_size, config.layers, shape, names)).encode()).hexdigest()[:12]
     names_of_file = ("dtype", fingerprint(), native.version(), str(torch.get_num_threads()), key)
@@ -153,13 +161,14 @@ def compared(checkpoint: Checkpoint) -> dict[str, float]:
             for i, name in enumerate(names):
                 seconds[name] = _layer_seconds(config, checkpoint.weights, name)
                 done((i + 1) / len(names))
-        write_quietly(file, json.dumps(seconds))
+        if not is_overloaded():
+            write_quietly(file, json.dumps(seconds))
     return seconds
 
 
 def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
     """Seconds of passes with `ROWS` rows through layers of this shape and their share of the output matrix. No cache
-    holds their weights, as in a model of many layers."""
+    holds their weights, as in a model of many layers. The fastest of some: other work only adds time."""
     weights_per_layer = 3 * config.hidden_size * config.intermediate_size
     layers = max(1, min(config.layers, 40_000_000 // weights_per_layer))
     vocabulary = max(64, config.vocab_size * layers // config.layers)
@@ -192,4 +201,4 @@ def _layer_seconds(config: ModelConfig, file: Any, dtype: str) -> float:
         model.forward(rows_of(batch), plane)
         return time.perf_counter() - start
 
-    return sum(statistics.median(seconds(rows) for _ in range(9)) for rows in ROWS)
+    return sum(min(seconds(rows) for _ in range(PASSES)) for rows in ROWS)

@@ -21,7 +21,7 @@ class Line:
         old = (self.n, self.k, self.y, self.kk, self.ky)
         self.n, self.k, self.y, self.kk, self.ky = (self.FADE * a + b for a, b in zip(old, new, strict=True))
 
-    def __call__(self, k: int) -> float:
+    def __call__(self, k: float) -> float:
         return self.y / self.n + self.slope * (k - self.k / self.n)
 
     @property

@@ -48,10 +48,12 @@ class DraftRequest:
         return replace(self, seqs=[self.seqs[i] for i in chosen], budgets=[self.budgets[i] for i in chosen])
 
     def answer(self, indices: Iterable[int], draft: Callable[[DraftRequest], Draft]) -> Draft:
-        """What `draft` proposes for some of the sequences, and an empty tree for each of the others."""
+        """What `draft` proposes for some of the sequences (in order), and an empty tree for each of the others."""
         chosen = list(indices)
         if not chosen:
             return Draft.empty(len(self.seqs))
+        if len(chosen) == len(self.seqs):
+            return draft(self)
         proposed = draft(self.select(chosen))
         trees = dict(zip(chosen, proposed.trees, strict=True))
         return replace(proposed, trees=tuple(trees.get(i, Tree([], [])) for i in range(len(self.seqs))))

@@ -26,6 +26,7 @@ from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
+EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint
 DFLASH = "dflash"  # DFlash and DSpark: read, never written
@@ -391,8 +392,9 @@ def target_hash(config: ModelConfig, weights: TensorSource) -> str:
 
 
 def random_head(
-    config: ModelConfig, kind: str = "eagle3", seed: int = 1, layers: int = 1, vocabulary: int = 0, hash: str = ""
-) -> tuple[HeadConfig, dict[str, Tensor]]:
+    config: ModelConfig, kind: str = "eagle3", seed: int = 1, layers: int = 1, vocabulary: int = 0, hash: str = "",
+    **variant: Any,
+) -> tuple[HeadConfig, dict[str, Tensor]]:  # fmt: skip
     """An untrained head for a target of this shape, its vocabulary spread evenly over the target's."""
     vocabulary, half = vocabulary or min(config.vocab_size * 3 // 4, 4096), config.layers // 2
     shape = HeadConfig(
@@ -410,6 +412,7 @@ def random_head(
         rope_theta=config.rope_theta,
         context_length=config.context_length,
         target_hash=hash,
+        **variant,
     )
     ids = torch.arange(vocabulary) * config.vocab_size // vocabulary  # [D]
     known = torch.zeros(config.vocab_size, dtype=torch.bool)

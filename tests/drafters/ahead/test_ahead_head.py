@@ -20,7 +20,7 @@ from outrider.config import Config
 from outrider.drafters.ahead import worker as worker_module
 from outrider.drafters.ahead.forks import ForkPlan
 from outrider.drafters.ahead.head_forks import HeadForker
-from outrider.drafters.head.features import ObservedFeatures
+from outrider.drafters.head.features import ObservedFeatures, Piece
 from outrider.drafters.head.network import Head
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
@@ -62,7 +62,7 @@ def features_of(text: list[int], taps: tuple[int, ...], target_id: int = 7) -> O
     batch = BatchBuilder(cache)
     batch.pending(seq, 0, len(text), want=True)
     hidden = TARGET.forward(rows_of(batch), plane, taps=taps).hidden
-    return ObservedFeatures(taps, {target_id: [(0, torch.cat([hidden[tap] for tap in taps], 1))]})
+    return ObservedFeatures(taps, {target_id: [Piece(0, len(text), 0, tuple(hidden[tap] for tap in taps))]})
 
 
 def forker_of(features: ObservedFeatures) -> HeadForker:

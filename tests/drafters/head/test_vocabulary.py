@@ -108,8 +108,9 @@ def test_places_and_tokens_stay_one_to_one(texts: list[list[int]], kept: set[int
         assert len(set(text)) > 4 or new <= set(vocabulary.known)  # what was new can be drafted
 
 
-def test_rows_beside_packed_weights_grow_and_are_replaced() -> None:
-    rows, weight = OtherRows(4), torch.randn(200, 4)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_beside_packed_weights_grow_and_are_replaced(compiled: bool) -> None:
+    rows, weight = OtherRows(4, ops._loaded().kernels if compiled else None), torch.randn(200, 4)
     for start in range(0, 200, 50):
         rows.put(list(range(start, start + 50)), weight[start : start + 50])
     rows.put([7], 2 * weight[7:8])

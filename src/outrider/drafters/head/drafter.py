@@ -24,6 +24,7 @@ from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
 from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
 from ...backends.rows import rows_of
+from ...control.draft_costs import Line
 from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
 from ...models.paths import cache_folder
@@ -59,19 +60,25 @@ INITIAL_FLOOR = 0.3  # before a pass was timed: a first chain that is too long w
 SCRATCH = -2_000_000  # id of the sequence whose passes are timed at the start
 SCRATCH_ROWS, SCRATCH_PASSES = 64, 4
 PACKING = 2  # of a head's products in the cache; a change makes old files be built again
+PROMPT = 32  # tokens that a head has not read, from which on they are a prompt
 ROWS = 4  # the cost of one more row is averaged over this many: the first ones may be free
 
 
 class Pace:
-    """When a chain is long enough, from the cost of one more pass and one more row and its chance of survival.
+    """When a chain is long enough, from the cost of one more token and one more row and its chance of survival.
 
     Stopping early changes the length of a chain, never its tokens.
     """
 
     def __init__(self, fixed: float | None = None) -> None:
         self.fixed = fixed  # the option stop_below
-        self.seconds: float | None = None  # of one pass
+        self.drafts = Line()  # seconds of a draft by its passes
         self.confidence = 0.6  # mean probability of a token after the first
+
+    @property
+    def seconds(self) -> float | None:
+        """What one more token costs."""
+        return self.drafts.slope if self.drafts.n else None
 
     def floor(self, prices: Prices | None) -> float:
         """The survival that the last token must have for the next one to be worth its pass."""
@@ -79,18 +86,16 @@ class Pace:
             return self.fixed
         if prices is None:
             return 0.0
-        if self.seconds is None:
+        seconds = self.seconds
+        if seconds is None:
             return INITIAL_FLOOR
-        cost = prices.speed * self.seconds + prices.price(ROWS) / ROWS
+        cost = prices.speed * seconds + prices.price(ROWS) / ROWS
         return min(cost / max(self.confidence, 0.05), 1.0)
 
     def observe(self, step: Step, passes: int) -> None:
         """Time the passes of this step's draft; steps that also read a prompt are left out."""
-        if not passes or any(turn.feed > 1 for turn in step.turns):
-            return
-        each = step.clock["draft"] / passes
-        known = each if self.seconds is None else self.seconds
-        self.seconds = known + 0.1 * (min(each, 2 * known) - known)  # clipped: an outlier is not a cost
+        if passes and not any(turn.feed > 1 for turn in step.turns):
+            self.drafts.add(passes, step.clock["draft"])
 
     def drafted(self, tree: Tree) -> None:
         """Update the mean confidence with the tokens after the first."""
@@ -170,6 +175,7 @@ class TrainedHead(Drafter):
             forecast=forecast,
             memory=partial(_memory, self.rollout, space.target),
         )
+        self.reads = False  # whether the latest draft read a prompt: its seconds are no token's
         self.unread: Any = None  # the device's drafts, where its rounds make them
         self.learning = self._learning(head)
         follows = head.device.type == "cpu" or self.learning is not None  # alone it has not been timed on a GPU
@@ -201,6 +207,7 @@ class TrainedHead(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
+        self.reads = any(_backlog(self.rollout.plane, seq) > PROMPT for seq in request.seqs)
         if self.learning is not None:
             self.learning.choose(request.seqs)
         if request.in_round:
@@ -233,16 +240,19 @@ class TrainedHead(Drafter):
         try:
             if not cache.reserve(seq, len(seq.tokens), 1):
                 return None
-            short, long = (_seconds(rollout.committed, seq, rows) for rows in (1, len(seq.tokens) - 1))
+            shapes = (len(seq.tokens) - 1, 1), (1, 1), (1, 2)  # the first writes what the others read
+            long, short, further = (_seconds(rollout.committed, seq, *shape) for shape in shapes)
         finally:
             cache.free(seq)
         survival = tuple(accumulate(rollout.head.config.acceptance, mul))
-        self.pace.seconds = short
-        passes = 1 + sum(chance for chance in survival if chance > INITIAL_FLOOR)
-        return Forecast(survival, short * passes, max(long - short, 0.0) / len(seq.tokens))
+        for tokens, seconds in ((1, short), (2, further)):
+            self.pace.drafts.add(tokens, seconds)
+        more = sum(chance for chance in survival if chance > INITIAL_FLOOR)
+        return Forecast(survival, self.pace.drafts(1 + more), max(long - short, 0.0) / len(seq.tokens))
 
     def observe(self, step: Step) -> None:
-        self.pace.observe(step, self.rollout.passes_run)
+        if self.rollout.passes_run and not self.reads:
+            self.pace.observe(step, self.rollout.passes_run)
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
@@ -294,14 +304,19 @@ def _memory(rollout: Any, target: Model) -> Memory:
     return Memory(weight_bytes(rollout.head, excluding=target), rollout.plane.bytes)
 
 
-def _seconds(committed: CommittedRows, seq: Sequence, rows: int) -> float:
-    """Of a pass over the last rows of a sequence, the fastest of some: other work only adds time."""
-    batch, last, seconds = HeadBatch(committed.cache), len(seq.tokens) - 1, []
+def _seconds(committed: CommittedRows, seq: Sequence, rows: int, tokens: int) -> float:
+    """Of drafting tokens after the last rows of a sequence, the fastest of some: other work only adds time."""
+    head, plane, batch, last = committed.head, committed.plane, HeadBatch(committed.cache), len(seq.tokens) - 1
     batch.committed(seq, last - rows, last, want=True)
-    states = committed.blank.new_zeros(rows, committed.blank.shape[1])
+    slots, states = [batch.scratch(seq, range(tokens - 1))], committed.blank.new_zeros(rows, committed.blank.shape[1])
+    seconds = []
     for _ in range(SCRATCH_PASSES):
         begin = time.perf_counter()
-        committed.head.read(rows_of(batch), committed.plane, states)
+        if head.drafts_chains:
+            head.chains(rows_of(batch), plane, states, slots, [tokens], 0.0)
+        else:
+            for _ in range(tokens):
+                head.read(rows_of(batch), plane, states)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from ...types import Sequence, Step
 from .._rollout import CHUNK
 
 if TYPE_CHECKING:
-    from .network import Head
+    from .network import Chain, Head
 
+_FEW = 16  # rows that are read with those whose scores are needed
 _SEQUENCES = 256  # more than these are checked for sequences that have ended without `drop`
 _PIECES = 32  # steps whose features of one sequence are kept as separate tensors
 
@@ -58,6 +59,22 @@ class FeatureCache:
         """Drop sequences that are not among these, where `drop` was not called."""
 
 
+class Piece(NamedTuple):
+    """Hidden states of neighbouring positions."""
+
+    position: int  # of the first
+    stop: int  # after the last
+    row: int  # of the first in `states`
+    states: tuple[Tensor, ...]  # [m, H] for each tap
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """[stop - start, H] for each tap."""
+        first, last = start - self.position + self.row, stop - self.position + self.row
+        if first == 0 and last == self.states[0].shape[0]:
+            return list(self.states)
+        return [state[first:last] for state in self.states]
+
+
 @dataclass
 class ObservedFeatures(FeatureCache):
     """Keeps the hidden states that `observe` hands over, until the head has been fed with them.
@@ -66,62 +83,60 @@ class ObservedFeatures(FeatureCache):
     """
 
     taps: tuple[int, ...]
-    pieces: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)  # seq id -> (position, [m, taps * H])
+    pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by sequence id
     lock: Lock = field(default_factory=Lock)  # for changes of `pieces`
 
     def observe(self, step: Step) -> None:
+        """Nothing is copied of a step with one row for each sequence and its draft: many are never read."""
         batch, at, hidden = step.batch, 0, step.output.hidden
         if not hidden:  # no taps were requested
             return
-        positions = step.rows.positions.tolist() if batch is None else batch.positions
-        sizes = [turn.feed + len(tree.tokens) for turn, tree in zip(step.turns, step.draft.trees, strict=True)]
-        shared = None
-        if all(turn.feed == 1 for turn in step.turns):  # one copy for all sequences, and a view of it for each
-            joined = torch.cat([hidden[tap] for tap in self.taps], 1)  # [T, taps * H]
-            shared = (joined,) if len(sizes) == 1 else joined.split(sizes)  # B x [n, taps * H]
-        for i, (turn, verdict) in enumerate(zip(step.turns, step.verdicts, strict=True)):
+        positions = step.rows.positions if batch is None else batch.positions
+        states = tuple([hidden[tap] for tap in self.taps])  # [T, H] each
+        shared = len(step.turns) == 1 or all(turn.feed == 1 for turn in step.turns)
+        for turn, tree, verdict in zip(step.turns, step.draft.trees, step.verdicts, strict=True):
             path = [] if verdict is None else verdict.path
             if turn.seq.speculate and not turn.seq.done:
-                kept = turn.feed + len(path)
-                rows: Any = slice(0, kept)  # a chain
-                if path and path[-1] != len(path) - 1:
-                    rows = [*range(turn.feed), *(turn.feed + node for node in path)]
-                if shared is not None:
-                    states = shared[i] if sizes[i] == kept else shared[i][rows]
-                else:
-                    states = torch.cat([hidden[tap][at : at + sizes[i]][rows] for tap in self.taps], 1)
-                self._add(turn.seq.id, positions[at], states)
-            at += sizes[i]
+                kept, first, own = turn.feed + len(path), at, states
+                if path and path[-1] != len(path) - 1:  # not a chain
+                    rows = [*range(at, at + turn.feed), *(at + turn.feed + node for node in path)]
+                    first, own = 0, tuple(state[rows] for state in states)
+                elif not shared:  # else a prompt's piece would keep the whole pass
+                    first, own = 0, tuple(state[at : at + kept].clone() for state in states)
+                self._add(turn.seq.id, int(positions[at]), kept, first, own)
+            at += turn.feed + len(tree.tokens)
 
-    def _add(self, seq_id: int, position: int, states: Tensor) -> None:
-        """states [m, taps * H]. Pieces are joined now and then, so that views of whole batches are released."""
+    def _add(self, seq_id: int, position: int, count: int, row: int, states: tuple[Tensor, ...]) -> None:
+        """Pieces are joined now and then, so that what whole batches have left is released."""
         with self.lock:
             pieces = self.pieces.setdefault(seq_id, [])
-            pieces.append((position, states))
+            pieces.append(Piece(position, position + count, row, states))
             if len(pieces) > _PIECES:
-                start, stop = pieces[0][0], position + states.shape[0]
-                if sum(piece.shape[0] for _, piece in pieces) == stop - start:  # else there is a gap between them
-                    self.pieces[seq_id] = [(start, self.between(seq_id, start, stop, states))]
+                start, stop = pieces[0].position, position + count
+                if sum(piece.stop - piece.position for piece in pieces) == stop - start:  # else there is a gap
+                    each = zip(*(piece.rows(piece.position, piece.stop) for piece in pieces), strict=True)  # by tap
+                    self.pieces[seq_id] = [Piece(start, stop, 0, tuple(map(torch.cat, each)))]
 
     def has(self, seq_id: int, position: int) -> bool:
-        return any(at <= position < at + piece.shape[0] for at, piece in reversed(self.pieces.get(seq_id, ())))
+        return any(piece.position <= position < piece.stop for piece in reversed(self.pieces.get(seq_id, ())))
 
     def between(self, seq_id: int, start: int, stop: int, like: Tensor) -> Tensor:
         pieces = self.pieces.get(seq_id, [])
-        if len(pieces) == 1 and pieces[0][0] <= start and stop <= pieces[0][0] + pieces[0][1].shape[0]:
-            return pieces[0][1][start - pieces[0][0] : stop - pieces[0][0]]
+        for piece in reversed(pieces):
+            if piece.position <= start and stop <= piece.stop:
+                return torch.cat(piece.rows(start, stop), 1)
         features = like.new_zeros(stop - start, like.shape[1])
-        for at, piece in pieces:
-            low, high = max(at, start), min(at + piece.shape[0], stop)
+        for piece in pieces:
+            low, high = max(piece.position, start), min(piece.stop, stop)
             if low < high:
-                features[low - start : high - start] = piece[low - at : high - at]
+                features[low - start : high - start] = torch.cat(piece.rows(low, high), 1)
         return features
 
     def forget(self, seq_id: int, before: int) -> None:
         with self.lock:
             pieces = self.pieces.get(seq_id, ())
             if pieces:
-                self.pieces[seq_id] = [(at, piece) for at, piece in pieces if at + piece.shape[0] > before]
+                self.pieces[seq_id] = [piece for piece in pieces if piece.stop > before]
 
     def drop(self, seq_id: int) -> None:
         with self.lock:
@@ -162,20 +177,25 @@ class HeadBatch(BatchBuilder):
 
     def committed(self, seq: Sequence, start: int, stop: int, want: bool = False) -> None:
         """Committed rows start … stop-1; with `want`, the last one's scores are needed."""
-        slots = self.cache.rows[seq.id].slots
-        for p in range(start, stop):
-            self._add(seq, seq.tokens[p + 1], p, slots[p], p + 1, [])
-        self.masked += [False] * (stop - start)
+        row, count = self.cache.rows[seq.id], stop - start
+        self.owners += [seq] * count
+        self.tokens += seq.tokens[start + 1 : stop + 1]
+        self.positions += range(start, stop)
+        self.slots += row.slots[start:stop]
+        self.lines += [row.line] * count
+        self.context += range(start + 1, stop + 1)
+        self.tails += [[]] * count
+        self.masked += [False] * count
         if want:
             self.want.append(len(self.tokens) - 1)
 
     def drafted(self, seq: Sequence, token: int, path: list[int]) -> None:
         """A wanted row behind the committed ones, in the last of these scratch slots (by index); it sees the others."""
-        self._behind(seq, token, self._scratch(seq, path), masked=False)
+        self._behind(seq, token, self.scratch(seq, path), masked=False)
 
     def masks(self, seq: Sequence, count: int, slots: list[int] | None = None) -> None:
         """Wanted masks behind the committed rows, in these slots; by default in the sequence's own scratch slots."""
-        slots = self._scratch(seq, range(count)) if slots is None else slots
+        slots = self.scratch(seq, range(count)) if slots is None else slots
         for j in range(count):
             self._behind(seq, 0, slots[: j + 1], masked=True)
 
@@ -185,7 +205,7 @@ class HeadBatch(BatchBuilder):
         self.masked.append(masked)
         self.want.append(len(self.tokens) - 1)
 
-    def _scratch(self, seq: Sequence, indices: list[int] | range) -> list[int]:
+    def scratch(self, seq: Sequence, indices: list[int] | range) -> list[int]:
         """Scratch slot 0 is the one of the last committed token, which has no committed row yet; then spare ones."""
         row, last = self.cache.rows[seq.id], len(seq.tokens) - 1
         return [row.slots[last] if index == 0 else row.spare[index - 1] for index in indices]
@@ -214,19 +234,36 @@ class CommittedRows:
 
     def read(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         """Feed committed rows, and masks[i] masks behind them: the wanted rows' scores [R, D] and outputs [R, H]."""
+        packed, features = self._pack(seqs, masks, _FEW)
+        masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
+        scores, outputs = self.head.read(rows_of(packed), self.plane, features, masked)
+        self._advance_all(seqs)
+        return scores, outputs[packed.want]
+
+    def chains(self, seqs: list[Sequence], budgets: list[int], floor: float) -> list[Chain]:
+        """Feed committed rows and draft after each, as `Head.chains` does."""
+        packed, features = self._pack(seqs, [0] * len(seqs), CHUNK)
+        slots = [packed.scratch(seq, range(budget - 1)) for seq, budget in zip(seqs, budgets, strict=True)]
+        drafted = self.head.chains(rows_of(packed), self.plane, features, slots, budgets, floor)
+        self._advance_all(seqs)
+        return drafted
+
+    def _pack(self, seqs: list[Sequence], masks: list[int], most: int) -> tuple[HeadBatch, Tensor]:
+        """The last committed rows of each that the plane lacks, `most` at most, with masks behind them, and their
+        features [T, taps * H]. Those before are fed."""
         packed, features = HeadBatch(self.cache), []
         for seq, more in zip(seqs, masks, strict=True):
-            start, stop = self._catch_up(seq), len(seq.tokens) - 1
+            start, stop = self._catch_up(seq, most), len(seq.tokens) - 1
             packed.committed(seq, start, stop, want=True)
             features.append(self.features.between(self.seq_id(seq), start, stop, self.blank))
             packed.masks(seq, more)
             if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
-        masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
-        scores, outputs = self.head.read(rows_of(packed), self.plane, torch.cat(features), masked)
+        return packed, features[0] if len(features) == 1 else torch.cat(features)
+
+    def _advance_all(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             self.advance(seq, len(seq.tokens) - 1)
-        return scores, outputs[packed.want]
 
     def advance(self, seq: Sequence, rows: int) -> None:
         """The plane now holds this many committed rows."""
@@ -236,8 +273,8 @@ class CommittedRows:
         self.plane.advance(seq.id, rows)
         self.features.forget(self.seq_id(seq), rows - 1)  # the last row may be fed once more
 
-    def _catch_up(self, seq: Sequence) -> int:
-        """Feed all but the last chunk of the committed rows that the plane lacks; returns where the rest begins."""
+    def _catch_up(self, seq: Sequence, most: int) -> int:
+        """Feed all but the last rows that the plane lacks, `most` at most; returns where the rest begins."""
         start, stop = self.cache.sync(seq, self.plane), len(seq.tokens) - 1
         slots, seq_id = self.cache.rows[seq.id].slots, self.seq_id(seq)
         while start < stop and not self.features.has(seq_id, start):
@@ -245,11 +282,10 @@ class CommittedRows:
                 break
             start += 1  # a sequence that shares the slot has fed this row, with its feature
         start = min(start, stop - 1)
-        while stop - start > CHUNK:
-            packed = HeadBatch(self.cache)
-            packed.committed(seq, start, start + CHUNK)
-            features = self.features.between(seq_id, start, start + CHUNK, self.blank)
-            self.head.read(rows_of(packed), self.plane, features)
-            self.advance(seq, start + CHUNK)
-            start += CHUNK
+        while stop - start > most:
+            packed, end = HeadBatch(self.cache), min(start + CHUNK, stop - 1)
+            packed.committed(seq, start, end)
+            self.head.keep(rows_of(packed), self.plane, self.features.between(seq_id, start, end, self.blank))
+            self.advance(seq, end)
+            start = end
         return start

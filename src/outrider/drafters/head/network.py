@@ -24,6 +24,7 @@ from ...backends import PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
 from ...backends.cpu.int8 import Addresses, Int8Linear, NativeRows, Words
+from ...backends.cpu.native import COLUMNS
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
@@ -32,6 +33,7 @@ from ...models.blocks import BlockTensor
 from ...models.config import inverse_frequencies
 from ...models.speculators import (
     EAGLE1,
+    EAGLE3,
     HeadConfig,
     HeadTensors,
     check_head,
@@ -43,6 +45,7 @@ from ...models.speculators import (
 )
 from .._trained import DraftVocabulary
 
+Chain = tuple[list[int], list[float]]  # tokens, and the survival of each
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
 
@@ -137,7 +140,7 @@ class Head(DraftVocabulary):
                 self._own_rows[places.to(self.device)] = rows
             self.head.weight[places.to(self.device)] = rows if self._folded is None else folded(rows, self._folded)
             return
-        self._other_rows = self._other_rows or OtherRows(self.config.hidden_size)
+        self._other_rows = self._other_rows or OtherRows(self.config.hidden_size, ops._loaded().kernels)
         self._other_rows.put(places.tolist(), rows)
 
     # ------------------------------------------------------------ a learnt correction
@@ -208,9 +211,35 @@ class Head(DraftVocabulary):
     @torch.inference_mode()
     def read(self, rows: Rows, plane: Plane, hidden: Tensor, masked: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`scores` of rows with the target's hidden states after all taps [T, taps * H], not fused yet."""
-        if self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None:
+        if self._fuses_natively:
             return self._native_pass(rows, plane, self._normed(hidden), masked, fused=False)
         return self.scores(rows, plane, self.fuse([hidden]), masked)
+
+    @property
+    def _fuses_natively(self) -> bool:
+        return self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether `chains` runs a whole draft in one native call."""
+        return self.native is not None and self.config.kind == EAGLE3 and self.correction is None
+
+    def keep(self, rows: Rows, plane: Plane, hidden: Tensor) -> None:
+        """Write the K/V of rows with the target's hidden states [T, taps * H]; no more is computed than that takes."""
+        if self.native is not None and self.config.kind != EAGLE1:
+            self.chains(rows, plane, hidden, [], [], 0.0)
+        else:
+            self.read(rows, plane, hidden)
+
+    def chains(
+        self, rows: Rows, plane: Plane, hidden: Tensor, slots: list[list[int]], budgets: list[int], floor: float
+    ) -> list[Chain]:
+        """Write the K/V of committed rows with the target's hidden states [T, taps * H]; then, after each wanted one,
+        the likeliest tokens, budgets[i] at most, fed into slots[i], until a chain's survival is below the floor."""
+        assert self.native is not None
+        fused = not self._fuses_natively
+        features = self.fuse([hidden]) if fused else self._normed(hidden)
+        return self.native.chains(rows, plane, features, fused, self, slots, budgets, floor)
 
     def forward(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None
@@ -388,22 +417,29 @@ def folded(rows: Tensor, correction: Correction) -> Tensor:
 class OtherRows:
     """Output rows that a CPU's packed weights do not have: they are multiplied apart, and replace their scores."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, kernels: native.Kernels | None) -> None:
+        self.kernels = kernels
         self.index: dict[int, int] = {}  # draft id -> row
         self.places = torch.zeros(64, dtype=torch.long)  # [n or more]
-        self.rows = torch.zeros(64, hidden)  # [n or more, H]
+        self.rows = torch.zeros(64 // COLUMNS, hidden, COLUMNS)  # [blocks, H, 16]: row i is column i % 16 of its block
 
     def put(self, places: list[int], rows: Tensor) -> None:
         """rows [n, H] of these draft ids, new or known."""
         at = torch.tensor([self.index.setdefault(place, len(self.index)) for place in places])
         while len(self.index) > len(self.places):
             self.places, self.rows = torch.cat([self.places, self.places]), torch.cat([self.rows, self.rows])
-        self.places[at], self.rows[at] = torch.tensor(places), rows.to(self.rows.dtype)
+        self.places[at], self.rows[at // COLUMNS, :, at % COLUMNS] = torch.tensor(places), rows.to(self.rows.dtype)
 
     def score(self, normed: Tensor, scores: Tensor) -> None:
         """normed [R, H]; scores [R, D] are corrected in place."""
-        count = len(self.index)
-        scores[:, self.places[:count]] = (normed.float() @ self.rows[:count].T).to(scores.dtype)
+        count, normed = len(self.index), normed.float().contiguous()
+        if self.kernels is None:
+            own = (normed @ self.rows).transpose(0, 1).flatten(1)[:, :count]  # [R, n]
+        else:
+            own = torch.empty(normed.shape[0], count)
+            addresses = ops.addresses_of(normed, self.rows, None, own)
+            self.kernels.product(*addresses, normed.shape[0], count, normed.shape[1], 0, torch.get_num_threads())
+        scores[:, self.places[:count]] = own.to(scores.dtype)
 
 
 class Int8Head(Addresses):
@@ -451,6 +487,32 @@ class Int8Head(Addresses):
             count, wanted, 0, self.layers, torch.get_num_threads(),
         )  # fmt: skip
         return scores, outputs
+
+    def chains(
+        self, rows: Rows, plane: Plane, features: Tensor, fused: bool, head: Head, slots: list[list[int]],
+        budgets: list[int], floor: float,
+    ) -> list[Chain]:  # fmt: skip
+        """As `Head.chains`. features [T, H]; with `fused` false, hidden states [T, taps * H]."""
+        inputs, count, longest = NativeRows(rows), len(budgets), max(budgets, default=0)
+        features, others = features.to(torch.float32).contiguous(), head._other_rows
+        places = array("i", [slot for each in slots for slot in (*each, *[0] * (longest - len(each)))])
+        numbers = array("q", [*budgets, *[0] * (count + count * longest)])  # then lengths, then tokens
+        survival = array("d", bytes(8 * count * longest))
+        at = numbers.buffer_info()[0]
+        self.kernels.chain(
+            self._model, *inputs.addresses(),
+            features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
+            0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
+            inputs.count, count, 0, self.layers, torch.get_num_threads(),
+            at, places.buffer_info()[0], head.ids.data_ptr(),
+            *((0, 0) if others is None else ops.addresses_of(others.rows, others.places)),
+            at + 16 * count, survival.buffer_info()[0], at + 8 * count,
+            0 if others is None else len(others.index), longest, head.config.norm_output,
+            floor, head.config.logit_scale,
+        )  # fmt: skip
+        lengths, tokens = numbers[count : 2 * count], numbers[2 * count :]
+        starts = range(0, count * longest, max(longest, 1))
+        return [(list(tokens[i : i + n]), list(survival[i : i + n])) for i, n in zip(starts, lengths, strict=True)]
 
     def _pack(self, head: Head) -> int:
         c, words = head.config, self._words()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...backends.rows import rows_of
 from ...engine.cache import Cache, Plane
-from ...types import Draft, Sequence
+from ...types import Draft, Sequence, chain
 from .._rollout import DraftVocabularyRollout, Growth, Ranking
 from .features import CommittedRows, FeatureCache, HeadBatch
 
@@ -55,6 +55,10 @@ class HeadRollout(DraftVocabularyRollout):
             draft = self.graphs.chains(seqs, self._starts(seqs), budget)
             self._all_fed(seqs)
             return draft
+        if self._drafts_at_once(seqs):
+            drafted = self.committed.chains(seqs, budget, max(self.floor, self.stop_below))
+            self.passes_run += max(len(tokens) for tokens, _ in drafted)
+            return Draft.pack(chain(tokens, survival, source=self.source) for tokens, survival in drafted)
         if not block:
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
@@ -68,6 +72,14 @@ class HeadRollout(DraftVocabularyRollout):
                     before = growth.tokens[-1] if growth.tokens else growth.seq.tokens[-1]
                     self._extend(growth, self._after(row, before))
         return Draft.pack(g.tree(self.source) for g in grown)
+
+    def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
+        """Whether one native call drafts for these: where nothing but the likeliest token of each pass is needed."""
+        return (
+            self.head.drafts_chains
+            and self._keeps is None
+            and all(seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs)
+        )
 
     def leaves_unread(self, seqs: list[Sequence]) -> bool:
         """Whether chains after these stay on the device, so that the host does not wait for them."""

@@ -66,6 +66,7 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
 STRUCTS |= {"int8_pass": "15P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
+STRUCTS |= {"chain": STRUCTS["int8_pass"] + "8P3q2d"}
 COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "5P3qP"
@@ -86,7 +87,7 @@ class Kernels:
         self.threaded = threaded
         (
             self.add_norm, self.gate_mul, self.rope_store, self.attend, self.int8_pass, self.top, self.choose,
-            self.product,
+            self.product, self.chain,
         ) = (_kernel(library, name) for name in STRUCTS)  # fmt: skip
 
 
@@ -315,6 +316,7 @@ def check(path: str) -> None:
         _check_int8(kernels, d)
         _check_choose(kernels, d)
         _check_product(kernels, d)
+        _check_chain(kernels, d)
     _check_blocks(kernels)
 
 
@@ -414,6 +416,30 @@ def _check_int8(kernels: Kernels, d: int) -> None:
     out = _head_of(kernels, (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0), x)
     expected = [0.5 * sum(w * v for w, v in zip(line, x, strict=True)) for line in weights[:outputs]]
     _compare("int8_pass", out, [sign * y for sign in SIGNS for y in expected])
+
+
+def _check_chain(kernels: Kernels, d: int) -> None:
+    """A model without layers continues from what it was given: the same token again and again."""
+    outputs, length, best = 32, 4, 5
+    x = [1.0 if i % 2 else -1.0 for i in range(d)]
+    rows = [[0] * d if n != best else [int(v) for v in x] for n in range(outputs)]
+    packed = [rows[n][4 * s + i] + 128 for s in range(d // 4) for n in range(outputs) for i in range(4)]
+    weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([1 / d] * outputs), _floats([1.0] * d)
+    head = (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0)
+    sizes = (d, 1, 1, d, 0, d, outputs, length, 0.0, 0, 0, 0, outputs)
+    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0)
+    model, stream = ctypes.create_string_buffer(struct.pack(MODEL, *fields)), _floats(x)
+    zero, one, budget, ids = _int64s([0]), _int64s([1]), _int64s([length]), _int64s(range(10, 10 + outputs))
+    table, slots, lengths = (ctypes.c_int32 * 1)(0), (ctypes.c_int32 * length)(), _int64s([0])
+    tokens, survival = _int64s([0] * length), (ctypes.c_double * length)()
+    inputs = [_address(each) for each in (zero, zero, zero, zero, one, zero, table)]
+    given, made = ([_address(each) for each in group] for group in ((budget, slots, ids), (tokens, survival, lengths)))
+    kernels.chain(
+        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
+        *given, 0, 0, *made, 0, length, 0, 0.0, 1.0,
+    )  # fmt: skip
+    share = math.e / (math.e + outputs - 1)
+    _compare("chain", [*tokens, *survival, *lengths], [10.0 + best] * length + [share**i for i in (1, 2, 3, 4)] + [4.0])
 
 
 def _check_blocks(kernels: Kernels) -> None:

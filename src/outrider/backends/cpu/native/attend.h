@@ -75,10 +75,11 @@ static int attend_whole(const void *opaque, int64_t part) {
 
 static int attend_one_block(const void *opaque, int64_t part) {
     const Job *job = opaque;
-    const int64_t block = part % job->blocks, rest = part / job->blocks, size = 2 + job->wide;
+    const int64_t whole = job->tile_count * job->a->kv_heads, block = part / whole, size = 2 + job->wide;
+    const int64_t kv = part % whole / job->tile_count; /* a block's heads one after the other: they are neighbours */
     Tile tile;
     float *unused;
-    if (open_tile(&tile, job, rest / job->tile_count, job->tiles[rest % job->tile_count], &unused)) return 1;
+    if (open_tile(&tile, job, kv, job->tiles[part % job->tile_count], &unused)) return 1;
     attend_block(&tile, block);
     for (int64_t i = 0; i < tile.count; i++) {
         float *state = job->states + (head_of(&tile, i) * job->blocks + block) * size;

@@ -564,10 +564,11 @@ INLINE void put_bytes(int8_t *q, Wholes v) { /* |v| <= 127 */
 #endif
 }
 
+static const float to_low_bits = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low bits */
+
 /* Rounds n values to signed bytes; returns their scale. NaN and infinity make it NaN: as integers, the bits of numbers
  * without their sign are in the order of the numbers, and these come last. */
 INLINE float quantise_unit(const float *x, int n, int8_t *q) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low bits */
     Wholes top = {0};
     vo v;
     for (int i = 0; i < n; i += PER) {
@@ -580,7 +581,7 @@ INLINE float quantise_unit(const float *x, int n, int8_t *q) {
     const float scale = most_of_all / 127.0f, inverse = scale > 1e-30f && bits < 0x7f800000 ? 1.0f / scale : 0.0f;
     for (int i = 0; i < n; i += PER) {
         memcpy(&v, x + i, sizeof v);
-        put_bytes(q + i, (Wholes)(v * inverse + shift) - 0x4b400000);
+        put_bytes(q + i, (Wholes)(v * inverse + to_low_bits) - 0x4b400000);
     }
     return bits < 0x7f800000 ? scale : NAN;
 }
@@ -647,10 +648,13 @@ INLINE float halve_unit(const float *x, int n, int8_t *high, int8_t *low) {
     }
     const float bad = lanes_sum(odd), scale = lanes_top(best) / 32385.0f; /* 254 * 127 + 127 */
     const float inverse = scale > 1e-30f && bad == 0.0f ? 1.0f / scale : 0.0f;
-    for (int i = 0; i < n; i++) {
-        const int32_t q = (int32_t)rintf(x[i] * inverse), upper = (q + (q < 0 ? -126 : 126)) / 254;
-        high[i] = (int8_t)upper;
-        low[i] = (int8_t)(q - 254 * upper); /* never -128, whose sign cannot be changed */
+    for (int i = 0; i < n; i += PER) {
+        vo v;
+        memcpy(&v, x + i, sizeof v);
+        const Wholes q = (Wholes)(v * inverse + to_low_bits) - 0x4b400000, away = q + 126 + ((q < 0) & -252);
+        const Wholes upper = __builtin_convertvector(__builtin_convertvector(away, vo) / 254.0f, Wholes);
+        put_bytes(high + i, upper);
+        put_bytes(low + i, q - 254 * upper); /* never -128, whose sign cannot be changed */
     }
     return scale + bad;
 }
@@ -746,7 +750,18 @@ static void read_stored(const Stored *a, int64_t row, int64_t inputs, float *out
     else {
         const int64_t size = is_super(a->bits) ? SPAN : 32;
         for (int64_t from = 0; from < inputs; from += size, p += sizes[a->bits])
-            for (int64_t i = 0; i < size; i++) out[from + i] = stored_value(a->bits, p, i);
+            switch (a->bits) { /* as a constant, so that a block's fields are read once */
+#define STORED_BLOCK(BITS) \
+    case BITS: \
+        for (int64_t i = 0; i < (is_super(BITS) ? SPAN : 32); i++) out[from + i] = stored_value(BITS, p, i); \
+        break
+                STORED_BLOCK(Q4_0);
+                STORED_BLOCK(Q4_1);
+                STORED_BLOCK(Q8_0);
+                STORED_BLOCK(Q4_K);
+                STORED_BLOCK(Q5_K);
+                STORED_BLOCK(Q6_K);
+            }
     }
 }
 

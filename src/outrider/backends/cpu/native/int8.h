@@ -291,6 +291,7 @@ static void emit(const Product *a, int64_t t, int64_t block, const float *y) {
     const int64_t n = least(OUTPUTS, a->linear->outputs - block * OUTPUTS);
     if (a->kind == ADD)
         for (int64_t i = 0; i < n; i++) out[i] += y[i];
+    else if (n == OUTPUTS) memcpy(out, y, OUTPUTS * sizeof *out); /* a constant number needs no call */
     else memcpy(out, y, (size_t)n * sizeof *out);
 }
 

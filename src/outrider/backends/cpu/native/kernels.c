@@ -140,38 +140,74 @@ typedef struct {
     int64_t rows, width, threads;
 } Top;
 
-static float softmax_top(const float *x, int64_t n, float top) {
+enum {
+    PIECE = 2048, /* values of a row that are searched and summed apart, so that threads can share a row */
+    STRIP = 16 * W, /* values that are searched for the place of the largest one */
+};
+
+typedef struct {
+    float top; /* the largest value; NaN if there is one */
+    int64_t place; /* the first in the row that has it */
+} Best;
+
+INLINE Best better(Best first, Best second) { return first.top != first.top || second.top <= first.top ? first : second; }
+
+INLINE int64_t end_of_piece(int64_t from, int64_t width) { return least(from + PIECE, width); }
+
+/* Of the piece of a row that begins at `from`. */
+static Best best_of_piece(const float *x, int64_t from, int64_t width) {
+    const int64_t end = end_of_piece(from, width);
+    Best best = {-INFINITY, from};
+    int64_t nan = 0, i = from;
+    vu strange = {0};
+    for (; i + STRIP <= end; i += STRIP) {
+        vf most_of = all(-INFINITY);
+        for (int64_t j = i; j < i + STRIP; j += W) {
+            const vf v = load(x + j);
+            strange |= (vu)(v != v);
+            most_of = either((vu)(v > most_of), v, most_of);
+        }
+        best = better(best, (Best){lanes_top(most_of), i});
+    }
+    for (int lane = 0; lane < W; lane++) nan |= strange[lane];
+    for (; i < end; i++) {
+        nan |= x[i] != x[i];
+        best = better(best, (Best){x[i], i});
+    }
+    if (nan) return (Best){NAN, 0};
+    while (x[best.place] != best.top) best.place++; /* within its strip */
+    return best;
+}
+
+/* Of the same: the sum of exponentials, each divided by that of `top`. */
+static float weight_of_piece(const float *x, int64_t from, int64_t width, float top) {
+    const int64_t end = end_of_piece(from, width);
     vf sum = {0};
-    int64_t i = 0;
-    for (; i + W <= n; i += W) sum += exp_(load(x + i) - top);
+    int64_t i = from;
+#ifdef TWIN
+    for (; i + 2 * W <= end; i += 2 * W) {
+        const vt both = twin_exp(twin_load(x + i) - top);
+        sum += lower_half(both);
+        sum += upper_half(both);
+    }
+#endif
+    for (; i + W <= end; i += W) sum += exp_(load(x + i) - top);
     float total = lanes_sum(sum);
-    for (; i < n; i++) total += expf(x[i] - top);
-    return 1.0f / total;
+    for (; i < end; i++) total += expf(x[i] - top);
+    return total;
 }
 
 static int top_of_row(const void *job, int64_t t) {
     const Top *a = job;
     const float *x = a->x + t * a->width;
-    vf best = all(-INFINITY);
-    vu strange = {0};
-    int64_t i = 0;
-    for (; i + W <= a->width; i += W) {
-        const vf v = load(x + i);
-        strange |= (vu)(v != v);
-        best = either((vu)(v > best), v, best);
-    }
-    float top = lanes_top(best);
-    uint32_t nan = 0;
-    for (int64_t lane = 0; lane < W; lane++) nan |= strange[lane];
-    for (; i < a->width; i++) {
-        nan |= x[i] != x[i];
-        top = x[i] > top ? x[i] : top;
-    }
-    int64_t place = 0;
-    while (!nan && place < a->width && x[place] != top) place++;
-    a->top[t] = nan ? NAN : top;
-    a->place[t] = nan ? 0 : place;
-    if (a->share) a->share[t] = nan ? NAN : softmax_top(x, a->width, top);
+    Best best = {-INFINITY, 0};
+    for (int64_t from = 0; from < a->width; from += PIECE) best = better(best, best_of_piece(x, from, a->width));
+    a->top[t] = best.top;
+    a->place[t] = best.place;
+    if (!a->share) return 0;
+    float total = 0.0f;
+    for (int64_t from = 0; from < a->width; from += PIECE) total += weight_of_piece(x, from, a->width, best.top);
+    a->share[t] = 1.0f / total;
     return 0;
 }
 
@@ -251,22 +287,31 @@ static void turn_head(const Rope *a, float *restrict x, int64_t t, const float *
     }
 }
 
-static void rope_row(const Rope *a, int64_t t, float *row) { /* row: width floats of scratch */
-    const int64_t width = rope_width(a), q_width = a->heads * a->d, kv_width = a->kv_heads * a->d;
-    read_row(row, at(a->qkv, a->bf16, t * width), a->bf16, width);
-    for (int64_t h = 0; h < a->heads + a->kv_heads; h++)
-        turn_head(a, row + h * a->d, t, h < a->heads ? a->q_norm : a->k_norm);
-    memcpy(a->q + t * q_width, row, (size_t)q_width * sizeof *row);
-    write_plane(a->k, a->slots[t] * kv_width, row + q_width, kv_width);
-    write_plane(a->v, a->slots[t] * kv_width, row + q_width + kv_width, kv_width);
+/* A kv head of a row, and the queries that read it. head: d floats of scratch. */
+static void rope_group(const Rope *a, int64_t t, int64_t kv, float *head) {
+    const int64_t d = a->d, group = a->heads / a->kv_heads, first = t * rope_width(a), to = a->slots[t] * a->kv_heads + kv;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+        float *q = a->q + (t * a->heads + h) * d;
+        read_row(q, at(a->qkv, a->bf16, first + h * d), a->bf16, d);
+        turn_head(a, q, t, a->q_norm);
+    }
+    read_row(head, at(a->qkv, a->bf16, first + (a->heads + kv) * d), a->bf16, d);
+    turn_head(a, head, t, a->k_norm);
+    write_plane(a->k, to * d, head, d);
+    read_row(head, at(a->qkv, a->bf16, first + (a->heads + a->kv_heads + kv) * d), a->bf16, d);
+    write_plane(a->v, to * d, head, d);
+}
+
+static void rope_row(const Rope *a, int64_t t, float *head) {
+    for (int64_t kv = 0; kv < a->kv_heads; kv++) rope_group(a, t, kv, head);
 }
 
 static int rope_rows(const void *job, int64_t part) {
     const Rope *a = job;
     const int64_t width = rope_width(a), block = block_of(width);
-    float *row = scratch(0, width);
-    if (!row) return 1;
-    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) rope_row(a, t, row);
+    float *head = scratch(0, a->d);
+    if (!head) return 1;
+    for (int64_t t = part * block; t < least(a->rows, (part + 1) * block); t++) rope_row(a, t, head);
     return 0;
 }
 
@@ -287,6 +332,12 @@ int outrider_product(const Dense *a) { return dense(a); }
 #include "pass.h"
 
 int outrider_int8_pass(const Pass *p) { return int8_pass(p); }
+
+/* ---------------------------------------------------------------- a head's whole draft, in chain.h */
+
+#include "chain.h"
+
+int outrider_chain(const Chain *c) { return draft_chains(c); }
 
 const char *outrider_dot_isa(void) { return DOT_ISA; }
 

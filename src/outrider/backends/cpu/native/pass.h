@@ -12,6 +12,8 @@
 #include "int8.h"
 #include "team.h"
 
+enum { OWN_ROWS = 3 }; /* rows that are packed by every member: as many as take less time than a phase, some 1 us */
+
 typedef struct {
     const float *attention_norm, *mlp_norm, *q_norm, *k_norm; /* [H], [H], [d] or NULL, [d] or NULL */
     Linear qkv, out, gate_up, down;
@@ -52,11 +54,42 @@ typedef struct {
 typedef struct {
     const Pass *p;
     Job job; /* attention, divided; its `a` is set for each layer */
-    Packed packed;
+    Packed packed; /* rows of the next product: one buffer for all members, or one for each */
+    int own; /* each has its own */
     float *fused; /* [2T, H]: products of the high bytes of `shown`, and of the low bytes */
     float *x, *qkv, *q, *mixed, *middle, *cos, *sin; /* [T, H], [T, (heads + 2 kv_heads) d], [T, heads d] twice, ... */
     int64_t middle_stride;
 } State8;
+
+/* ---------------------------------------------------------------- buffers */
+
+INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch memory, aligned to a cache line */
+    void *piece = *memory;
+    *memory += (bytes + 63) / 64 * 64;
+    return piece;
+}
+
+/* Lays out `packed` at `at`. */
+static void furnish_packed(State8 *s, char **at, int64_t rows) {
+    s->packed.inputs = cut(at, rows * s->packed.stride * (int64_t)sizeof(Input));
+    s->packed.scale = cut(at, 4 * rows);
+    s->packed.offset = cut(at, 4 * rows);
+}
+
+static int64_t packed_rows(const Pass *p) { return most(p->shown ? 2 * p->rows : p->rows, p->wanted); }
+
+/* A member's copy of the state, with a buffer of its own for packed rows where each has one. Nobody's is in memory that
+ * is shared: a member that is late may still write to it when others run the next pass there. */
+static int own_state(State8 *s, const State8 *shared) {
+    *s = *shared;
+    if (!s->own) return 0;
+    const int64_t rows = packed_rows(s->p);
+    char *at = NULL;
+    furnish_packed(s, &at, rows);
+    if (!(at = (char *)scratch(3, (at - (char *)NULL) / 4))) return 1;
+    furnish_packed(s, &at, rows);
+    return 0;
+}
 
 /* ---------------------------------------------------------------- work by row */
 
@@ -74,10 +107,14 @@ INLINE void normed(float *row, const float *x, const float *norm, int64_t n, dou
     for (int64_t i = 0; i < n; i++) row[i] = x[i] * scale * norm[i];
 }
 
-static void to_integers(const Packing *a, float *row, int64_t t) {
+INLINE char *packed_row(const Packing *a, int64_t t) {
     const Packed *packed = &a->s->packed;
-    if (a->linear->pieces) quantise_units(a->linear, row, (char *)(packed->inputs + t * packed->stride));
-    else quantise(a->linear, row, packed, t);
+    return (char *)(packed->inputs + t * packed->stride);
+}
+
+static void to_integers(const Packing *a, float *row, int64_t t) { /* changes `row` */
+    if (a->linear->pieces) quantise_units(a->linear, row, packed_row(a, t));
+    else quantise(a->linear, row, &a->s->packed, t);
 }
 
 INLINE void embed(const Model *model, int64_t token, float *out) {
@@ -90,6 +127,10 @@ static int pack_row(const void *job, int64_t t) {
     const Packing *a = job;
     const int64_t n = a->linear->inputs;
     const float *x = a->from + (a->pick ? a->pick[t] : t) * a->from_stride;
+    if (a->linear->pieces && !a->norm) {
+        quantise_units(a->linear, x, packed_row(a, t));
+        return 0;
+    }
     float *row = scratch(0, padded(n));
     if (!row) return 1;
     if (a->norm) normed(row, x, a->norm, n, a->s->p->model->eps);
@@ -178,12 +219,34 @@ static int tap_row(const void *job, int64_t t) {
 
 static int turn_row(const void *job, int64_t t) {
     const Rope *a = job;
-    float *row = scratch(0, rope_width(a));
-    if (row) rope_row(a, t, row);
-    return !row;
+    float *head = scratch(0, a->d);
+    if (head) rope_row(a, t, head);
+    return !head;
+}
+
+typedef struct {
+    const Rope *rope;
+    const Job *job;
+} Mix;
+
+static int turn_and_attend(const void *opaque, int64_t kv) { /* all rows are in one tile, which reads this head alone */
+    const Mix *mix = opaque;
+    float *head = scratch(0, mix->rope->d);
+    if (!head) return 1;
+    for (int64_t t = 0; t < mix->rope->rows; t++) rope_group(mix->rope, t, kv, head);
+    return attend_whole(mix->job, kv);
 }
 
 /* ---------------------------------------------------------------- work by layer; every team member runs all of it */
+
+/* Rows for the next product. Few are packed by every member for itself, which takes less time than to wait for others. A
+ * member that is late may pack what is something else by then; it finds no part left to multiply it with. */
+static int pack(Member *m, const State8 *s, Work work, const void *job, int64_t rows) {
+    if (!s->own) return each(m, work, job, rows);
+    int failed = 0;
+    for (int64_t t = 0; t < rows; t++) failed |= work(job, t);
+    return failed;
+}
 
 static int multiply(Member *m, const State8 *s, const Linear *linear, int64_t rows, float *out, int64_t stride,
                     enum Kind kind) {
@@ -199,7 +262,6 @@ static int mix(Member *m, const State8 *s, const Layer *layer, void *const *plan
                        .slots = p->slots, .q_norm = layer->q_norm, .k_norm = layer->k_norm, .rows = p->rows,
                        .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
                        .half = layer->rope ? model->half : 0, .eps = model->eps};
-    int failed = each(m, turn_row, &rope, p->rows);
     Attend a = *s->job.a;
     a.k = planes[0];
     a.v = planes[1];
@@ -207,6 +269,8 @@ static int mix(Member *m, const State8 *s, const Layer *layer, void *const *plan
     Job job = s->job;
     job.a = &a;
     const int64_t whole = job.tile_count * a.kv_heads;
+    if (whole == a.kv_heads && !job.states) return each(m, turn_and_attend, &(Mix){&rope, &job}, whole);
+    int failed = each(m, turn_row, &rope, p->rows);
     if (!job.states) return failed | each(m, attend_whole, &job, whole);
     failed |= each(m, attend_one_block, &job, whole * job.blocks);
     return failed | each(m, merge_row, &job, a.rows);
@@ -214,29 +278,29 @@ static int mix(Member *m, const State8 *s, const Layer *layer, void *const *plan
 
 static int attention(Member *m, const State8 *s, const Layer *layer, void *const *planes) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, width = layer->out.inputs;
-    const Work pack = s->p->model->beside_norm && layer == s->p->model->layers ? pack_pair : pack_row;
-    int failed = each(m, pack, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
+    const Work first = s->p->model->beside_norm && layer == s->p->model->layers ? pack_pair : pack_row;
+    int failed = pack(m, s, first, &(Packing){s, &layer->qkv, s->x, layer->attention_norm, NULL, hidden}, rows);
     failed |= multiply(m, s, &layer->qkv, rows, s->qkv, layer->qkv.outputs, STORE);
     failed |= mix(m, s, layer, planes);
-    failed |= each(m, pack_row, &(Packing){s, &layer->out, s->mixed, NULL, NULL, width}, rows);
+    failed |= pack(m, s, pack_row, &(Packing){s, &layer->out, s->mixed, NULL, NULL, width}, rows);
     return failed | multiply(m, s, &layer->out, rows, s->x, hidden, ADD);
 }
 
 static int mlp(Member *m, const State8 *s, const Layer *layer) {
     const int64_t hidden = s->p->model->hidden, rows = s->p->rows, wide = s->middle_stride;
-    int failed = each(m, pack_row, &(Packing){s, &layer->gate_up, s->x, layer->mlp_norm, NULL, hidden}, rows);
+    int failed = pack(m, s, pack_row, &(Packing){s, &layer->gate_up, s->x, layer->mlp_norm, NULL, hidden}, rows);
     failed |= multiply(m, s, &layer->gate_up, rows, s->middle, wide, SILU);
-    failed |= each(m, pack_row, &(Packing){s, &layer->down, s->middle, NULL, NULL, wide}, rows);
+    failed |= pack(m, s, pack_row, &(Packing){s, &layer->down, s->middle, NULL, NULL, wide}, rows);
     return failed | multiply(m, s, &layer->down, rows, s->x, hidden, ADD);
 }
 
 static int run(Member *m, const void *opaque) {
-    const State8 *s = opaque;
+    State8 mine, *const s = &mine;
+    int failed = own_state(s, opaque);
     const Pass *p = s->p;
     const Model *model = p->model;
-    int failed = 0;
     if (p->shown) {
-        failed |= each(m, pack_shown, s, p->rows);
+        failed |= pack(m, s, pack_shown, s, p->rows);
         failed |= multiply(m, s, &model->fuse, 2 * p->rows, s->fused, model->hidden, STORE);
     }
     failed |= each(m, embed_row, s, p->rows);
@@ -248,7 +312,7 @@ static int run(Member *m, const void *opaque) {
     }
     if (!p->logits || !p->wanted) return failed;
     const Packing last = {s, &model->head, s->x, model->norm, p->want, model->hidden};
-    failed |= each(m, pack_row, &last, p->wanted);
+    failed |= pack(m, s, pack_row, &last, p->wanted);
     return failed | multiply(m, s, &model->head, p->wanted, p->logits, model->vocabulary, STORE);
 }
 
@@ -260,17 +324,11 @@ static int outside(const int64_t *x, int64_t n, int64_t end) {
     return 0;
 }
 
-INLINE void *cut(char **memory, int64_t bytes) { /* the next piece of scratch memory, aligned to a cache line */
-    void *piece = *memory;
-    *memory += (bytes + 63) / 64 * 64;
-    return piece;
-}
-
 /* Lays out the buffers of the pass in `memory`; returns their bytes. With NULL, only the size counts. */
 static int64_t furnish(State8 *s, char *memory) {
     const Model *model = s->p->model;
     const int64_t rows = s->p->rows, twice = s->p->shown ? 2 * rows : 0, d = model->d;
-    const int64_t most_rows = most(most(rows, twice), s->p->wanted), shown = twice ? model->fuse.inputs : 0;
+    const int64_t shown = twice ? model->fuse.inputs : 0;
     const int64_t qkv = (model->heads + 2 * model->kv_heads) * d;
     char *at = memory;
     s->middle_stride = (model->middle + 15) / 16 * 16;
@@ -285,30 +343,42 @@ static int64_t furnish(State8 *s, char *memory) {
     s->middle = cut(&at, 4 * rows * s->middle_stride);
     s->cos = cut(&at, 4 * rows * model->half);
     s->sin = cut(&at, 4 * rows * model->half);
-    s->packed.inputs = cut(&at, most_rows * s->packed.stride * (int64_t)sizeof(Input));
-    s->packed.scale = cut(&at, 4 * most_rows);
-    s->packed.offset = cut(&at, 4 * most_rows);
+    furnish_packed(s, &at, packed_rows(s->p));
     return at - memory;
 }
 
-static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+static int is_outside(const Pass *p) { /* whether an index is out of its range */
     const Model *model = p->model;
     if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
         outside(p->want, p->wanted, p->rows) || (!p->x && !p->shown && outside(p->tokens, p->rows, model->words)))
-        return 2;
+        return 1;
     const int64_t lowest = model->mask_embedding ? -1 : 0;
     for (int64_t t = 0; model->beside_norm && t < p->rows; t++)
-        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 2;
-    State8 s = {.p = p};
+        if (p->tokens[t] < lowest || p->tokens[t] >= model->words) return 1;
+    return 0;
+}
+
+/* After `furnish`. The caller frees `memory`, and keeps `a` as long as the state. */
+static int plan_attention(State8 *s, Attend *a, int64_t **memory) {
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    *a = (Attend){.q = s->q, .table = p->table, .lines = p->lines, .context = p->context,
+                  .ancestors = p->ancestors, .out = s->mixed, .table_stride = p->table_stride, .depth = p->depth,
+                  .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
+                  .scale = 1.0 / sqrt((double)model->d)};
+    int64_t threads = p->threads;
+    return plan(&s->job, a, &threads, memory);
+}
+
+static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
+    if (is_outside(p)) return 2;
+    State8 s = {.p = p, .own = p->rows <= OWN_ROWS};
+    Attend a;
     char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
     if (!memory) return 1;
     furnish(&s, memory);
-    const Attend a = {.q = s.q, .table = p->table, .lines = p->lines, .context = p->context,
-                      .ancestors = p->ancestors, .out = s.mixed, .table_stride = p->table_stride, .depth = p->depth,
-                      .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
-                      .scale = 1.0 / sqrt((double)model->d)};
-    int64_t *plan_memory, threads = p->threads;
-    int failed = plan(&s.job, &a, &threads, &plan_memory) || together(run, &s, p->threads);
+    int64_t *plan_memory;
+    int failed = plan_attention(&s, &a, &plan_memory) || together(run, &s, p->threads);
     free(plan_memory);
     return failed;
 }

@@ -114,9 +114,8 @@ static int multiply_dense(const void *job, int64_t part) {
     return 0;
 }
 
-static int dense(const Dense *a) {
-    const int64_t group = dense_group(a);
-    return spread(multiply_dense, a, (dense_blocks(a) + group - 1) / group, a->threads);
-}
+INLINE int64_t dense_parts(const Dense *a) { return (dense_blocks(a) + dense_group(a) - 1) / dense_group(a); }
+
+static int dense(const Dense *a) { return spread(multiply_dense, a, dense_parts(a), a->threads); }
 
 #endif

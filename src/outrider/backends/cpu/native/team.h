@@ -35,13 +35,13 @@ enum {
 };
 
 typedef struct {
-    _Alignas(64) uint64_t claim; /* phase << 32 | started parts of a member's share */
+    _Alignas(64) uint64_t claim; /* phase << 32 | started parts of a member's share in it; older: none of this phase */
 } Share;
 
-typedef struct {
+typedef struct { /* all of it only grows, so that nobody has to reset anything between two phases */
     Share shares[MEMBERS];
-    _Alignas(64) int64_t done; /* finished parts of this phase */
-    _Alignas(64) uint32_t phase; /* the current phase; only grows, as claims do */
+    _Alignas(64) int64_t done; /* finished parts of all phases */
+    _Alignas(64) uint32_t phase; /* the current one */
     uint32_t asleep;
 } Team;
 
@@ -49,6 +49,7 @@ typedef struct {
     Team *team; /* shared */
     int64_t me, size;
     uint32_t phase; /* the next one of this member */
+    int64_t parts; /* of all phases so far */
 } Member;
 
 INLINE void relax(void) {
@@ -75,19 +76,9 @@ static void sleep_in(Team *team, uint32_t phase) {
 #endif
 }
 
-/* The member that finishes a phase's last part opens the next. Values are only raised: a member that was interrupted
- * here must not undo the progress of others. */
-static void open_phase(const Member *m, uint32_t phase) {
-    Team *team = m->team;
-    __atomic_store_n(&team->done, 0, __ATOMIC_RELAXED); /* before the first claim can be made */
-    for (int64_t i = 0; i < m->size; i++) {
-        uint64_t *claim = &team->shares[i].claim, seen = __atomic_load_n(claim, __ATOMIC_RELAXED);
-        while (seen >> 32 < phase && !__atomic_compare_exchange_n(claim, &seen, (uint64_t)phase << 32, 0,
-                                                                  __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
-    }
-    uint32_t seen = __atomic_load_n(&team->phase, __ATOMIC_RELAXED);
-    while (seen < phase && !__atomic_compare_exchange_n(&team->phase, &seen, phase, 0, __ATOMIC_SEQ_CST,
-                                                        __ATOMIC_RELAXED)) {}
+/* The member that finishes a phase's last part opens the next. */
+static void open_phase(Team *team, uint32_t phase) {
+    __atomic_store_n(&team->phase, phase, __ATOMIC_SEQ_CST);
 #if defined(SYS_futex)
     if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &team->phase, FUTEX_ROUSE, MEMBERS, NULL, NULL, 0);
@@ -102,23 +93,26 @@ INLINE uint64_t claimed(uint64_t left) { return left > 8 ? left / 4 : 1; }
 static int each(Member *m, Work work, const void *job, int64_t parts) {
     if (parts <= 0) return 0;
     Team *team = m->team;
-    const uint32_t phase = m->phase++;
+    const uint64_t phase = m->phase++;
+    const int64_t all_parts = m->parts += parts;
     int failed = 0;
     for (int64_t i = 0; i < m->size; i++) {
         const int64_t owner = (m->me + i) % m->size, first = parts * owner / m->size;
         const uint64_t share = (uint64_t)(parts * (owner + 1) / m->size - first);
-        uint64_t *claim = &team->shares[owner].claim, seen = __atomic_load_n(claim, __ATOMIC_ACQUIRE);
-        while (seen >> 32 == phase && (uint32_t)seen < share) {
-            const uint64_t start = (uint32_t)seen, n = claimed(share - start);
-            if (!__atomic_compare_exchange_n(claim, &seen, seen + n, 0, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE)) continue;
+        uint64_t *claim = &team->shares[owner].claim, seen = __atomic_load_n(claim, __ATOMIC_ACQUIRE), start;
+        while (seen >> 32 <= phase && (start = seen >> 32 == phase ? (uint32_t)seen : 0) < share) {
+            const uint64_t n = claimed(share - start);
+            if (!__atomic_compare_exchange_n(claim, &seen, (phase << 32) + start + n, 0, __ATOMIC_ACQUIRE,
+                                             __ATOMIC_ACQUIRE)) continue;
             for (uint64_t part = start; part < start + n; part++) failed |= work(job, first + (int64_t)part);
-            if (__atomic_add_fetch(&team->done, (int64_t)n, __ATOMIC_ACQ_REL) == parts) open_phase(m, phase + 1);
+            if (__atomic_add_fetch(&team->done, (int64_t)n, __ATOMIC_ACQ_REL) == all_parts)
+                open_phase(team, (uint32_t)phase + 1);
             seen = __atomic_load_n(claim, __ATOMIC_ACQUIRE);
         }
     }
     for (int64_t looks = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) <= phase; looks++) {
         if (looks < SPINS) relax();
-        else sleep_in(team, phase);
+        else sleep_in(team, (uint32_t)phase);
     }
     return failed;
 }
@@ -178,7 +172,7 @@ static int together(Task task, const void *job, int64_t threads) {
     Thread ids[MEMBERS];
     int64_t started = 1;
     memset(&team, 0, sizeof team);
-    for (int64_t i = 0; i < size; i++) starts[i] = (Start){task, job, {&team, i, size, 0}, 0};
+    for (int64_t i = 0; i < size; i++) starts[i] = (Start){task, job, {&team, i, size, 0, 0}, 0};
     while (started < size && !begin_thread(ids + started, starts + started)) started++;
     run_member(starts); /* takes the parts of members that could not start, too */
     int failed = starts[0].failed;
@@ -197,13 +191,13 @@ static int together(Task task, const void *job, int64_t threads) {
 #pragma omp parallel num_threads((int)most(1, least(threads, MEMBERS))) reduction(| : failed)
     {
         PLAIN_MODE;
-        failed |= task(&(Member){&team, omp_get_thread_num(), omp_get_num_threads(), 0}, job);
+        failed |= task(&(Member){&team, omp_get_thread_num(), omp_get_num_threads(), 0, 0}, job);
         OLD_MODE;
     }
 #else
     (void)threads;
     PLAIN_MODE;
-    failed = task(&(Member){&team, 0, 1, 0}, job);
+    failed = task(&(Member){&team, 0, 1, 0, 0}, job);
     OLD_MODE;
 #endif
     return failed;

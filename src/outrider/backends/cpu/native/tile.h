@@ -10,8 +10,11 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define QUERIES 4 /* queries that share a register tile: 32 registers hold 4 x 4 sums, 16 registers 2 x 4 */
+/* Queries that share a register tile: 32 registers hold 6 x 4 sums, 16 registers 2 x 4. */
+#if defined(__AVX512F__)
+#define QUERIES 6
+#elif defined(__aarch64__)
+#define QUERIES 4
 #else
 #define QUERIES 2
 #endif
@@ -52,6 +55,7 @@ typedef struct {
     int64_t from, to, low, high; /* the block's keys; keys low .. high-1 are in every row's list */
     int64_t wide; /* d, padded */
     float *q, *scores, *copy; /* [TILE, wide], [TILE, STRIDE], [VALUES, wide] */
+    int64_t offsets[BLOCK]; /* where keys of the block begin in the planes, in values; see `locate` */
     State state[TILE]; /* of this block */
 } Tile;
 
@@ -71,7 +75,7 @@ INLINE int64_t end_of(const Tile *tile, int64_t t) { return least(tile->to, tile
 /* ---------------------------------------------------------------- a register tile */
 
 /* W scores for each of Q queries: lane by lane over d, then a tree of folds. */
-INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float *scores) {
+INLINE void score(int Q, const float *q, int64_t wide, const float *const *keys, float *scores) {
     vf part[QUERIES][W / 4];
     for (int quad = 0; quad < W / 4; quad++) {
         vf sum[QUERIES][4] = {{{0}}};
@@ -83,7 +87,7 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
                 k[j] = load(key[j] + c);
                 KEEP(k[j]);
             }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int i = 0; i < Q; i++) {
                 vf x = load(q + i * wide + c);
                 KEEP(x);
@@ -91,11 +95,11 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
                 for (int j = 0; j < 4; j++) sum[i][j] = fma_(x, k[j], sum[i][j]);
             }
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++)
             part[i][quad] = FOLD(PAIRS, FOLD(SINGLES, sum[i][0], sum[i][1]), FOLD(SINGLES, sum[i][2], sum[i][3]));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < Q; i++) {
 #if W == 8
         part[i][0] = FOLD(QUADS, part[i][0], part[i][1]);
@@ -104,8 +108,81 @@ INLINE void score(int Q, const float *q, int64_t wide, const float **keys, float
     }
 }
 
+#ifdef TWIN
+/* As FOLD, in each half. */
+#define TWIN_AT(F, i, off) \
+    (F((i) % W, off) % W + (i) / W * W + F((i) % W, off) / W * 2 * W)
+#define TWIN_FOUR(F, i, off) TWIN_AT(F, i, off), TWIN_AT(F, (i) + 1, off), TWIN_AT(F, (i) + 2, off), TWIN_AT(F, (i) + 3, off)
+#define TWIN_ORDER(F, off) \
+    TWIN_FOUR(F, 0, off), TWIN_FOUR(F, 4, off), TWIN_FOUR(F, 8, off), TWIN_FOUR(F, 12, off)
+#define TWIN_PICK(F, a, b, off) __builtin_shuffle(a, b, (vtu){TWIN_ORDER(F, off)})
+#define TWIN_FOLD(F, a, b) (TWIN_PICK(F, a, b, 0) + TWIN_PICK(F, a, b, 1))
+
+/* 2W scores for each of Q queries, as `score` computes them. pairs: [wide / W][W][2][W], keys i and i + W side by side;
+ * or NULL: `halves` points to 2W keys of 16 bits. */
+INLINE void score_pairs(int Q, const float *q, int64_t wide, const float *pairs, const char *const *halves,
+                        float *scores) {
+    vt part[QUERIES][W / 4];
+#pragma GCC unroll 2
+    for (int quad = 0; quad < W / 4; quad++) {
+        vt sum[QUERIES][4] = {{{0}}};
+        for (int64_t c = 0; c < wide; c += W) {
+            vt k[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const int i = 4 * quad + j;
+                k[j] = pairs ? twin_load(pairs + 2 * W * (c + i)) : half_pair(halves[i] + 2 * c, halves[i + W] + 2 * c);
+                KEEP(k[j]);
+            }
+#pragma GCC unroll 6
+            for (int i = 0; i < Q; i++) {
+                vt x = (vt)_mm512_broadcast_f64x4(_mm256_loadu_pd((const void *)(q + i * wide + c)));
+                KEEP(x);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[i][j] = twin_fma(x, k[j], sum[i][j]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < Q; i++)
+            part[i][quad] = TWIN_FOLD(PAIRS, TWIN_FOLD(SINGLES, sum[i][0], sum[i][1]),
+                                      TWIN_FOLD(SINGLES, sum[i][2], sum[i][3]));
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; i++) twin_store(scores + i * STRIDE, TWIN_FOLD(QUADS, part[i][0], part[i][1]));
+}
+
+/* `weigh` for pairs of vectors. half: values of 16 bits. */
+INLINE void weigh_pairs(int Q, int C, int half, const float *p, const char *const *values, int64_t n,
+                        const State *state, int64_t c) {
+    vt sum[QUERIES][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) sum[i][j] = twin_load(state[i].sum + c + 2 * j * W);
+    for (int64_t key = 0; key < n; key++) {
+        vt value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) {
+            value[j] = half ? half_twin(values[key] + 2 * (c + 2 * j * W))
+                            : twin_load((const float *)values[key] + c + 2 * j * W);
+            KEEP(value[j]);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < Q; i++) {
+            const vt weight = p[i * STRIDE + key] - (vt){0};
+#pragma GCC unroll 4
+            for (int j = 0; j < C; j++) sum[i][j] = twin_fma(weight, value[j], sum[i][j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) twin_store(state[i].sum + c + 2 * j * W, sum[i][j]);
+}
+#endif
+
 /* Sums of p * values for Q queries and C vectors of d, one key after the other. */
-INLINE void weigh(int Q, int C, const float *p, const float **values, int64_t n, const State *state, int64_t c) {
+INLINE void weigh(int Q, int C, const float *p, const float *const *values, int64_t n, const State *state, int64_t c) {
     vf sum[QUERIES][4];
     for (int i = 0; i < Q; i++)
         for (int j = 0; j < C; j++) sum[i][j] = load(state[i].sum + c + j * W);
@@ -116,7 +193,7 @@ INLINE void weigh(int Q, int C, const float *p, const float **values, int64_t n,
             value[j] = load(values[key] + c + j * W);
             KEEP(value[j]);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int i = 0; i < Q; i++) {
             const vf weight = all(p[i * STRIDE + key]);
 #pragma GCC unroll 4
@@ -132,77 +209,159 @@ INLINE void weigh(int Q, int C, const float *p, const float **values, int64_t n,
         if (n == 1) CALL(1); \
         else if (n == 2 || QUERIES == 2) CALL(2); \
         else if (n == 3) CALL(3 < QUERIES ? 3 : QUERIES); \
+        else if (n == 4) CALL(4 < QUERIES ? 4 : QUERIES); \
+        else if (n == 5) CALL(5 < QUERIES ? 5 : QUERIES); \
         else CALL(QUERIES); \
     } while (0)
 
-INLINE int64_t take(int64_t left) { /* how many queries next: 9 are 3 + 3 + 3, not 4 + 4 + 1 */
+INLINE int64_t take(int64_t left) { /* how many queries next: with tiles of 4, 9 are 3 + 3 + 3, not 4 + 4 + 1 */
     const int64_t turns = (left + QUERIES - 1) / QUERIES;
     return (left + turns - 1) / turns;
 }
 
 /* ---------------------------------------------------------------- ranges of keys */
 
-/* Where keys j .. j+n-1 of row t begin in a plane; the last one again until `fill` pointers are set. */
-static void find(const Tile *tile, const void *plane, int64_t t, int64_t j, int64_t n, int64_t fill,
-                 const float **found) {
+/* Notes where keys j .. end-1 of row t begin: in the slots of its line, then in those of its ancestors. */
+static void locate(Tile *tile, int64_t t, int64_t j, int64_t end) {
     const Attend *a = tile->a;
-    const int32_t *line = a->table + a->lines[t] * a->table_stride;
+    const int32_t *line = a->table + a->lines[t] * a->table_stride, *own = a->ancestors + t * a->depth;
+    const int64_t slot = a->kv_heads * a->d, head = tile->kv * a->d, context = a->context[t];
+    for (int64_t i = j; i < least(end, context); i++) tile->offsets[i - tile->from] = line[i] * slot + head;
+    for (int64_t i = most(j, context); i < end; i++) tile->offsets[i - tile->from] = own[i - context] * slot + head;
+}
+
+INLINE const char *located(const Tile *tile, const void *plane, int64_t j) {
+    return in_plane(plane, tile->offsets[j - tile->from]);
+}
+
+/* n keys from j on in float32. */
+static void find(const Tile *tile, const void *plane, int64_t j, int64_t n, const char **found) {
+    const Attend *a = tile->a;
+    const int half = is_half(plane);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t own = j + i - a->context[t];
-        const int64_t slot = own < 0 ? line[j + i] : a->ancestors[t * a->depth + own];
-        const char *values = in_plane(plane, (slot * a->kv_heads + tile->kv) * a->d);
-        found[i] = (const float *)values;
-        if (tile->wide == a->d && !is_half(plane)) continue;
+        found[i] = located(tile, plane, j + i);
+        if (tile->wide == a->d && !half) continue;
         float *copy = tile->copy + i * tile->wide; /* the last vector is padded with zeros */
-        read_plane(copy, values, a->d, is_half(plane));
-        memset(copy + a->d, 0, (size_t)(tile->wide - a->d) * sizeof *copy);
-        found[i] = copy;
+        read_plane(copy, found[i], a->d, half);
+        for (int64_t c = a->d; c < tile->wide; c++) copy[c] = 0.0f;
+        found[i] = (const char *)copy;
     }
-    for (int64_t i = n; i < fill; i++) found[i] = found[n - 1];
 }
 
 /* Prefetches keys, which are scattered, and which the pass over the weights has evicted from the caches. */
-INLINE void ask(const Tile *tile, const void *plane, int64_t t, int64_t j, int64_t end) {
-    const Attend *a = tile->a;
-    const int32_t *line = a->table + a->lines[t] * a->table_stride;
-    const int64_t bytes = a->d * (is_half(plane) ? 2 : 4);
-    for (end = least(end, a->context[t]); j < end; j++) {
-        const char *values = in_plane(plane, (line[j] * a->kv_heads + tile->kv) * a->d);
+INLINE void ask(const Tile *tile, const void *plane, int64_t j, int64_t end) {
+    const int64_t bytes = tile->a->d * (is_half(plane) ? 2 : 4);
+    for (; j < end; j++) {
+        const char *values = located(tile, plane, j);
         for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(values + c, 0, 2);
     }
 }
 
-/* Scores of keys j .. end-1 of row t for queries first .. last-1; up to W-1 scores after them are overwritten. */
-static void score_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
-    const float *keys[W];
-    const int64_t wide = tile->wide;
-    ask(tile, tile->a->k, t, j, least(end, j + AHEAD));
-    for (; j < end; j += W) {
-        ask(tile, tile->a->k, t, j + AHEAD, least(end, j + AHEAD + W));
-        ask(tile, tile->a->v, t, j, least(end, j + W));
-        find(tile, tile->a->k, t, j, least(W, end - j), W, keys);
-        for (int64_t i = first, n; i < last; i += n) {
-            n = take(last - i);
-            float *scores = tile->scores + i * STRIDE + (j - tile->from);
-#define SCORE(Q) score(Q, tile->q + i * wide, wide, keys, scores)
-            BY_QUERIES(n, SCORE);
+#ifdef TWIN
+/* n <= 2W keys from j on in the order of `score_pairs`; what is there of others is never used. */
+static void pair_keys(const Tile *tile, int64_t j, int64_t n) {
+    const int64_t d = tile->a->d;
+    const int half = is_half(tile->a->k);
+    for (int64_t i = 0; i < n; i++) {
+        const char *values = located(tile, tile->a->k, j + i);
+        float *to = tile->copy + (2 * (i % W) + i / W) * W;
+        int64_t c = 0;
+        for (; c + 2 * W <= d; c += 2 * W) {
+            const vt v = half ? half_twin(values + 2 * c) : twin_load((const float *)values + c);
+            store(to + 2 * W * c, lower_half(v));
+            store(to + 2 * W * (c + W), upper_half(v));
+        }
+        for (; c < d; c += W) {
+            float some[W] = {0};
+            read_plane(some, values + c * (half ? 2 : 4), least(W, d - c), half);
+            store(to + 2 * W * c, load(some));
         }
     }
 }
 
-static void weigh_keys(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
-    const float *values[VALUES];
+/* Scores of 2W keys from j on, for queries first .. last-1; fewer keys if fewer are left before `end`. */
+static void score_pair(const Tile *tile, int64_t first, int64_t last, int64_t j, int64_t end) {
+    const int64_t wide = tile->wide, n = least(2 * W, end - j);
+    const int few = last - first <= QUERIES && is_half(tile->a->k) && wide == tile->a->d;
+    const char *halves[2 * W];
+    if (few)
+        for (int64_t i = 0; i < 2 * W; i++) halves[i] = located(tile, tile->a->k, j + least(i, n - 1));
+    else pair_keys(tile, j, n);
+    for (int64_t i = first, queries; i < last; i += queries) {
+        queries = take(last - i);
+        float *scores = tile->scores + i * STRIDE + (j - tile->from);
+#define SCORE_FEW(Q) score_pairs(Q, tile->q + i * wide, wide, NULL, halves, scores)
+#define SCORE_PAIRS(Q) score_pairs(Q, tile->q + i * wide, wide, tile->copy, NULL, scores)
+        if (few) BY_QUERIES(queries, SCORE_FEW);
+        else BY_QUERIES(queries, SCORE_PAIRS);
+    }
+}
+#endif
+
+/* Scores of keys j .. end-1 of row t for queries first .. last-1; up to 2W-1 scores after them are overwritten. */
+static void score_keys(Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
+    const char *keys[W];
     const int64_t wide = tile->wide;
+    if (j >= end) return;
+    locate(tile, t, j, end);
+    ask(tile, tile->a->k, j, least(end, j + AHEAD));
+    for (int64_t step = W; j < end; j += step) {
+#ifdef TWIN
+        step = end - j > W ? 2 * W : W;
+#endif
+        ask(tile, tile->a->k, j + AHEAD, least(end, j + AHEAD + step));
+        ask(tile, tile->a->v, j, least(end, j + step));
+#ifdef TWIN
+        if (step == 2 * W) {
+            score_pair(tile, first, last, j, end);
+            continue;
+        }
+#endif
+        const int64_t n = least(W, end - j);
+        find(tile, tile->a->k, j, n, keys);
+        for (int64_t i = n; i < W; i++) keys[i] = keys[n - 1];
+        for (int64_t i = first, queries; i < last; i += queries) {
+            queries = take(last - i);
+            float *scores = tile->scores + i * STRIDE + (j - tile->from);
+#define SCORE(Q) score(Q, tile->q + i * wide, wide, (const float *const *)keys, scores)
+            BY_QUERIES(queries, SCORE);
+        }
+    }
+}
+
+static void weigh_keys(Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end) {
+    const char *values[VALUES];
+    const int64_t wide = tile->wide;
+    int few = 0; /* values of 16 bits are read by one group of queries: as they are */
+    if (j >= end) return;
+    locate(tile, t, j, end);
+#ifdef TWIN
+    few = last - first <= QUERIES && is_half(tile->a->v) && tile->a->d % (2 * W) == 0;
+#endif
     for (; j < end; j += VALUES) {
         const int64_t keys = least(VALUES, end - j);
-        find(tile, tile->a->v, t, j, keys, keys, values);
+        if (few)
+            for (int64_t i = 0; i < keys; i++) values[i] = located(tile, tile->a->v, j + i);
+        else find(tile, tile->a->v, j, keys, values);
         for (int64_t i = first, n; i < last; i += n) {
             n = take(last - i);
             const float *p = tile->scores + i * STRIDE + (j - tile->from);
             const State *state = tile->state + i;
             int64_t c = 0;
-#define WEIGH4(Q) weigh(Q, 4, p, values, keys, state, c)
-#define WEIGH1(Q) weigh(Q, 1, p, values, keys, state, c)
+#ifdef TWIN
+#define TWIN_WEIGH4(Q) weigh_pairs(Q, 4, 0, p, values, keys, state, c)
+#define TWIN_WEIGH1(Q) weigh_pairs(Q, 1, 0, p, values, keys, state, c)
+#define HALF_WEIGH4(Q) weigh_pairs(Q, 4, 1, p, values, keys, state, c)
+#define HALF_WEIGH1(Q) weigh_pairs(Q, 1, 1, p, values, keys, state, c)
+            if (few) {
+                for (; c + 8 * W <= wide; c += 8 * W) BY_QUERIES(n, HALF_WEIGH4);
+                for (; c < wide; c += 2 * W) BY_QUERIES(n, HALF_WEIGH1);
+            }
+            for (; c + 8 * W <= wide; c += 8 * W) BY_QUERIES(n, TWIN_WEIGH4);
+            for (; c + 2 * W <= wide; c += 2 * W) BY_QUERIES(n, TWIN_WEIGH1);
+#endif
+#define WEIGH4(Q) weigh(Q, 4, p, (const float *const *)values, keys, state, c)
+#define WEIGH1(Q) weigh(Q, 1, p, (const float *const *)values, keys, state, c)
             for (; c + 4 * W <= wide; c += 4 * W) BY_QUERIES(n, WEIGH4);
             for (; c < wide; c += W) BY_QUERIES(n, WEIGH1);
         }
@@ -214,9 +373,9 @@ static void weigh_keys(const Tile *tile, int64_t first, int64_t last, int64_t t,
  *     row 0   start ......[low ........ high]. end
  *     row 1      start ...[low ........ high]...... end
  */
-typedef void (*Walk)(const Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end);
+typedef void (*Walk)(Tile *tile, int64_t first, int64_t last, int64_t t, int64_t j, int64_t end);
 
-static void walk_own(const Tile *tile, Walk keys, int after) {
+static void walk_own(Tile *tile, Walk keys, int after) {
     for (int64_t first = 0, last; first < tile->count; first = last) {
         const int64_t t = row_of(tile, first), start = start_of(tile, t), end = end_of(tile, t);
         last = least(tile->count, (t + 1) * tile->group - tile->first);
@@ -225,7 +384,7 @@ static void walk_own(const Tile *tile, Walk keys, int after) {
     }
 }
 
-static void walk(const Tile *tile, Walk keys) {
+static void walk(Tile *tile, Walk keys) {
     walk_own(tile, keys, 0);
     keys(tile, 0, tile->count, row_of(tile, 0), tile->low, tile->high);
     walk_own(tile, keys, 1);
@@ -256,7 +415,16 @@ static void softmax(State *state, float *scores, int64_t start, int64_t end) {
         top = either((vu)(x > top), x, top);
     }
     state->best = lanes_top(top);
-    for (int64_t j = low; j < high; j += W) {
+    int64_t j = low;
+#ifdef TWIN
+    for (; j + 2 * W <= high; j += 2 * W) {
+        const vt p = twin_exp(twin_load(scores + j) - state->best);
+        twin_store(scores + j, p);
+        sum += lower_half(p);
+        sum += upper_half(p);
+    }
+#endif
+    for (; j < high; j += W) {
         const vf p = exp_(load(scores + j) - state->best);
         store(scores + j, p);
         sum += p;

@@ -35,6 +35,11 @@
 #define INLINE static inline __attribute__((always_inline))
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+#if defined(__AVX512F__) /* two vectors in one register: each half computes what a vector would */
+#define TWIN
+typedef float vt __attribute__((vector_size(8 * W)));
+typedef uint32_t vtu __attribute__((vector_size(8 * W)));
+#endif
 
 /* ---------------------------------------------------------------- vectors */
 
@@ -112,22 +117,46 @@ INLINE float lanes_top(vf v) {
 #define KEEP(x)
 #endif
 
-INLINE vf exp_(vf x) { /* about 1 ulp; 0 below -87.3, infinity above 88.3, NaN stays NaN */
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
-    vf t = fma_(x, all(1.44269504f), all(shift));
-    vf n = t - shift;
-    vf r = fma_(n, all(-0.693359375f), x);
-    r = fma_(n, all(2.12194440e-4f), r);
-    vf p = fma_(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
-    p = fma_(p, r, all(8.3334519073e-3f));
-    p = fma_(p, r, all(4.1665795894e-2f));
-    p = fma_(p, r, all(1.6666665459e-1f));
-    p = fma_(p, r, all(5.0000001201e-1f));
-    p = fma_(p, r * r, r) + 1.0f;
-    vf power = (vf)(((vu)t << 23) + 0x3f800000u);
-    vf y = either((vu)(x < -87.3f), all(0.0f), p * power);
-    return either((vu)(x > 88.3f), all(INFINITY), y);
+/* e to the x: about 1 ulp; 0 below -87.3, infinity above 88.3, NaN stays NaN. V: a vector of floats, U: of its bits. */
+#define EXP(V, U, FMA, x) \
+    ({ \
+        const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */ \
+        const V zero = {0}, t = FMA(x, zero + 1.44269504f, zero + shift), n = t - shift; \
+        const V r = FMA(n, zero + 2.12194440e-4f, FMA(n, zero - 0.693359375f, x)); \
+        V p = FMA(zero + 1.9875691500e-4f, r, zero + 1.3981999507e-3f); \
+        p = FMA(p, r, zero + 8.3334519073e-3f); \
+        p = FMA(p, r, zero + 4.1665795894e-2f); \
+        p = FMA(p, r, zero + 1.6666665459e-1f); \
+        p = FMA(p, r, zero + 5.0000001201e-1f); \
+        p = (FMA(p, r * r, r) + 1.0f) * (V)(((U)t << 23) + 0x3f800000u); \
+        const U low = (U)(x < -87.3f), high = (U)(x > 88.3f); \
+        (V)((high & (U)(zero + INFINITY)) | (~(low | high) & (U)p)); \
+    })
+
+INLINE vf exp_(vf x) { return EXP(vf, vu, fma_, x); }
+
+#ifdef TWIN
+INLINE vt twin_fma(vt a, vt b, vt c) { return (vt)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+INLINE vt twin_exp(vt x) { return EXP(vt, vtu, twin_fma, x); }
+
+INLINE vt twin_load(const float *p) {
+    vt v;
+    memcpy(&v, p, sizeof v);
+    return v;
 }
+
+INLINE void twin_store(float *p, vt v) { memcpy(p, &v, sizeof v); }
+
+/* Two vectors that were stored one by one: a load that spans two stores waits until both have left the processor. */
+INLINE vt twin_join(const float *p) {
+    return (vt)_mm512_insertf64x4(_mm512_castpd256_pd512((__m256d)load(p)), (__m256d)load(p + W), 1);
+}
+
+INLINE vf lower_half(vt v) { return (vf)_mm512_castps512_ps256((__m512)v); }
+
+INLINE vf upper_half(vt v) { return (vf)_mm512_extractf64x4_pd((__m512d)v, 1); }
+#endif
 
 /* ---------------------------------------------------------------- rows in two types, scratch, threads */
 
@@ -197,6 +226,15 @@ INLINE uint16_t float_to_half(float x) { /* to nearest, ties to even; |x| <= 655
     return (uint16_t)(sign | ((bits + 0xfffu + (bits >> 13 & 1u) - 0x38000000u) >> 13));
 }
 
+#ifdef TWIN
+INLINE vt half_twin(const void *h) { return (vt)_mm512_cvtph_ps(_mm256_loadu_si256(h)); }
+
+INLINE vt half_pair(const void *low, const void *high) { /* W values each */
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+    return (vt)_mm512_cvtph_ps(both);
+}
+#endif
+
 /* n values from `at` on, which `in_plane` found. */
 static void read_plane(float *restrict out, const char *at, int64_t n, int half) {
     if (!half) {
@@ -205,6 +243,9 @@ static void read_plane(float *restrict out, const char *at, int64_t n, int half)
     }
     const uint16_t *h = (const uint16_t *)at;
     int64_t i = 0;
+#if defined(TWIN)
+    for (; i + 16 <= n; i += 16) twin_store(out + i, half_twin(h + i));
+#endif
 #if defined(__F16C__)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(h + i))));
 #elif defined(__aarch64__)
@@ -220,7 +261,16 @@ static void write_plane(void *plane, int64_t at, const float *restrict row, int6
         return;
     }
     uint16_t *h = (uint16_t *)to;
-    for (int64_t i = 0; i < n; i++) {
+    int64_t i = 0;
+#if defined(__F16C__) && W == 8
+    for (; i + W <= n; i += W) {
+        vf x = load(row + i), most = all(65504.0f);
+        x = either((vu)(x > most), most, either((vu)(x < -most), -most, x));
+        x = either((vu)(x != x), (vf)(((vu)x & 0x80000000u) | 0x7fc00000u), x); /* one NaN, as below */
+        _mm_storeu_si128((void *)(h + i), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < n; i++) {
         const float x = row[i] > 65504.0f ? 65504.0f : row[i] < -65504.0f ? -65504.0f : row[i];
         h[i] = float_to_half(x);
     }
@@ -233,10 +283,10 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Growing buffers that each thread keeps for the next call: new ones would cost page faults in every layer. */
-static _Thread_local char *scratch_base[3];
+static _Thread_local char *scratch_base[4];
 
 static float *scratch(int which, int64_t floats) {
-    static _Thread_local size_t held[3];
+    static _Thread_local size_t held[4];
     char **base = scratch_base;
     const size_t need = (size_t)floats * sizeof(float) + 64;
     if (need > held[which]) {
@@ -248,7 +298,7 @@ static float *scratch(int which, int64_t floats) {
 }
 
 static void free_scratch(void) { /* at the end of a thread of our own */
-    for (int i = 0; i < 3; i++) free(scratch_base[i]);
+    for (int i = 0; i < 4; i++) free(scratch_base[i]);
 }
 
 /* Threads may differ in how they treat denormals (torch.set_flush_denormal); all work runs in one mode. */
