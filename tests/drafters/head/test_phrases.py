@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from outrider.config import Config
 from outrider.drafters._learning import store
 from outrider.drafters.head import phrases
 from outrider.drafters.head.phrases import Contexts, PhraseMemory, Phrases, Record, contexts_of
 from outrider.errors import ModelError
+from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, check_drafter, decode
 from outrider.types import SamplingParams, Sequence
 
@@ -119,6 +122,16 @@ def test_a_head_that_is_certain_and_wrong_is() -> None:
     assert drafted == 3
 
 
+def test_a_chain_stands_until_the_memory_knows_better() -> None:
+    made = memory()
+    made.kinds[""] = Phrases(read(Contexts(), 1, 2, 3))
+    assert made.agrees(Sequence(1, [1, 2]), [50, 51], [0.3, 0.1])
+    for record in range(400):
+        made.kinds[""].records[record] = Record(memory=9.0, head=1.0, cases=10.0)
+    assert not made.agrees(Sequence(2, [1, 2]), [50, 51], [0.3, 0.1])
+    assert made.agrees(Sequence(3, [1, 2]), [3, 51], [0.3, 0.1])
+
+
 def test_evidence_fades() -> None:
     record = Record()
     for _ in range(2000):
@@ -168,6 +181,15 @@ def test_what_comes_again_is_drafted() -> None:
     facts = learning_of(learns).report()
     assert facts["phrases"] > 0
     assert facts["phrases_accepted"] > 0
+
+
+def test_a_native_chain_is_drafted_again_where_the_memory_knows_better() -> None:
+    whole = Config(drafter="head", k=3, options=EAGER | ONLY | {"head": head(torch.int8)})
+    engine = build_engine(TARGET, whole)
+    for _ in range(3):
+        params = SamplingParams(max_tokens=24)
+        assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
+    assert learning_of(engine).report()["phrases_accepted"] > 0
 
 
 def test_it_can_be_switched_off() -> None:

@@ -171,8 +171,7 @@ class HeadLearning:
             self.memory.kinds = {kind: Phrases.of(each) for kind, each in store.load_phrases(folder).items()}
         if self.corrects:
             warm(next(iter(self.learners.values())))
-        if self.on or self.memory is not None:
-            rollout.keep_states(_learns if self.corrects else lambda seq: False)  # tokens are chosen one by one
+            rollout.keep_states(_learns)
 
     def _add(self, kind: str, weights: Weights) -> Learner:
         self.learners[kind] = made = Learner(self.output, weights, self.plan)

@@ -221,6 +221,15 @@ class PhraseMemory:
         reading.nodes.append(Node(token, best, certain, guesses))
         return best, share
 
+    def agrees(self, seq: Sequence, tokens: list[int], survival: list[float]) -> bool:
+        """Whether a whole chain of the head's stands as it is; survival: of each of its tokens."""
+        before = 1.0
+        for depth, (token, alive) in enumerate(zip(tokens, survival, strict=True)):
+            if self.choose(seq, tokens[:depth], token, alive / before if before > 0 else 0.0)[0] != token:
+                return False
+            before = alive
+        return True
+
     def observe(self, seq: Sequence) -> None:
         """The target has emitted tokens; a sequence that does not teach is only read for itself."""
         reading = self.readings.get(seq.id) or self._begin(seq)

@@ -58,6 +58,10 @@ class HeadRollout(DraftVocabularyRollout):
         if self._drafts_at_once(seqs):
             drafted = self.committed.chains(seqs, budget, max(self.floor, self.stop_below))
             self.passes_run += max(len(tokens) for tokens, _ in drafted)
+            if self.memory is not None:
+                agreed = [self.memory.agrees(seq, *each) for seq, each in zip(seqs, drafted, strict=True)]
+                if not all(agreed):  # what follows the memory's token is the head's again: token by token
+                    return super().chains(seqs, budget)
             return Draft.pack(chain(tokens, survival, source=self.source) for tokens, survival in drafted)
         if not block:
             return super().chains(seqs, budget)
