@@ -1,9 +1,10 @@
-"""Prompts of three kinds of text that the shipped heads were not trained on: German, legal text, one code base.
+"""Prompts of four kinds of text that no shipped head was trained on: German, legal text, SQL dialects, a code base.
 
     python bench/domain_prompts.py --texts TEXTS --code src/outrider --out FOLDER [--count 600]
 
-TEXTS is the folder of `training_prompts.py` (German); legal text is that of the licences that Debian installs; the code
-base is this project's own. Each FOLDER/NAME.jsonl is in random order, so that its end is held out from its beginning.
+TEXTS is the folder of `training_prompts.py` (German); legal text is that of the licences that Debian installs; SQL is
+that of PostgreSQL's catalogue and extensions (Debian's postgresql), asked for in other dialects; the code base is this
+project's own. Each FOLDER/NAME.jsonl is in random order, so that its end is held out from its beginning.
 The same texts and seed give the same prompts.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from code_prompts import about, read
 from training_prompts import german_sentences
 
-LICENCES = Path("/usr/share/common-licenses")
+LICENCES, STATEMENTS = Path("/usr/share/common-licenses"), Path("/usr/share/postgresql")
 GERMAN = (
     "Erkläre den folgenden Satz in einfachen Worten: {}",
     "Formuliere den Satz höflicher: {}",
@@ -33,6 +34,14 @@ LEGAL = (
     "Rewrite this clause for a contract between a supplier and a customer:\n\n{}",
     "Which risks does this clause carry for the licensee?\n\n{}",
     "Draft a shorter clause with the same effect:\n\n{}",
+)
+SQL = (
+    "Rewrite this PostgreSQL statement in Oracle's dialect (PL/SQL):\n\n{}",
+    "Rewrite this PostgreSQL statement in Transact-SQL for SQL Server:\n\n{}",
+    "Rewrite this PostgreSQL statement for MySQL 8:\n\n{}",
+    "Write an Oracle package specification that offers what this PostgreSQL statement defines:\n\n{}",
+    "Write a T-SQL stored procedure that uses what this statement defines:\n\n{}",
+    "Explain this PostgreSQL statement, clause by clause:\n\n{}",
 )
 
 
@@ -50,6 +59,7 @@ def main() -> None:
     made = {
         "german": [rnd.choice(GERMAN).format(s) for s in sentences],
         "legal": [rnd.choice(LEGAL).format(c) for c in clauses() for _ in range(2)],
+        "sql": [rnd.choice(SQL).format(statement) for statement in statements() for _ in range(2)],
         "codebase": [prompt[1] for f in functions for _ in range(2) if (prompt := about(f, rnd))],
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -66,6 +76,15 @@ def clauses() -> list[str]:
     texts = sorted({path.read_text("utf-8", "replace") for path in LICENCES.iterdir()})
     found = {" ".join(p.split()) for text in texts for p in re.split(r"\n\s*\n", text)}
     return sorted(p for p in found if 30 <= len(p.split()) <= 160)
+
+
+def statements() -> list[str]:
+    """SQL statements of 60 to 600 characters, without comments."""
+    found = set[str]()
+    for path in STATEMENTS.rglob("*.sql"):
+        text = re.sub(r"(?m)^\\.*$|--.*$|(?s:/\*.*?\*/)", "", path.read_text("utf-8", "replace"))
+        found |= {each.strip() + ";" for each in re.split(r";\s*\n", text)}
+    return sorted(each for each in found if 60 <= len(each) <= 600)
 
 
 if __name__ == "__main__":

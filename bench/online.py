@@ -13,6 +13,7 @@ Published results (bench/results/2026-11-15-online-NAME.json; NAME and command):
                 --domain legal=legal.jsonl:500 --domain codebase=codebase.jsonl:500
                 --domain code=code_alpaca_2k.json:150
                 --bins 5 --tokens 40 --k 3 --only frozen,learning
+    phrases-…   pieces of less than a minute each, alone on the machine (2026-11-18; each file has its commands)
     two-kinds   python bench/online.py --device cpu --dtype int8 --threads 1 --prompts 150 --bins 5 --tokens 32 --k 3
                 --only frozen,learning --head none --svg online.svg
 
@@ -58,6 +59,7 @@ class Bin:
     domain: str
     prompts: int = 0
     tokens: int = 0
+    held_out: bool = False
     accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     reached: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     emitted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -71,13 +73,13 @@ class Bin:
         return self.emitted[name] / max(self.steps[name], 1)
 
 
-def texts(args: argparse.Namespace, domain: str) -> list[str]:
-    """The first prompts of a domain, from its files in order."""
+def texts(args: argparse.Namespace, domain: str) -> tuple[list[str], list[str]]:
+    """The first prompts of a domain, from its files in order, and those held out: the last ones."""
     count = args.counts.get(domain, args.prompts)
     found = [prompt.text[:800] for name in args.domains[domain] for prompt in read_file(args.data / name)]
-    if len(found) < count:
+    if len(found) < args.skip + count + args.held_out:
         sys.exit(f"There are only {len(found)} prompts of {domain}: give --prompts {len(found)} or fewer.")
-    return found[:count]
+    return found[args.skip : args.skip + count], found[len(found) - args.held_out :]
 
 
 def engines(args: argparse.Namespace) -> dict[str, LLM]:
@@ -87,52 +89,73 @@ def engines(args: argparse.Namespace) -> dict[str, LLM]:
     trained = args.head not in (None, "none")
     options |= {"drafter": "head", "tree": False} if trained else {}
     bare = {"learn_vocabulary": False} if trained else {}
+    options |= {} if args.phrases else {"learn_phrases": False}
+    options |= {"learn_correction": True} if args.correction else {}
+    known = {"learn_from": str(args.learn_from)} if args.learn_from else {}
     made = {
         PLAIN: lambda: base,
         FROZEN: lambda: base.using(k=args.k, **options, **bare, learn=False),
-        LEARNING: lambda: base.using(k=args.k, **options, learn=True),
+        LEARNING: lambda: base.using(k=args.k, **options, **known, learn=True),
         WATCHING: lambda: base.using(k=0, **options, learn=True),
     }
     return {name: make() for name, make in made.items() if not args.only or name in args.only.split(",")}
 
 
-def ask(llm: LLM, ids: list[int], params: SamplingParams, into: Bin, name: str) -> list[int]:
+def ask(llm: LLM, prompts: list[list[int]], params: SamplingParams, into: Bin, name: str) -> list[list[int]]:
     begin = time.perf_counter()
-    (out,) = llm.generate([ids], params)
+    outs = llm.generate(prompts, params)
     into.seconds[name] += time.perf_counter() - begin
-    into.accepted[name] += out.stats.accepted
-    into.reached[name] += out.stats.reached
-    into.emitted[name] += out.stats.emitted
-    into.steps[name] += out.stats.steps
-    answers: list[int] = out.token_ids
-    return answers
+    for stats in (out.stats for out in outs):
+        into.accepted[name] += stats.accepted
+        into.reached[name] += stats.reached
+        into.emitted[name] += stats.emitted
+        into.steps[name] += stats.steps
+    return [out.token_ids for out in outs]
 
 
 def stream(args: argparse.Namespace, llms: dict[str, LLM], console: Console) -> tuple[list[Bin], int]:
     """Run all prompts; returns the bins, and how many answers differ from those of the first engine."""
     bins: list[Bin] = []
-    differ, tokens = 0, 0
-    first = next(iter(llms))
-    tokenizer = llms[first].tokenizer
+    differ = 0
     for domain in args.domains:
-        prompts = texts(args, domain)
+        prompts, held_out = texts(args, domain)
         per_bin = max(1, len(prompts) // args.bins)
-        for number, text in enumerate(prompts):
-            if number % per_bin == 0 and (number // per_bin < args.bins):
-                bins.append(Bin(domain))
-            ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-            params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=domain)
-            order = sorted(llms, key=lambda name, n=number: (list(llms).index(name) + n) % len(llms))
-            answers = {name: ask(llms[name], ids, params, bins[-1], name) for name in order}
-            differ += sum(each != answers[first] for each in answers.values())
-            tokens += len(answers[first])
-            bins[-1].prompts, bins[-1].tokens = bins[-1].prompts + 1, tokens
-            if (number + 1) % per_bin == 0:
-                b = bins[-1]
-                console.print(
-                    f"{domain} {number + 1}: α {b.alpha(FROZEN):.3f} frozen, {b.alpha(LEARNING):.3f} learning"
-                )
+        for number in range(0, per_bin * args.bins, per_bin):
+            last = number + 2 * per_bin > len(prompts)
+            bins.append(Bin(domain))
+            differ += section(args, llms, prompts[number : None if last else number + per_bin], bins)
+            _say(console, bins[-1])
+        if held_out:
+            bins.append(Bin(domain, held_out=True))
+            differ += section(args, llms, held_out, bins, learn=False)
+            _say(console, bins[-1])
     return bins, differ
+
+
+def section(args: argparse.Namespace, llms: dict[str, LLM], texts: list[str], bins: list[Bin], **more: Any) -> int:
+    """Let every engine answer these prompts, --batch at a time; returns how many answers differ."""
+    into, first, differ = bins[-1], next(iter(llms)), 0
+    into.tokens = bins[-2].tokens if len(bins) > 1 else 0
+    tokenizer = llms[first].tokenizer
+    for number in range(0, len(texts), args.batch):
+        chats = [[{"role": "user", "content": text}] for text in texts[number : number + args.batch]]
+        ids = [tokenizer.encode_chat(chat) for chat in chats]
+        params = SamplingParams(
+            max_tokens=args.tokens, temperature=args.temperature, seed=number, kind=into.domain, **more
+        )
+        turn = number // args.batch
+        order = sorted(llms, key=lambda name: (list(llms).index(name) + turn) % len(llms))
+        answers = {name: ask(llms[name], ids, params, into, name) for name in order}
+        for each in answers.values():
+            differ += sum(one != other for one, other in zip(each, answers[first], strict=True))
+        into.tokens += sum(map(len, answers[first]))
+        into.prompts += len(ids)
+    return differ
+
+
+def _say(console: Console, b: Bin) -> None:
+    which = "held out" if b.held_out else f"{b.tokens} tokens"
+    console.print(f"{b.domain}, {which}: α {b.alpha(FROZEN):.3f} frozen, {b.alpha(LEARNING):.3f} learning")
 
 
 def table(bins: list[Bin]) -> Table:
@@ -142,7 +165,13 @@ def table(bins: list[Bin]) -> Table:
     for b in bins:
         frozen, learning = b.alpha(FROZEN), b.alpha(LEARNING)
         row = (f"{frozen:.3f}", f"{learning:.3f}", f"{learning - frozen:+.3f}")
-        shown.add_row(b.domain, str(b.tokens), *row, f"{b.tau(FROZEN):.2f}", f"{b.tau(LEARNING):.2f}")
+        shown.add_row(
+            f"{b.domain}, held out" if b.held_out else b.domain,
+            str(b.tokens),
+            *row,
+            f"{b.tau(FROZEN):.2f}",
+            f"{b.tau(LEARNING):.2f}",
+        )
     return shown
 
 
@@ -166,7 +195,7 @@ def summary(bins: list[Bin], llms: dict[str, LLM], domains: Iterable[str]) -> di
     """By domain: α overall and in the last bin; and the cost of learning."""
     result: dict[str, Any] = {}
     for domain in domains:
-        own = [b for b in bins if b.domain == domain]
+        own = [b for b in bins if b.domain == domain and not b.held_out]
         reached = {n: sum(b.reached[n] for b in own) for n in (FROZEN, LEARNING)}
         alpha = {n: sum(b.accepted[n] for b in own) / max(reached[n], 1) for n in reached}
         result[domain] = {"alpha": alpha, "gain": alpha[LEARNING] - alpha[FROZEN]}
@@ -174,6 +203,9 @@ def summary(bins: list[Bin], llms: dict[str, LLM], domains: Iterable[str]) -> di
         result[domain]["gain_last"] = own[-1].alpha(LEARNING) - own[-1].alpha(FROZEN)
         result[domain]["speed"] = sum(b.seconds[FROZEN] for b in own) / sum(b.seconds[LEARNING] for b in own)
         result[domain]["speed_last"] = own[-1].seconds[FROZEN] / own[-1].seconds[LEARNING]
+        result[domain]["held_out"] = {
+            n: b.alpha(n) for b in bins if b.domain == domain and b.held_out for n in (FROZEN, LEARNING)
+        }
     seconds = {n: sum(b.seconds[n] for b in bins) for n in llms}
     result["seconds"] = seconds
     if {PLAIN, WATCHING} <= set(llms):
@@ -199,6 +231,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.04, help="share of serving time that may be spent on learning")
     parser.add_argument("--cap-ms", type=float, default=10.0)
     parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--batch", type=int, default=1, help="prompts that are answered together")
+    parser.add_argument("--skip", type=int, default=0, help="prompts of each domain to leave out at its start")
+    parser.add_argument("--held-out", type=int, default=0, help="prompts from the end of each file, without learning")
+    parser.add_argument("--no-phrases", dest="phrases", action="store_false", help="without a head's memory")
+    parser.add_argument("--correction", action="store_true", help="train a head's correction on a CPU too")
+    parser.add_argument("--learn-from", type=Path, default=None, help="a folder that --learn-to wrote")
+    parser.add_argument("--learn-to", type=Path, default=None, help="save what was learnt")
     parser.add_argument("--only", default="", help=f"engines, by name; {FROZEN} and {LEARNING} must be among them")
     parser.add_argument("--svg", type=Path, default=None)
     args = parser.parse_args()
@@ -213,10 +252,19 @@ def main() -> None:
     facts |= {"device": one.device, "environment": environment(), "command": sys.argv}
     facts["arguments"] = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
     facts["bins"] = [
-        {"domain": b.domain, "tokens": b.tokens, FROZEN: b.alpha(FROZEN), LEARNING: b.alpha(LEARNING)}
-        | {"tau": {n: b.tau(n) for n in (FROZEN, LEARNING)}, "seconds": dict(b.seconds)}
+        {
+            "domain": b.domain,
+            "held_out": b.held_out,
+            "prompts": b.prompts,
+            "tokens": b.tokens,
+            FROZEN: b.alpha(FROZEN),
+            LEARNING: b.alpha(LEARNING),
+        }
+        | {"tau": {n: b.tau(n) for n in (FROZEN, LEARNING)}, "seconds": dict(b.seconds), "emitted": dict(b.emitted)}
         for b in bins
     ]
+    if args.learn_to:
+        one.save_learnt(args.learn_to)
     if args.svg:
         args.svg.write_text(plot(bins), encoding="utf-8")
     out = Console()

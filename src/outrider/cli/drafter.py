@@ -63,8 +63,13 @@ def drafter_show(
     table.add_row("drafter", f"{learning.get('drafter', '?')}, {learning.get('vocabulary', '?')} tokens in vocabulary")
     table.add_row("learnt from", f"{learning.get('records', 0)} verified tokens, {learning.get('updates', 0)} updates")
     table.add_row("recent acceptance", f"{learning.get('accepted', 0.0):.0%}")
+    if "phrases" in learning:
+        used = f"{learning['phrases_accepted']} of {learning['phrases_proposed']} proposed tokens accepted"
+        table.add_row("phrases", f"{learning['phrases']} contexts, {used}")
     for kind, own in learning.get("kinds", {}).items():
-        table.add_row(f"kind {kind or '(none named)'}", f"{own['records']} tokens, {own['adopted']} weights adopted")
+        facts_of_kind = [f"{own['records']} tokens", f"{own['adopted']} weights adopted"]
+        facts_of_kind += [f"{own['phrases']} contexts"] if "phrases" in own else []
+        table.add_row(f"kind {kind or '(none named)'}", ", ".join(facts_of_kind))
     console.print(table)
     for sentence in monitor.sentences():
         console.print(f"[yellow]{sentence}[/yellow]")

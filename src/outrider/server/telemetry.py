@@ -37,6 +37,9 @@ LEARNING = {  # numbers of `LLM.learning`
     "updates": "Updates of the trained weights",
     "rollbacks": "Trained weights that were given up because they were worse",
     "seconds": "CPU seconds spent learning",
+    "phrases": "Contexts that a head's memory knows",
+    "phrases_proposed": "Verified tokens that the memory drafted in the place of a head's",
+    "phrases_accepted": "Those of them that were accepted",
 }
 
 # Part of the controller's reason (a sentence with numbers) -> label.

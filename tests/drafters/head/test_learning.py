@@ -3,7 +3,6 @@ stay, kinds of text are kept apart, and a request may opt out."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ import torch
 
 from outrider.backends import ops
 from outrider.backends.loaded_weights import output_rows
-from outrider.backends.toy import RandomWeights, toy_config
-from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.drafters._learning import store
-from outrider.drafters.head.drafter import TrainedHead, with_output_rows
 from outrider.drafters.head.learning import KINDS, HeadLearning
 from outrider.drafters.head.network import Head, folded
-from outrider.engine.step import Engine
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
@@ -28,48 +23,8 @@ from outrider.types import SamplingParams, Sequence
 
 from support.head_scores import PROMPT, run
 from support.kernels import DEVICE, GPU  # before anything that imports triton
+from support.learning_heads import EAGER, TARGET, alpha, ask, engine_of, head, learning_of, stream
 from support.toys import reference
-
-CONFIG = replace(toy_config(), tied=True)
-TARGET = Transformer(CONFIG, RandomWeights(CONFIG, 1), torch.float32)
-EAGER = {"learn": True, "learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as possible
-
-
-def head(dtype: torch.dtype = torch.float32, device: Any = "cpu", size: int = 40, kind: str = "eagle3") -> Head:
-    """A head with the target's output rows."""
-    config, tensors = random_head(TARGET.config, kind, vocabulary=size)
-    config = replace(config, own_output=False)
-    del tensors["lm_head.weight"]
-    tensors = with_output_rows(config, tensors, TARGET)
-    return Head(config, tensors, TARGET.embedding.to(device), dtype, device, 128)
-
-
-def engine_of(k: int = 3, **options: Any) -> Engine:
-    return build_engine(TARGET, Config(drafter="head", k=k, options=EAGER | {"head": head()} | options))
-
-
-def learning_of(engine: Engine) -> HeadLearning:
-    assert isinstance(engine.drafter, TrainedHead)
-    assert engine.drafter.learning is not None
-    return engine.drafter.learning
-
-
-def ask(engine: Engine, prompt: list[int], name: int = 0, **params: Any) -> Sequence:
-    seq = Sequence(name, prompt, SamplingParams(**{"max_tokens": 40} | params), seed=name)
-    engine.add(seq)
-    while engine.busy:
-        engine.step()
-    return seq
-
-
-def alpha(engine: Engine, prompts: list[list[int]], start: int = 0, **params: Any) -> float:
-    seqs = [ask(engine, prompt, start + i, **params) for i, prompt in enumerate(prompts)]
-    return sum(s.stats.accepted for s in seqs) / sum(s.stats.reached for s in seqs)
-
-
-def stream(count: int) -> list[list[int]]:
-    """Prompts of one kind: a few beginnings that come again and again."""
-    return [[1 + i % 5, 7, 3 + i % 5, 9, 2] for i in range(count)]
 
 
 def noise(learning: HeadLearning, size: float = 0.3) -> dict[str, torch.Tensor]:
@@ -140,7 +95,7 @@ def test_on_a_gpu_it_is_folded_into_the_rows_in_place(monkeypatch: pytest.Monkey
 
 
 def test_what_is_recorded_is_what_was_emitted() -> None:
-    engine, heard = engine_of(k=4), list[Any]()
+    engine, heard = engine_of(k=4, learn_phrases=False), list[Any]()
     learner = learning_of(engine).learners[""]
     learner.add = heard.append  # type: ignore[method-assign]
     seqs = [ask(engine, prompt, i) for i, prompt in enumerate(stream(6))]

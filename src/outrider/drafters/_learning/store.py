@@ -1,7 +1,8 @@
-"""Learnt weights as a folder: `learnt.safetensors` and `learnt.json`.
+"""Learnt weights as a folder: `learnt.safetensors`, `learnt.json` and, beside a head, `phrases.safetensors`.
 
 Promise: `load` returns weights that fit the drafter, or raises; a folder is written whole or not at all. It contains
-weights and counts, never text, tokens or states of requests (docs/learning.md).
+weights, counts and hashes of short contexts with the token after each, never text or states of requests
+(docs/learning.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...models.paths import cache_folder
 from .adapter import Output, Weights
 
 FORMAT = 1
-WEIGHTS, FACTS = "learnt.safetensors", "learnt.json"
+WEIGHTS, FACTS, PHRASES = "learnt.safetensors", "learnt.json", "phrases.safetensors"
 _SIMILAR = 0.98  # cosine of two samples of the same table in different dtypes, at least
 
 
@@ -51,13 +52,15 @@ def same(identity: dict[str, Any], other: Any) -> bool:
     return a.shape == b.shape and float(torch.cosine_similarity(a, b, dim=0)) > _SIMILAR
 
 
-def save(folder: Path | str, weights: Weights, facts: dict[str, Any]) -> None:
-    """Write a folder, or replace one written before."""
+def save(folder: Path | str, weights: Weights, facts: dict[str, Any], phrases: Weights | None = None) -> None:
+    """Write a folder, or replace one written before; phrases keep their dtypes."""
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         save_file({name: w.detach().float().cpu().contiguous() for name, w in weights.items()}, unfinished / WEIGHTS)
+        if phrases:
+            save_file({name: w.contiguous() for name, w in phrases.items()}, unfinished / PHRASES)
         text = json.dumps({"outrider_learnt": FORMAT} | facts, indent=2) + "\n"
         (unfinished / FACTS).write_text(text, encoding="utf-8")
         _check_replaceable(folder)
@@ -89,10 +92,23 @@ def load(folder: Path | str, frozen: Output, initial: Weights) -> Weights:
     return load_kinds(folder, frozen, initial).get("", initial)
 
 
-def save_kinds(folder: Path | str, weights: dict[str, Weights], facts: dict[str, Any]) -> None:
-    """`save` the weights of several kinds of text; those of no kind have plain names."""
-    named = {f"{kind}/{name}" if kind else name: w for kind, each in weights.items() for name, w in each.items()}
-    save(folder, named, facts | {"kinds": sorted(weights)})
+def save_kinds(
+    folder: Path | str, weights: dict[str, Weights], facts: dict[str, Any], phrases: dict[str, Weights] | None = None
+) -> None:
+    """`save` the weights, and phrases, of several kinds of text; those of no kind have plain names."""
+    save(folder, _named(weights), facts | {"kinds": sorted(weights)}, _named(phrases or {}))
+
+
+def _named(kinds: dict[str, Weights]) -> Weights:
+    return {f"{kind}/{name}" if kind else name: w for kind, each in kinds.items() for name, w in each.items()}
+
+
+def _by_kind(named: Weights) -> dict[str, Weights]:
+    kinds: dict[str, Weights] = {}
+    for name, weight in named.items():
+        kind, _, short = name.rpartition("/")
+        kinds.setdefault(kind, {})[short] = weight
+    return kinds
 
 
 def forget_kind(folder: Path | str, kind: str) -> None:
@@ -102,13 +118,10 @@ def forget_kind(folder: Path | str, kind: str) -> None:
     if kind not in kinds:
         known = ", ".join(filter(None, kinds)) or "none"
         raise OutriderError(f"Nothing has been learnt of the kind '{kind}'; kinds with weights of their own: {known}.")
-    kept: dict[str, Weights] = {each: {} for each in kinds if each != kind}
-    for name, weight in _read(folder).items():
-        owner, _, short = name.rpartition("/")
-        if owner in kept:
-            kept[owner][short] = weight
+    kept = {each: weights for each, weights in _by_kind(_read(folder)).items() if each != kind}
+    phrases = {each: tensors for each, tensors in load_phrases(folder).items() if each != kind}
     facts.get("learning", {}).get("kinds", {}).pop(kind, None)
-    save_kinds(folder, kept, facts)
+    save_kinds(folder, kept, facts, phrases)
 
 
 def load_kinds(folder: Path | str, frozen: Output, initial: Weights) -> dict[str, Weights]:
@@ -119,10 +132,7 @@ def load_kinds(folder: Path | str, frozen: Output, initial: Weights) -> dict[str
             f"The weights in {folder} belong to another drafter or target ({facts.get('model', 'unknown')}). Omit "
             f"--learn-from to start anew, or give the same model, head and draft_vocab as before."
         )
-    kinds: dict[str, Weights] = {}
-    for name, weight in _read(folder).items():
-        kind, _, short = name.rpartition("/")
-        kinds.setdefault(kind, {})[short] = weight
+    kinds = _by_kind(_read(folder))
     shapes = {n: w.shape for n, w in initial.items()}
     if any({n: w.shape for n, w in each.items()} != shapes for each in kinds.values()):
         raise ModelError(f"The weights in {folder} have other shapes than this drafter's. Learn again.")
@@ -132,9 +142,14 @@ def load_kinds(folder: Path | str, frozen: Output, initial: Weights) -> dict[str
     return {"": initial} | loaded
 
 
-def _read(folder: Path | str) -> Weights:
+def load_phrases(folder: Path | str) -> dict[str, Weights]:
+    """The phrases in a folder by kind of text, as `save_kinds` wrote them; none where there is no such file."""
+    return _by_kind(_read(folder, PHRASES)) if (Path(folder) / PHRASES).exists() else {}
+
+
+def _read(folder: Path | str, file: str = WEIGHTS) -> Weights:
     try:
-        return load_file(Path(folder) / WEIGHTS)
+        return load_file(Path(folder) / file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"The weights in {folder} cannot be read: {error}. Learn again.") from error
 
@@ -152,5 +167,6 @@ def copy(source: Path | str, folder: Path | str) -> None:
 
 def _check_replaceable(folder: Path) -> None:
     """Refuse to replace a folder with other files."""
-    if folder.exists() and (not folder.is_dir() or {each.name for each in folder.iterdir()} - {WEIGHTS, FACTS}):
+    own = {WEIGHTS, FACTS, PHRASES}
+    if folder.exists() and (not folder.is_dir() or {each.name for each in folder.iterdir()} - own):
         raise OutriderError(f"{folder} holds other files than learnt weights; give a new or an empty folder.")

@@ -1,6 +1,10 @@
-"""A trained head that learns while it serves: a low-rank correction of its last state, from what the target emits.
+"""A trained head that learns while it serves, from what the target emits: a memory of phrases, a low-rank correction.
 
     scores = W (h + up down h)        h [H]: the head's output after its norm;  W [D, H]: its output rows, frozen
+
+The memory (`phrases`) chooses between the head's token and the one that followed before; on a GPU, where passes are
+recorded and tokens are chosen on the device, there is none. The correction is trained on a GPU, and on a CPU with the
+option `learn_correction`: there its updates take more time than its drafts save.
 
 Every emitted token is a label for the state that the head would have proposed it from. Only `down` and `up` are
 trained, in slices beside the target's passes (`_learning.learner`). On a CPU the correction is applied to states; on a
@@ -33,6 +37,7 @@ from .._learning.buffer import Records, likeliest
 from .._learning.learner import Learner, LearningPlan, warm
 from .._learning.options import plan_of
 from .network import Head
+from .phrases import PhraseMemory, Phrases
 from .rollout import HeadRollout
 
 KINDS = 8  # kinds of text with weights of their own; others share those of requests that name none
@@ -154,11 +159,17 @@ class HeadLearning:
         self.proposals: dict[int, Proposal] = {}
         self.observed = time.perf_counter()  # the latest step
         self.gathered: dict[int, int] = {}  # sequence -> rows of it that were read from a GPU's slots
+        self.memory: PhraseMemory | None = None  # on a GPU tokens are chosen on the device
+        if rollout.graphs is None and space.option("learn_phrases", default=True):
+            self.memory = rollout.memory = PhraseMemory(self.kind_of, lambda seq: self.on and _learns(seq))
+        self.corrects = self.on and bool(space.option("learn_correction", default=self.memory is None))
         initial = self.output.initial(self.plan.rank)
         folder = space.option("learn_from", default=None)
         for kind, weights in (store.load_kinds(folder, self.output, initial) if folder else {"": initial}).items():
             self._add(kind, weights)
-        if self.on:
+        if folder and self.memory is not None:
+            self.memory.kinds = {kind: Phrases.of(each) for kind, each in store.load_phrases(folder).items()}
+        if self.corrects:
             warm(next(iter(self.learners.values())))
             rollout.keep_states(_learns)
 
@@ -168,11 +179,14 @@ class HeadLearning:
             made.stop("off", "learning is switched off")
         return made
 
+    def kind_of(self, seq: Sequence) -> str:
+        """The sequence's kind of text; none, where it has no weights of its own and may not have any."""
+        kind = seq.params.kind
+        return "" if kind not in self.learners and (len(self.learners) > KINDS or not _learns(seq)) else kind
+
     def learner_of(self, seq: Sequence) -> Learner:
         """That of the sequence's kind of text, which a request that must leave no trace does not create."""
-        kind = seq.params.kind
-        if kind not in self.learners and (len(self.learners) > KINDS or not _learns(seq)):
-            kind = ""
+        kind = self.kind_of(seq)
         if kind not in self.learners:
             costs = next(iter(self.learners.values())).costs
             self._add(kind, self.output.initial(self.plan.rank)).costs = dict(costs)
@@ -196,7 +210,7 @@ class HeadLearning:
     def proposed(self, seqs: list[Sequence], chains: list[list[int]]) -> None:
         """The head has drafted these chains (of a tree: none)."""
         for seq, tokens in zip(seqs, chains, strict=True):
-            if _learns(seq) and seq.id in self.rollout.outputs:
+            if self.corrects and _learns(seq) and seq.id in self.rollout.outputs:
                 states, scores = self.rollout.outputs[seq.id], self.rollout.node_scores.get(seq.id, {})
                 self.proposals[seq.id] = Proposal(len(seq.tokens), tokens, states, scores)
 
@@ -213,11 +227,14 @@ class HeadLearning:
             max(due, key=lambda learner: learner.waiting).work()
 
     def observe(self, step: Step) -> None:
-        if not self.on:
-            return
         begin, taught = time.thread_time(), list[tuple[Learner, HeadNodes]]()
         turns = [turn for turn, verdict in zip(step.turns, step.verdicts, strict=True) if verdict is not None]
-        for seq in (turn.seq for turn in turns if _learns(turn.seq)):
+        if self.memory is not None:
+            for turn in turns:
+                self.memory.observe(turn.seq)
+        if not self.on:
+            return
+        for seq in (turn.seq for turn in turns if self.corrects and _learns(turn.seq)):
             learner, nodes = self.learner_of(seq), None
             if learner.within_share:
                 nodes = self._drafted(seq) if self.output.table is None else self._gathered(seq)
@@ -236,6 +253,8 @@ class HeadLearning:
     def end(self, seq: Sequence) -> None:
         self.proposals.pop(seq.id, None)
         self.gathered.pop(seq.id, None)
+        if self.memory is not None:
+            self.memory.end(seq)
 
     def _drafted(self, seq: Sequence) -> HeadNodes | None:
         """Emitted tokens, as far as the head's own chain agrees with them."""
@@ -275,22 +294,28 @@ class HeadLearning:
     def report(self) -> dict[str, Any]:
         """State, reason, counts and times over all kinds, and by kind."""
         each = {kind: learner.as_json() for kind, learner in self.learners.items()}
-        summed = ("records", "missed", "updates", "adopted", "rollbacks", "failures", "seconds", "served", "kept")
+        if self.memory is not None:
+            each = {kind: facts | self.memory.as_json(kind) for kind, facts in each.items()}
+        summed = ["records", "missed", "updates", "adopted", "rollbacks", "failures", "seconds", "served", "kept"]
+        summed += ["phrases", "phrases_proposed", "phrases_accepted"] if self.memory is not None else []
         total = each[""] | {name: round(sum(facts[name] for facts in each.values()), 6) for name in summed}
         total |= {name: max(facts[name] for facts in each.values()) for name in ("slowest", "busiest")}
         total["accepted"] = max(facts["accepted"] for facts in each.values())
         return {"drafter": "head", "vocabulary": len(self.output.trained_ids)} | total | {"kinds": each}
 
     def save(self, folder: Path | str, **facts: Any) -> None:
-        """Write the weights that draft, by kind, and these facts."""
+        """Write the weights that draft and the confirmed phrases, by kind, and these facts."""
         weights = {kind: learner.weights() for kind, learner in self.learners.items()}
         facts |= {"identity": store.identity(self.output), "learning": self.report()}
-        store.save_kinds(folder, weights, facts)
+        phrases = {} if self.memory is None else {kind: each.as_tensors() for kind, each in self.memory.kinds.items()}
+        store.save_kinds(folder, weights, facts, phrases)
 
     def inherit(self, old: HeadLearning) -> None:
         """Go on from what another engine's drafter has learnt, if it is of the same head."""
         if self.on and old.on and store.same(store.identity(self.output), store.identity(old.output)):
             self.learners = old.learners
+            if self.memory is not None and old.memory is not None:
+                self.memory.kinds = old.memory.kinds
             for learner in self.learners.values():
                 learner.frozen = self.output
 

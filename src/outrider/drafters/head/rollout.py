@@ -23,6 +23,7 @@ from .features import CommittedRows, FeatureCache, HeadBatch
 if TYPE_CHECKING:
     from .captured import HeadGraphs
     from .network import Head
+    from .phrases import PhraseMemory
 
 
 class HeadRollout(DraftVocabularyRollout):
@@ -37,6 +38,7 @@ class HeadRollout(DraftVocabularyRollout):
         self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the feature of its children
         self.node_scores: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [D], where they are kept
         self._keeps: Callable[[Sequence], bool] | None = None
+        self.memory: PhraseMemory | None = None  # may put another token in the place of the head's, in chains
         self.passes_run = 0  # eager passes of the current draft
         self.in_order = False  # a block's scores depend on the tokens chosen before
 
@@ -56,6 +58,10 @@ class HeadRollout(DraftVocabularyRollout):
         if self._drafts_at_once(seqs):
             drafted = self.committed.chains(seqs, budget, max(self.floor, self.stop_below))
             self.passes_run += max(len(tokens) for tokens, _ in drafted)
+            if self.memory is not None:
+                agreed = [self.memory.agrees(seq, *each) for seq, each in zip(seqs, drafted, strict=True)]
+                if not all(agreed):  # what follows the memory's token is the head's again: token by token
+                    return super().chains(seqs, budget)
             return Draft.pack(chain(tokens, survival, source=self.source) for tokens, survival in drafted)
         if not block:
             return super().chains(seqs, budget)
@@ -170,6 +176,13 @@ class HeadRollout(DraftVocabularyRollout):
             if growth.seq.id in self.node_scores:
                 self.node_scores[growth.seq.id] |= named
         return scores.cpu()
+
+    def _choices(self, growth: Growth, node: int, logits: Tensor, width: int) -> Ranking:
+        choices = super()._choices(growth, node, logits, width)
+        if self.memory is None or width != 1:
+            return choices
+        drafted = [growth.tokens[n] for n in growth.path(node)]
+        return [self.memory.choose(growth.seq, drafted, *choices[0])]
 
     def _forward_committed(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         """As `CommittedRows.read`, with the scores on the host."""
