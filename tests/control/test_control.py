@@ -10,6 +10,7 @@ import random
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,12 +328,13 @@ def test_costs_are_linear_in_rows_and_in_sequences() -> None:
 
 def test_plans_expect_a_stair_after_every_measured_size() -> None:
     costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
-    assert costs.table(18, 4)[4:19] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 6.0, 6.0]  # the next one after the last
-    assert costs.table(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
-    assert costs.table(9, 2)[4] == pytest.approx(costs(4, 2))  # between one sequence and four with eight rows
-    assert costs(3, 2) < costs.table(9, 2)[3] < costs.table(9, 2)[5] < costs(8, 2)
+    planned = partial(costs.measured, planned=True)
+    assert [planned(rows, 4) for rows in range(4, 19)] == [2.0, *[4.0] * 4, *[5.0] * 8, 6.0, 6.0]  # and after the last
+    assert [planned(rows, 1) for rows in range(1, 5)] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
+    assert planned(4, 2) == pytest.approx(costs(4, 2))  # between one sequence and four with eight rows
+    assert costs(3, 2) < planned(3, 2) < planned(5, 2) < costs(8, 2)
     alone = PassCosts({1: 1.0, 9: 2.0})
-    assert alone.table(5, 4)[:10] == [alone(rows) for rows in range(10)]  # as on a CPU
+    assert [alone.measured(rows, 4, planned=True) for rows in range(10)] == [alone(rows) for rows in range(10)]
 
 
 def test_more_rows_never_cost_less() -> None:
@@ -401,7 +403,7 @@ def test_prompts_are_read_for_the_steps_that_are_left_and_not_for_the_tokens() -
     steps with drafts: 0.84 × plain decoding on an H200."""
     for tokens, reads in ((13, False), (2000, True)):
         controller, turns = long_reader(tokens)
-        controller.credit.admit(64, 0.5)
+        controller.credit.admit(64, known=False)
         controller.credit.tokens = 4000.0
         budgets = [turn.budget for turn in controller.budget(turns, Traits())]
         assert (sum(map(bool, budgets)) > 4) == reads, (tokens, budgets, controller.why)

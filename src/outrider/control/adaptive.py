@@ -32,7 +32,7 @@ from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
-from .draft_costs import DraftCosts, Line
+from .draft_costs import DraftCosts, Line, steps_left
 from .pass_costs import PassCosts, Shape, StepPrices
 
 HOPELESS = "even a certain draft would lose by its rows, its seconds or reading the prompts"
@@ -72,8 +72,7 @@ class Adaptive(Controller):
     TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
-    HELD = 16  # steps before a drafter whose certain draft would lose is looked at again
-    LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
+    HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
     prices: StepPrices
@@ -88,8 +87,8 @@ class Adaptive(Controller):
         self.asked: set[int] = set()  # sequences for which drafts were requested: their prompts have been read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
-        self.refusal = (0, 0.0, "")  # for so many sequences nothing is drafted up to this credit; the reason
-        self.held = 0  # steps for which it holds whatever the credit
+        # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
+        self.refused, self.least, self.held, self.refusal = 0, 0.0, 0, ""
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -99,27 +98,45 @@ class Adaptive(Controller):
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         self.turns, self.traits, self.tried, self.stop_below = turns, traits, set(), 0.0
-        self.why = f"{self.name} has nothing to propose: plain decoding"
-        known = traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
-        self.credit.admit(len(turns), self.credit.KNOWN if known else self.credit.FIRST)
+        self.credit.admit(len(turns), traits.forecast is not None)
+        own = [turn.seq.id for turn in turns if turn.seq.has_request_drafts]
+        refused = self._is_refused(len(turns))
+        if refused and not own:
+            return turns
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
-        eligible = [turn.seq for turn in turns if room_for(turn, 1) and not (known and turn.feed > 1)]
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = self._rooms(eligible, free) if eligible else {}
-        own = {turn.seq.id: free for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
+        rooms = {} if refused else self._rooms(free)
+        own = [seq_id for seq_id in own if seq_id not in rooms]
         if not (rooms or own):
             return turns
-        return [_allow(turn, (rooms | own).get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
+        rooms |= dict.fromkeys(own, free)
+        return [_allow(turn, rooms.get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
 
-    def _rooms(self, seqs: list[Sequence], free: int) -> dict[int, int]:
-        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
-        batch, calls = len(self.turns), self.drafting[self.traits.mode]
-        refused, least, reason = self.refusal
+    def _is_refused(self, batch: int) -> bool:
+        """Whether nothing is drafted without looking again: nothing else tells more than a higher credit."""
         self.held -= 1
-        if refused == batch and (self.credit.tokens <= least or self.held > 0):
-            return self._explain(reason)
         if self.credit.tokens <= 0:
-            return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
+            self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
+        elif batch == self.refused and self.held > 0 and self.credit.tokens <= self.least:
+            self.why = self.refusal
+        else:
+            return False
+        return True
+
+    def _refuse(self, reason: str, least: float = math.inf) -> dict[int, int]:
+        """Nothing is drafted before the credit pays this price, HELD steps are over or the batch changes."""
+        self._explain(f"{self.name} is not used: {reason}")
+        self.refused, self.least, self.held, self.refusal = len(self.turns), least / self.lead, self.HELD, self.why
+        return {}
+
+    def _rooms(self, free: int) -> dict[int, int]:
+        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
+        self.why = f"{self.name} has nothing to propose: plain decoding"
+        batch, calls = len(self.turns), self.drafting[self.traits.mode]
+        known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
+        seqs = [turn.seq for turn in self.turns if room_for(turn, 1) and not (known and turn.feed > 1)]
+        if not seqs:
+            return {}
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if calls.count < len(self.TRIED):
@@ -127,8 +144,8 @@ class Adaptive(Controller):
         line = calls.line(batch)
         if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
             return self._costly_rooms(seqs, line)
-        if self._best(seqs, None, certain=True)[1] is None:
-            return self._refuse(HOPELESS, line)
+        if not self.prices.can_pay(len(seqs) * free):
+            return self._refuse(HOPELESS)
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
@@ -150,40 +167,11 @@ class Adaptive(Controller):
         """Nothing is expected to pay. If a draft that is right would, one node for a few sequences is tried, where that
         costs less than half of what may be lost: acceptance may have changed."""
         if self._best(seqs, line, certain=True)[1] is None:
-            return self._refuse(HOPELESS, line)
+            return self._refuse(HOPELESS)
         chance, trial = self._expected(seqs[0])[0], 2 * self.prices.price(min(len(seqs), self.PROBED), line(1))
         if trial <= self.prices.limit:
             return self._try(seqs, self.TRIED[-1])
-        return self._refuse(_odds(chance, break_even), line, trial if chance < break_even else 0.0)
-
-    def _best(
-        self, seqs: list[Sequence], line: Line | None, certain: bool = False
-    ) -> tuple[list[Sequence], Shape | None]:
-        """These sequences, most promising first, and the shape that gains most: how many of them, and how many nodes of
-        each. certain: if every node were right and nothing too risky. Without a line, drafting costs nothing."""
-        gains = {seq.id: self._gains(seq, [1.0] * self.k_max if certain else self._expected(seq), line) for seq in seqs}
-        ranked = sorted(seqs, key=lambda seq: -gains[seq.id][-1])
-        lengths, total, shapes = range(1, self.k_max + 1), [0.0] * self.k_max, list[Shape]()
-        most = self.k_max if self.traits.self_limiting else 0  # it decides itself
-        seconds = [line(most or k) if line else 0.0 for k in lengths]
-        for count, seq in enumerate(ranked, start=1):
-            total = list(map(add, total, gains[seq.id]))
-            if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
-                shapes += map(Shape, repeat(count), lengths, total, seconds)
-        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.limit)
-
-    def _gains(self, seq: Sequence, survival: list[float], line: Line | None) -> list[float]:
-        """Tokens that the first 1, 2, … nodes bring, less what reading the prompt costs in each of the steps that it
-        serves: those until the answer ends, LASTS at most."""
-        tokens = list(accumulate(survival))
-        if line is None or seq.id in self.asked or not self.reading.n:
-            return tokens
-        each = self.reading.beyond(line(self.reading_nodes) if self.reading_nodes else 0.0)  # seconds
-        price, room = self.prices.speed * each * len(seq.tokens), max(seq.room, 1)
-        return [n - price * max(1 / self.LASTS, (1 + n) / room) for n in tokens]
-
-    def _expected(self, seq: Sequence) -> list[float]:
-        return self.by_sequence[seq.id].expected_survival(self.k_max)
+        return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
 
     def _try(self, seqs: list[Sequence], k: int) -> dict[int, int]:
         """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
@@ -192,31 +180,51 @@ class Adaptive(Controller):
         self._explain(f"{self.name} is tried: {k} nodes for {len(self.tried)} sequences")
         return dict.fromkeys(self.tried, k)
 
-    def _refuse(self, reason: str, line: Line, price: float = 0.0) -> dict[int, int]:
-        """Nothing is drafted before the credit pays this price and one node, or the batch changes: nothing else tells
-        more, and looking takes time. What is hopeless stays so for a while."""
-        least, self.held = max(price, self.prices.price(1, line(1))) / self.lead, self.HELD * (reason is HOPELESS)
-        self.refusal = len(self.turns), least, f"{self.name} is not used: {reason}"
-        return self._explain(self.refusal[-1])
+    def _best(self, seqs: list[Sequence], line: Line, certain: bool = False) -> tuple[list[Sequence], Shape | None]:
+        """These sequences, most promising first, and the shape that gains most: how many of them, and how many nodes of
+        each. certain: if every node were right and nothing too risky."""
+        gains = {seq.id: self._gains(seq, [1.0] * self.k_max if certain else self._expected(seq), line) for seq in seqs}
+        ranked = sorted(seqs, key=lambda seq: -gains[seq.id][-1])
+        lengths, total, shapes = range(1, self.k_max + 1), [0.0] * self.k_max, list[Shape]()
+        most = self.k_max if self.traits.self_limiting else 0  # it decides itself
+        seconds = [line(most or k) for k in lengths]
+        for count, seq in enumerate(ranked, start=1):
+            total = list(map(add, total, gains[seq.id]))
+            if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
+                shapes += map(Shape, repeat(count), lengths, total, seconds)
+        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.limit)
+
+    def _gains(self, seq: Sequence, survival: list[float], line: Line) -> list[float]:
+        """Tokens that the first 1, 2, … nodes bring, less what reading the prompt costs in each step that it serves."""
+        tokens = list(accumulate(survival))
+        if seq.id in self.asked or not self.reading.n:
+            return tokens
+        each = self.reading.beyond(line(self.reading_nodes) if self.reading_nodes else 0.0)  # seconds
+        price = self.prices.speed * each * len(seq.tokens)
+        return [n - price / steps_left(seq, 1 + n) for n in tokens]
+
+    def _expected(self, seq: Sequence) -> list[float]:
+        return self.by_sequence[seq.id].expected_survival(self.k_max)
 
     # ------------------------------------------------------------ before verifying
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
-        nodes = [(-s, i) for i, tree in enumerate(draft.trees) for s in self._survival(turns[i].seq, tree)]
+        trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
+        nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
         if not nodes:
             return draft
-        chances, owners = [-chance for chance, _ in sorted(nodes)], [i for _, i in sorted(nodes)]
-        shapes = map(Shape, range(1, len(nodes) + 1), repeat(1), accumulate(chances))
+        shapes = map(Shape, range(1, len(nodes) + 1), repeat(1), accumulate(-minus for minus, _ in nodes))
         best = self.prices.best(shapes, self.prices.limit)
-        kept = Counter(owners[: best.sequences] if best else ())
-        for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
-            if turn.seq.id in self.tried and not kept[i] and self.prices.price(len(tree.tokens)) <= self.prices.limit:
+        kept = Counter(i for _, i in nodes[: best.sequences if best else 0])
+        for i, tree in trees if self.tried else ():
+            is_tried = turns[i].seq.id in self.tried and not kept[i]
+            if is_tried and self.prices.price(len(tree.tokens)) <= self.prices.limit:
                 kept[i] = len(tree.tokens)
         if best:
             self._expect(f"{best.sequences} of {len(nodes)} drafted", best.tokens)
         elif not kept.total():
-            odds = _odds(chances[0], self.prices.price(len(turns)) / len(turns))
+            odds = _odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))
             self._explain(f"{self.name} is not used: {odds}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 

@@ -21,8 +21,9 @@ class Credit:
     def __init__(self) -> None:
         self.tokens, self.first, self.sequences, self.largest = 0.0, self.FIRST, 0, 0
 
-    def admit(self, sequences: int, first: float) -> None:
-        """So many run now."""
+    def admit(self, sequences: int, known: bool) -> None:
+        """So many run now; known: see KNOWN."""
+        first = self.KNOWN if known else self.FIRST
         self.tokens += first * max(sequences - self.largest, 0)
         self.first, self.sequences, self.largest = first, sequences, max(sequences, self.largest)
 
