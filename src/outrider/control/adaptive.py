@@ -69,7 +69,6 @@ class Adaptive(Controller):
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
     OUTLIER = 3.0  # times what is expected or known that seconds count as at most; a call that takes longer reads
-    TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
     HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
@@ -84,7 +83,7 @@ class Adaptive(Controller):
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         # Seconds of calls that read prompts, by their tokens; nodes that were drafted in these seconds too.
         self.reading, self.reading_nodes = Line(), 0
-        self.asked: set[int] = set()  # sequences for which drafts were requested: their prompts have been read
+        self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
@@ -139,11 +138,12 @@ class Adaptive(Controller):
             return {}
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
-        if calls.count < len(self.TRIED):
-            return self._try(seqs, self.TRIED[calls.count])
-        line = calls.line(batch)
-        if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
-            return self._costly_rooms(seqs, line)
+        if not self.traits.weighs_cost:
+            if not calls.count:
+                return self._try(seqs)
+            line = calls.line(batch)
+            if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
+                return self._costly_rooms(seqs, line)
         if not self.prices.can_pay(len(seqs) * free):
             return self._refuse(HOPELESS)
         return dict.fromkeys((seq.id for seq in seqs), free)
@@ -170,15 +170,15 @@ class Adaptive(Controller):
             return self._refuse(HOPELESS)
         chance, trial = self._expected(seqs[0])[0], 2 * self.prices.price(min(len(seqs), self.PROBED), line(1))
         if trial <= self.prices.limit:
-            return self._try(seqs, self.TRIED[-1])
+            return self._try(seqs)
         return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
 
-    def _try(self, seqs: list[Sequence], k: int) -> dict[int, int]:
-        """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
+    def _try(self, seqs: list[Sequence]) -> dict[int, int]:
+        """One node for each of a few sequences: those whose prompts the drafter has read, if there are any."""
         some = [seq for seq in seqs if seq.id in self.asked] or seqs
         self.tried = {seq.id for seq in some[: self.PROBED]}
-        self._explain(f"{self.name} is tried: {k} nodes for {len(self.tried)} sequences")
-        return dict.fromkeys(self.tried, k)
+        self._explain(f"{self.name} is tried: one node for {len(self.tried)} sequences")
+        return dict.fromkeys(self.tried, 1)
 
     def _best(self, seqs: list[Sequence], line: Line, certain: bool = False) -> tuple[list[Sequence], Shape | None]:
         """These sequences, most promising first, and the shape that gains most: how many of them, and how many nodes of
@@ -258,10 +258,9 @@ class Adaptive(Controller):
         if not asked or step.partial:
             return step.clock.get("draft", 0.0) if asked else 0.0
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
-        reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
-        if foreseen := self.traits.forecast:  # its first draft may come later than the first request
-            reads = reads or drafting > self.OUTLIER * foreseen.call * len(asked)
-        self.asked.update(turn.seq.id for turn in asked)
+        new = {turn.seq.id for turn in asked if turn.seq.id not in self.asked and self._has_read(turn.seq, step)}
+        reads = bool(new) or any(turn.feed > 1 for turn in asked)
+        self.asked |= new
         plain, seconds = self.costs(batch, batch), read + drafting
         if reads and seconds > self.CHEAP * plain:
             self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
@@ -271,6 +270,10 @@ class Adaptive(Controller):
         # The mode is that of a later step, at worst: a sample under the wrong one.
         self.drafting[self.traits.mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
+
+    def _has_read(self, seq: Sequence, step: Step) -> bool:
+        """Whether the drafter knows most of a sequence now: it need not read the prompt at the first request."""
+        return step.in_round or 2 * self.traits.backlog(seq) < len(seq.tokens)
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
