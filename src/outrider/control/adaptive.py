@@ -258,11 +258,10 @@ class Adaptive(Controller):
         if not asked or step.partial:
             return step.clock.get("draft", 0.0) if asked else 0.0
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
-        new = {turn.seq.id for turn in asked if turn.seq.id not in self.asked and self._has_read(turn.seq, step)}
-        reads = bool(new) or any(turn.feed > 1 for turn in asked)
-        self.asked |= new
+        read_now = {turn.seq.id for turn in asked if turn.seq.id not in self.asked and self._has_read(turn, step)}
+        self.asked |= read_now
         plain, seconds = self.costs(batch, batch), read + drafting
-        if reads and seconds > self.CHEAP * plain:
+        if read_now and seconds > self.CHEAP * plain:
             self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
             self.reading_nodes = 0 if read else max(turn.budget for turn in asked)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
@@ -271,9 +270,9 @@ class Adaptive(Controller):
         self.drafting[self.traits.mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
 
-    def _has_read(self, seq: Sequence, step: Step) -> bool:
-        """Whether the drafter knows most of a sequence now: it need not read the prompt at the first request."""
-        return step.in_round or 2 * self.traits.backlog(seq) < len(seq.tokens)
+    def _has_read(self, turn: Turn, step: Step) -> bool:
+        """Whether the drafter has read most of a sequence; nothing is left if it does not say what it reads."""
+        return step.in_round or 0 < 2 * self.traits.backlog(turn.seq) < len(turn.seq.tokens)
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
