@@ -88,6 +88,7 @@ class Adaptive(Controller):
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
         self.refused, self.least, self.held, self.refusal = 0, 0.0, 0, ""
+        self.idle = 0  # steps since a cheap drafter was asked
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -146,6 +147,17 @@ class Adaptive(Controller):
                 return self._costly_rooms(seqs, line)
         if not self.prices.can_pay(len(seqs) * free):
             return self._refuse(HOPELESS)
+        return self._cheap_rooms(seqs, free, calls)
+
+    def _cheap_rooms(self, seqs: list[Sequence], free: int, calls: DraftCosts) -> dict[int, int]:
+        """All that a cheap drafter has to say, in every step while the credit is high, else so often that requests in
+        vain take half of the share: the other half is for drafts."""
+        self.idle += 1
+        low = self.credit.tokens < self.credit.first * len(self.turns) / 2
+        price = self.prices.price(0, calls.line(len(self.turns))(free)) if low and calls.count else 0.0
+        if price > self.idle * len(self.turns) * self.credit.SHARE / 2:
+            return self._explain(f"{self.name} has found little lately and is asked now and then")
+        self.idle = 0
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
@@ -276,22 +288,22 @@ class Adaptive(Controller):
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
-        batch, nodes, rows = len(step.turns), sum(step.draft_rows), step.rows
-        verdicts = [verdict for verdict in step.verdicts if verdict is not None]
-        decoded, gain, lead = len(verdicts), 0.0, 1.0
-        timed = decoded == batch == rows - nodes and not step.partial  # no prompt in this pass
-        if decoded and (nodes or drafting):
-            plain, expected = self.costs(rows - nodes, batch), self.costs(rows, batch)
+        batch, nodes = len(step.turns), sum(step.draft_rows)
+        fed, verdicts = step.rows - nodes, [verdict for verdict in step.verdicts if verdict is not None]
+        timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
+        plain, speed = self.costs(fed, batch), batch / self.costs(batch, batch)
+        gain, lead = 0.0, 1.0
+        if verdicts and (nodes or drafting):
+            expected = self.costs(fed + nodes, batch)
             verify = min(step.clock["verify"], self.OUTLIER * expected) if timed else expected
             more = drafting + (verify - plain if nodes else 0.0)  # seconds
-            accepted, speed = sum(len(verdict.path) for verdict in verdicts), decoded / self.costs(decoded, decoded)
-            gain, lead = accepted - speed * more, (1 + accepted / decoded) * plain / (plain + more)
-            full = self.costs(rows - nodes + batch * self.k_max, batch)
-            self.price_of_full = speed * (full - plain + drafting)
-        self.credit.add(self.credit.SHARE * decoded + gain, most=self.price_of_full / batch + self.credit.SAVED)
+            accepted = sum(len(verdict.path) for verdict in verdicts)
+            gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
+            self.price_of_full = speed * (self.costs(fed + batch * self.k_max, batch) - plain + drafting)
+        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
-            self.costs.refine(rows, step.clock["verify"], batch)
+            self.costs.refine(fed + nodes, step.clock["verify"], batch)
 
     def end(self, seq: Sequence) -> None:
         self.asked.discard(seq.id)
