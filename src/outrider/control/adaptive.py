@@ -88,7 +88,8 @@ class Adaptive(Controller):
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
         self.refused, self.least, self.held, self.refusal = 0, 0.0, 0, ""
-        self.idle = 0  # steps since a cheap drafter was asked
+        # Seconds of requests after which nothing was drafted, and steps since the last request of a cheap drafter.
+        self.in_vain, self.idle = 0.0, 0
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -147,15 +148,9 @@ class Adaptive(Controller):
                 return self._costly_rooms(seqs, line)
         if not self.prices.can_pay(len(seqs) * free):
             return self._refuse(HOPELESS)
-        return self._cheap_rooms(seqs, free, calls)
-
-    def _cheap_rooms(self, seqs: list[Sequence], free: int, calls: DraftCosts) -> dict[int, int]:
-        """All that a cheap drafter has to say, in every step while the credit is high, else so often that requests in
-        vain take half of the share: the other half is for drafts."""
         self.idle += 1
-        low = self.credit.tokens < self.credit.first * len(self.turns) / 2
-        price = self.prices.price(0, calls.line(len(self.turns))(free)) if low and calls.count else 0.0
-        if price > self.idle * len(self.turns) * self.credit.SHARE / 2:
+        low = self.credit.tokens < self.credit.first * batch / 2
+        if low and self.prices.price(0, self.in_vain) > self.idle * batch * self.credit.SHARE / 2:
             return self._explain(f"{self.name} has found little lately and is asked now and then")
         self.idle = 0
         return dict.fromkeys((seq.id for seq in seqs), free)
@@ -273,6 +268,9 @@ class Adaptive(Controller):
         read_now = {turn.seq.id for turn in asked if turn.seq.id not in self.asked and self._has_read(turn, step)}
         self.asked |= read_now
         plain, seconds = self.costs(batch, batch), read + drafting
+        if not any(tree.tokens for tree in step.draft.trees) and not any(step.untaken):
+            usual = self.in_vain or seconds
+            self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
         if read_now and seconds > self.CHEAP * plain:
             self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
             self.reading_nodes = 0 if read else max(turn.budget for turn in asked)

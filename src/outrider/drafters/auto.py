@@ -150,7 +150,7 @@ class CostStatistics:
 
     def read_cost(self, unread: int, room: int) -> float:
         """Seconds of reading per step, spread over the steps that an answer with this much room should last."""
-        late = max(unread - READ_PER_CALL, 0)
+        late = 2 * max(unread - READ_PER_CALL, 0)
         return (self.read_seconds.value or 0.0) * late / max(min(room, REMAINING_STEPS), 1)
 
 
