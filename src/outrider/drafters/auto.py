@@ -38,7 +38,7 @@ READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those o
 READ_GUESS = 0.05  # price of reading a token, in rows of the target, before any was read
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
 FORESEEN = 8  # drafts that a forecast counts as
-NEW = 4.0  # claimed nodes that the trust in a drafter counts as in a new sequence
+NEW = 8.0  # claimed nodes that the trust left by other sequences counts as in a new one
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
 SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
@@ -150,7 +150,7 @@ class CostStatistics:
 
     def read_cost(self, unread: int, room: int) -> float:
         """Seconds of reading per step, spread over the steps that an answer with this much room should last."""
-        late = 2 * max(unread - READ_PER_CALL, 0)
+        late = max(unread - READ_PER_CALL, 0)
         return (self.read_seconds.value or 0.0) * late / max(min(room, REMAINING_STEPS), 1)
 
 
