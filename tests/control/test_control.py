@@ -256,8 +256,8 @@ def test_a_drafter_whose_claims_are_never_worth_verifying_is_used_no_longer() ->
 def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
     controller = Adaptive(measured(slope))
     seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
-    for feed, seconds, price in ((8, 1.0, None), (1, 0.004, 0.001)):
-        turns = controller.budget([Turn(seq, feed, True)], Traits())
+    for feed, seconds, price in ((8, 1.0, None), (1, 0.001, 0.001)):
+        turns = controller.budget([Turn(seq, feed, True)], Traits(backlog=lambda seq: 1))  # the rest has been read
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(

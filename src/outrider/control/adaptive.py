@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import add
 
 from ..engine.drafter import Traits
@@ -32,8 +32,8 @@ from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
 from .credit import Credit
-from .draft_costs import DraftCosts, Line, steps_left
-from .pass_costs import PassCosts, Shape, StepPrices
+from .draft_costs import DraftCosts, Line
+from .pass_costs import PassCosts, StepPrices
 
 HOPELESS = "even a certain draft would lose by its rows, its seconds or reading the prompts"
 
@@ -72,6 +72,7 @@ class Adaptive(Controller):
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
     HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
+    LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
     prices: StepPrices
@@ -81,8 +82,7 @@ class Adaptive(Controller):
         self.overall = AcceptanceStats()
         self.by_sequence: dict[int, AcceptanceStats] = defaultdict(partial(AcceptanceStats, self.overall))
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
-        # Seconds of calls that read prompts, by their tokens; nodes that were drafted in these seconds too.
-        self.reading, self.reading_nodes = Line(), 0
+        self.reading = Line()  # seconds of calls that read prompts, by their tokens
         self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
@@ -156,26 +156,20 @@ class Adaptive(Controller):
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
-        """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
-        seqs, shape = self._best(seqs, line)
-        count = shape.sequences if shape else len(seqs)
+        """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
+        right draft would, one node is tried if that costs less than half of what may be lost."""
+        rooms = self._plan(seqs, line)
+        count = len(rooms or seqs)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
-        if shape is None:
-            return self._try_or_refuse(seqs, line, break_even)
-        several = f" for {count}" if len(self.turns) > 1 else ""
-        tokens = sum(sum(self._expected(seq)[: shape.k]) for seq in seqs[:count])
-        self._expect(f"up to {shape.k} nodes{several}", tokens)
-        if self.traits.self_limiting:
-            return dict.fromkeys((seq.id for seq in seqs[:count]), self.k_max)
-        self.stop_below = self.overall.lowest_claim(break_even)
-        return dict.fromkeys((seq.id for seq in seqs[:count]), shape.k)
-
-    def _try_or_refuse(self, seqs: list[Sequence], line: Line, break_even: float) -> dict[int, int]:
-        """Nothing is expected to pay. If a draft that is right would, one node for a few sequences is tried, where that
-        costs less than half of what may be lost: acceptance may have changed."""
-        if self._best(seqs, line, certain=True)[1] is None:
+        if rooms:
+            several = f" for {count}" if len(self.turns) > 1 else ""
+            tokens = sum(sum(self._expected(seq)[: rooms.get(seq.id, 0)]) for seq in seqs)
+            self._expect(f"up to {max(rooms.values())} nodes{several}", tokens)
+            self.stop_below = 0.0 if self.traits.self_limiting else self.overall.lowest_claim(break_even)
+            return dict.fromkeys(rooms, self.k_max) if self.traits.self_limiting else rooms
+        if not self._plan(seqs, line, certain=True):
             return self._refuse(HOPELESS)
-        chance, trial = self._expected(seqs[0])[0], 2 * self.prices.price(min(len(seqs), self.PROBED), line(1))
+        trial, chance = 2 * self.prices.price(min(count, self.PROBED), line(1)), self._expected(seqs[0])[0]
         if trial <= self.prices.limit:
             return self._try(seqs)
         return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
@@ -187,28 +181,32 @@ class Adaptive(Controller):
         self._explain(f"{self.name} is tried: one node for {len(self.tried)} sequences")
         return dict.fromkeys(self.tried, 1)
 
-    def _best(self, seqs: list[Sequence], line: Line, certain: bool = False) -> tuple[list[Sequence], Shape | None]:
-        """These sequences, most promising first, and the shape that gains most: how many of them, and how many nodes of
-        each. certain: if every node were right and nothing too risky."""
-        gains = {seq.id: self._gains(seq, [1.0] * self.k_max if certain else self._expected(seq), line) for seq in seqs}
-        ranked = sorted(seqs, key=lambda seq: -gains[seq.id][-1])
-        lengths, total, shapes = range(1, self.k_max + 1), [0.0] * self.k_max, list[Shape]()
-        most = self.k_max if self.traits.self_limiting else 0  # it decides itself
-        seconds = [line(most or k) for k in lengths]
-        for count, seq in enumerate(ranked, start=1):
-            total = list(map(add, total, gains[seq.id]))
+    def _plan(self, seqs: list[Sequence], line: Line, certain: bool = False) -> dict[int, int]:
+        """Sequence -> nodes: as many of each of the most promising ones as gain most, if anything does. certain: if all
+        nodes were right and nothing too risky."""
+        lengths, limit = range(1, self.k_max + 1), math.inf if certain else self.prices.limit
+        seconds = [line(self.k_max if self.traits.self_limiting else k) for k in lengths]
+        gains = dict[int, list[float]]()
+        for seq in seqs:
+            survival, reading = [1.0] * self.k_max if certain else self._expected(seq), self._reading(seq)
+            gains[seq.id] = [tokens - reading for tokens in accumulate(survival)]
+        ranked = sorted(gains, key=lambda seq_id: -gains[seq_id][-1])
+        best, gain, total = (0, 0), self.prices.margin, [0.0] * self.k_max
+        for count, seq_id in enumerate(ranked, start=1):
+            total = list(map(add, total, gains[seq_id]))
             if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
-                shapes += map(Shape, repeat(count), lengths, total, seconds)
-        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.limit)
+                for k, tokens, drafting in zip(lengths, total, seconds, strict=True):
+                    price = self.prices.price(count * k, drafting)
+                    if price <= limit and tokens - price > gain:
+                        best, gain = (count, k), tokens - price
+        return dict.fromkeys(ranked[: best[0]], best[1])
 
-    def _gains(self, seq: Sequence, survival: list[float], line: Line) -> list[float]:
-        """Tokens that the first 1, 2, … nodes bring, less what reading the prompt costs in each step that it serves."""
-        tokens = list(accumulate(survival))
+    def _reading(self, seq: Sequence) -> float:
+        """Tokens that reading the prompt costs in each step that it serves: those until the answer ends, LASTS at
+        most."""
         if seq.id in self.asked or not self.reading.n:
-            return tokens
-        each = self.reading.beyond(line(self.reading_nodes) if self.reading_nodes else 0.0)  # seconds
-        price = self.prices.speed * each * len(seq.tokens)
-        return [n - price / steps_left(seq, 1 + n) for n in tokens]
+            return 0.0
+        return self.prices.speed * self.reading.slope * len(seq.tokens) / max(min(seq.room, self.LASTS), 1)
 
     def _expected(self, seq: Sequence) -> list[float]:
         return self.by_sequence[seq.id].expected_survival(self.k_max)
@@ -219,18 +217,15 @@ class Adaptive(Controller):
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
         trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
         nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
-        if not nodes:
-            return draft
-        shapes = map(Shape, range(1, len(nodes) + 1), repeat(1), accumulate(-minus for minus, _ in nodes))
-        best = self.prices.best(shapes, self.prices.limit)
-        kept = Counter(i for _, i in nodes[: best.sequences if best else 0])
+        best = self.prices.best(-minus for minus, _ in nodes)
+        kept = Counter(i for _, i in nodes[:best])
         for i, tree in trees if self.tried else ():
             is_tried = turns[i].seq.id in self.tried and not kept[i]
             if is_tried and self.prices.price(len(tree.tokens)) <= self.prices.limit:
                 kept[i] = len(tree.tokens)
         if best:
-            self._expect(f"{best.sequences} of {len(nodes)} drafted", best.tokens)
-        elif not kept.total():
+            self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
+        elif nodes and not kept:
             odds = _odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))
             self._explain(f"{self.name} is not used: {odds}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
@@ -273,7 +268,6 @@ class Adaptive(Controller):
             self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
         if read_now and seconds > self.CHEAP * plain:
             self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
-            self.reading_nodes = 0 if read else max(turn.budget for turn in asked)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ..types import Sequence
-
-LASTS = 16  # steps that an answer is expected to go on at least
-
 
 class Line:
     """a + b · k by least squares over recent samples; through the origin while they are all at one k."""
@@ -34,10 +30,6 @@ class Line:
         variance, most = self.kk / self.n - mean * mean, seconds / mean
         return most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
 
-    def beyond(self, seconds: float) -> float:
-        """b, or what remains for each k if so many seconds are not due to it."""
-        return min(self.slope, max(self.y - self.n * seconds, 0.0) / self.k)
-
 
 class DraftCosts:
     """Seconds of a call by the nodes that it may draft for each sequence, for each size of batch in powers of two."""
@@ -54,9 +46,3 @@ class DraftCosts:
         """That of the nearest known batch, after the first call."""
         size = sequences.bit_length()
         return self.lines[min(self.lines, key=lambda known: abs(known - size))]
-
-
-def steps_left(seq: Sequence, tokens: float = 1.0) -> float:
-    """Steps of so many tokens that an answer should still take, and over which a drafter's reading of its prompt is
-    spread: as many as it has tokens already, LASTS at least, and no more than its limit allows."""
-    return min(max(LASTS, len(seq.tokens) - seq.prompt_len), max(seq.room, 1) / tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from ..types import Turn
 
@@ -93,15 +92,6 @@ def _around(xs: list[int], x: float) -> list[tuple[int, float]]:
     return [(i - 1, 1 - share), (i, share)]
 
 
-class Shape(NamedTuple):
-    """A draft that could be verified: k nodes for each of so many sequences."""
-
-    sequences: int
-    k: int
-    tokens: float  # expected to be accepted
-    seconds: float = 0.0  # of drafting
-
-
 class StepPrices:
     """Prices of more rows in this step's pass, in tokens that would be emitted in that time (`engine.drafter.Prices`).
 
@@ -126,16 +116,14 @@ class StepPrices:
         """Whether so many nodes, or half, a quarter, … of them, would gain something if all were right, for nothing."""
         return any((most >> i) - self.price(most >> i) > self.margin for i in reversed(range(most.bit_length())))
 
-    def best(self, shapes: Iterable[Shape], limit: float) -> Shape | None:
-        """The shape that gains most beyond its price, which is `limit` at most; None: nothing pays. Costs may be
-        stairs, where one more node loses and three more win: all shapes are compared."""
-        best, gain, too_many = None, self.margin, math.inf
-        for shape in shapes:
-            rows = shape.sequences * shape.k
-            if rows < too_many:
-                price = self.price(rows, shape.seconds)
-                if price > limit and not shape.seconds:
-                    too_many = rows  # more cost more
-                elif price <= limit and shape.tokens - price > gain:
-                    best, gain = shape, shape.tokens - price
+    def best(self, tokens: Iterable[float]) -> int:
+        """How many of some nodes, which are expected to bring so many tokens each, gain most beyond their price within
+        the limit; 0: nothing pays. Costs may be stairs, where one more loses and three more win: all are compared."""
+        best, gain, total = 0, self.margin, 0.0
+        for rows, more in enumerate(tokens, start=1):
+            total, price = total + more, self.price(rows)
+            if price > self.limit:
+                break  # more cost more
+            if total - price > gain:
+                best, gain = rows, total - price
         return best
