@@ -272,12 +272,12 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
 
 def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
     """Most of the first call for a short prompt is not reading; a long one does not cost that many times as much."""
-    controller = Adaptive(measured(slope))
+    controller, reads = Adaptive(measured(slope)), Traits(backlog=lambda seq: 1)  # what a pass adds
 
     def first_call(seq_id: int, tokens: int, seconds: float) -> Sequence:
         seq = Sequence(seq_id, [1] * tokens, SamplingParams(max_tokens=99))
         for feed, draft in ((1, seconds), (1, 0.001), (1, 0.001)):
-            turns = controller.budget([Turn(seq, feed, True)], Traits())
+            turns = controller.budget([Turn(seq, feed, True)], reads)
             turns = [turn.allow(max(turn.budget, 1)) for turn in turns]
             step: Any = SimpleNamespace(
                 turns=turns, draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=False, untaken=[None],
@@ -292,10 +292,10 @@ def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
         controller.end(Sequence(number, [1], SamplingParams()))
     controller.credit.tokens = 9.0
     long = Sequence(9, [1] * 1000, SamplingParams(max_tokens=99))
-    assert controller.budget([Turn(long, 1, True)], Traits())[0].budget > 0
+    assert controller.budget([Turn(long, 1, True)], reads)[0].budget > 0
     controller.reading = Line()
     controller.reading.add(60, 0.06)  # a millisecond for each token: two hundred passes
-    assert controller.budget([Turn(long, 1, True)], Traits())[0].budget == 0
+    assert controller.budget([Turn(long, 1, True)], reads)[0].budget == 0
 
 
 def test_the_reason_is_given_in_words() -> None:

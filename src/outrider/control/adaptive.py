@@ -169,6 +169,7 @@ class Adaptive(Controller):
             return dict.fromkeys(rooms, self.k_max) if self.traits.self_limiting else rooms
         if not self._plan(seqs, line, certain=True):
             return self._refuse(HOPELESS)
+        seqs = sorted(seqs, key=lambda seq: -self._expected(seq)[0])
         trial, chance = 2 * self.prices.price(min(count, self.PROBED), line(1)), self._expected(seqs[0])[0]
         if trial <= self.prices.limit:
             return self._try(seqs)
@@ -189,7 +190,8 @@ class Adaptive(Controller):
         gains = dict[int, list[float]]()
         for seq in seqs:
             survival, reading = [1.0] * self.k_max if certain else self._expected(seq), self._reading(seq)
-            gains[seq.id] = [tokens - reading for tokens in accumulate(survival)]
+            share = [max(1 / self.LASTS, (1 + tokens) / max(seq.room, 1)) for tokens in accumulate(survival)]
+            gains[seq.id] = [tokens - reading * part for tokens, part in zip(accumulate(survival), share, strict=True)]
         ranked = sorted(gains, key=lambda seq_id: -gains[seq_id][-1])
         best, gain, total = (0, 0), self.prices.margin, [0.0] * self.k_max
         for count, seq_id in enumerate(ranked, start=1):
@@ -202,11 +204,9 @@ class Adaptive(Controller):
         return dict.fromkeys(ranked[: best[0]], best[1])
 
     def _reading(self, seq: Sequence) -> float:
-        """Tokens that reading the prompt costs in each step that it serves: those until the answer ends, LASTS at
-        most."""
-        if seq.id in self.asked or not self.reading.n:
-            return 0.0
-        return self.prices.speed * self.reading.slope * len(seq.tokens) / max(min(seq.room, self.LASTS), 1)
+        """Tokens that reading its prompt costs, once for all steps until the answer ends: LASTS are counted at most."""
+        unread = 0 if seq.id in self.asked or not self.reading.n else len(seq.tokens)
+        return self.prices.speed * self.reading.slope * unread if unread else 0.0
 
     def _expected(self, seq: Sequence) -> list[float]:
         return self.by_sequence[seq.id].expected_survival(self.k_max)
