@@ -13,10 +13,11 @@ reached, and none where none is worth more than a margin:
 t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (`draft_costs`), survival from verdicts
 (`acceptance`); λ is the speed of plain decoding times the recent lead over it.
 
-Estimates may be wrong, so no draft costs more than the `credit`, as if every node were rejected: what can be lost is
+Estimates may be wrong, so no draft costs more than the credit, as if every node were rejected: what can be lost is
 bounded, and drafts grow with their success. Where nothing is expected to pay but a right draft would, the same credit
-pays for trials. `budget` decides before anything is drafted, by what is usual; `prune` again, by the survival of what
-was drafted. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
+pays for trials of one node. It also pays for requests of drafters on the host, which cost little and often find
+nothing. `budget` decides before anything is drafted, by what is usual; `prune` again, by the survival of what was
+drafted. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
-from .credit import Credit
 from .draft_costs import DraftCosts, Line
 from .pass_costs import PassCosts, StepPrices
 
@@ -63,12 +63,45 @@ def _allow(turn: Turn, k: int, block: int, request_only: bool = False) -> Turn:
     return turn.allow(budget if block == 1 else min(budget, block - 1 - root % block), request_only)
 
 
+class Credit:
+    """One account: a first credit for each sequence of the largest batch, SHARE of the time of all passes, prompts
+    included, and what drafts gained. Time is counted in tokens that plain decoding makes in it.
+
+    A step that risks no more than this if every node is rejected cannot make n tokens more than the first credit +
+    SHARE · n tokens slower than plain decoding, whatever a drafter claims: who is always wrong lives on SHARE. Reading
+    a prompt is the exception: it is risked where it is expected to pay, and leaves half of the first credit.
+    """
+
+    FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
+    KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
+    SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
+    # Tokens for each sequence kept beyond the price of full drafts, so that a run of wrong ones ends no success: in
+    # invented time a dozen answers lose 0.2 to 0.8 % with 2 (single ones 13 %), and gain nothing with 8 or 16.
+    SAVED = 4.0
+    DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
+
+    def __init__(self) -> None:
+        self.tokens, self.first, self.sequences, self.largest = 0.0, self.FIRST, 0, 0
+
+    def admit(self, sequences: int, known: bool) -> None:
+        """So many run now; known: see KNOWN."""
+        first = self.KNOWN if known else self.FIRST
+        self.tokens += first * max(sequences - self.largest, 0)
+        self.first, self.sequences, self.largest = first, sequences, max(sequences, self.largest)
+
+    def add(self, gain: float, least: float = -DEBT, most: float = math.inf) -> None:
+        """Tokens that were gained or lost. A loss leaves each sequence `least`, gains are saved up to `most` each."""
+        count, now = self.sequences, self.tokens
+        self.tokens = max(min(now + gain, max(now, most * count)), min(now, least * count))
+
+
 class Adaptive(Controller):
     """Drafts what is worth more than its time, and never risks more than it may lose (see the top of this page)."""
 
-    CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
-    RECENT = 0.05  # weight of a step in `lead`: the last twenty count
-    OUTLIER = 3.0  # times what is expected or known that seconds count as at most; a call that takes longer reads
+    CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them: it takes the
+    # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
+    RECENT = 0.05  # weight of a step in `lead` and in `in_vain`: the last twenty count
+    OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
     HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
@@ -131,7 +164,9 @@ class Adaptive(Controller):
         return {}
 
     def _rooms(self, free: int) -> dict[int, int]:
-        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
+        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
+        drafters are asked in every step while the credit is high, else so often that requests in vain take half of the
+        share: the other half is for drafts."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
@@ -260,23 +295,21 @@ class Adaptive(Controller):
         if not asked or step.partial:
             return step.clock.get("draft", 0.0) if asked else 0.0
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
-        read_now = {turn.seq.id for turn in asked if turn.seq.id not in self.asked and self._has_read(turn, step)}
-        self.asked |= read_now
+        new = {turn.seq.id: turn.seq for turn in asked if turn.seq.id not in self.asked}
+        if not step.in_round:  # has it read most of the sequence? Of a drafter that does not say so, nothing is left
+            new = {i: seq for i, seq in new.items() if 0 < 2 * self.traits.backlog(seq) < len(seq.tokens)}
+        self.asked.update(new)
         plain, seconds = self.costs(batch, batch), read + drafting
         if not any(tree.tokens for tree in step.draft.trees) and not any(step.untaken):
             usual = self.in_vain or seconds
             self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
-        if read_now and seconds > self.CHEAP * plain:
-            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
+        if new and seconds > self.CHEAP * plain:
+            self.reading.add(sum(len(seq.tokens) for seq in new.values()), read or drafting)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
         self.drafting[self.traits.mode].add(batch, max(turn.budget for turn in asked), seconds)
         return seconds
-
-    def _has_read(self, turn: Turn, step: Step) -> bool:
-        """Whether the drafter has read most of a sequence; nothing is left if it does not say what it reads."""
-        return step.in_round or 0 < 2 * self.traits.backlog(turn.seq) < len(turn.seq.tokens)
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
