@@ -270,6 +270,34 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         assert not calls.count if price is None else calls.line(1)(1) == pytest.approx(price)
 
 
+def test_a_drafter_that_reads_nothing_is_paid_for_one_first_call() -> None:
+    """Its first call was taken for the reading of a prompt, so that it was tried again at any price."""
+    world = World(slope, 0.0, 0.5, 1)
+    controller = Adaptive(measured(slope))
+    requested = 0
+    for _ in range(24):
+        world.step(controller)
+        requested += world.requested > 0
+    assert requested == 1
+
+
+def test_requests_in_vain_leave_something_for_drafts() -> None:
+    """Searches that found nothing took all of the credit, and a head that would have paid was never called again."""
+    controller, asked = Adaptive(measured(slope)), 0
+    seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=9999))
+    for _ in range(400):
+        turns = controller.budget([Turn(seq, 1, True)], Traits(weighs_cost=True))
+        asked += turns[0].budget > 0
+        step: Any = SimpleNamespace(
+            turns=turns, draft=Draft.pack([chain([])]), rows=1, draft_rows=[0], in_round=False, untaken=[None],
+            verdicts=[Verdict([], [1], "")], partial=False,
+            clock={"draft": 0.0001 * (turns[0].budget > 0), "verify": 0.005, "judge": 0.0},
+        )  # fmt: skip
+        controller.observe(step)
+    assert 100 < asked < 230  # each costs two hundredths of a token: the share of 400 and what is left of the first half
+    assert controller.credit.tokens > 0.2
+
+
 def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
     """Most of the first call for a short prompt is not reading; a long one does not cost that many times as much."""
     controller, reads = Adaptive(measured(slope)), Traits(backlog=lambda seq: 1)  # what a pass adds

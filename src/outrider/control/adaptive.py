@@ -165,8 +165,8 @@ class Adaptive(Controller):
 
     def _rooms(self, free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
-        drafters are asked in every step while the credit is high, else so often that requests in vain take half of the
-        share: the other half is for drafts."""
+        drafters are asked in every step while more than half of the first credit is there, else so seldom that requests
+        in vain take half of the share: the rest is for drafts."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
