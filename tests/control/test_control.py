@@ -294,7 +294,9 @@ def test_requests_in_vain_leave_something_for_drafts() -> None:
             clock={"draft": 0.0001 * (turns[0].budget > 0), "verify": 0.005, "judge": 0.0},
         )  # fmt: skip
         controller.observe(step)
-    assert 100 < asked < 230  # each costs two hundredths of a token: the share of 400 and what is left of the first half
+    assert (
+        100 < asked < 230
+    )  # each costs two hundredths of a token: the share of 400 and what is left of the first half
     assert controller.credit.tokens > 0.2
 
 
