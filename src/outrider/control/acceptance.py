@@ -58,10 +58,12 @@ class AcceptanceStats:
 
     def rates(self, nodes: int) -> list[float]:
         """Of each node of a draft: how many survive for each one before it that survives."""
-        priors = self.wider.rates(min(nodes, len(self.wider.ranks))) if self.wider else []
+        priors = self.wider.rates(nodes) if self.wider else []
         rates, last, survival = list[float](), self.FIRST, 1.0
-        for rank in range(nodes):  # unknown to all, the prior is the last rate; in a tree, where rates vary, their mean
-            prior = priors[rank] if rank < len(priors) else survival ** (1 / rank) if self.branches and rank else last
+        for rank in range(nodes):  # without others, the prior is the last rate; in a tree, where they vary, their mean
+            prior = priors[rank] if priors else survival ** (1 / rank) if self.branches and rank else last
+            if self.wider and rank >= len(self.wider.ranks):  # nobody knows
+                prior = (prior + last) / 2
             last = min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior
             rates.append(last)
             survival *= last
