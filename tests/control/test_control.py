@@ -10,6 +10,7 @@ import random
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -255,8 +256,8 @@ def test_a_drafter_whose_claims_are_never_worth_verifying_is_used_no_longer() ->
 def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
     controller = Adaptive(measured(slope))
     seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=99))
-    for feed, seconds, price in ((8, 1.0, None), (1, 0.004, 0.001)):
-        turns = controller.budget([Turn(seq, feed, True)], Traits())
+    for feed, seconds, price in ((8, 1.0, None), (1, 0.001, 0.001)):
+        turns = controller.budget([Turn(seq, feed, True)], Traits(backlog=lambda seq: 1))  # the rest has been read
         drafted = controller.prune(turns, Draft.pack([chain(range(turns[0].budget))]))
         rows = feed + len(drafted.trees[0].tokens)
         step: Any = SimpleNamespace(
@@ -269,14 +270,44 @@ def test_reading_a_prompt_does_not_count_as_the_cost_of_drafting() -> None:
         assert not calls.count if price is None else calls.line(1)(1) == pytest.approx(price)
 
 
+def test_a_drafter_that_reads_nothing_is_paid_for_one_first_call() -> None:
+    """Its first call was taken for the reading of a prompt, so that it was tried again at any price."""
+    world = World(slope, 0.0, 0.5, 1)
+    controller = Adaptive(measured(slope))
+    requested = 0
+    for _ in range(24):
+        world.step(controller)
+        requested += world.requested > 0
+    assert requested == 1
+
+
+def test_requests_in_vain_leave_something_for_drafts() -> None:
+    """Searches that found nothing took all of the credit, and a head that would have paid was never called again."""
+    controller, asked = Adaptive(measured(slope)), 0
+    seq = Sequence(1, [1] * 9, SamplingParams(max_tokens=9999))
+    for _ in range(400):
+        turns = controller.budget([Turn(seq, 1, True)], Traits(weighs_cost=True))
+        asked += turns[0].budget > 0
+        step: Any = SimpleNamespace(
+            turns=turns, draft=Draft.pack([chain([])]), rows=1, draft_rows=[0], in_round=False, untaken=[None],
+            verdicts=[Verdict([], [1], "")], partial=False,
+            clock={"draft": 0.0001 * (turns[0].budget > 0), "verify": 0.005, "judge": 0.0},
+        )  # fmt: skip
+        controller.observe(step)
+    assert (
+        100 < asked < 230
+    )  # each costs two hundredths of a token: the share of 400 and what is left of the first half
+    assert controller.credit.tokens > 0.2
+
+
 def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
     """Most of the first call for a short prompt is not reading; a long one does not cost that many times as much."""
-    controller = Adaptive(measured(slope))
+    controller, reads = Adaptive(measured(slope)), Traits(backlog=lambda seq: 1)  # what a pass adds
 
     def first_call(seq_id: int, tokens: int, seconds: float) -> Sequence:
         seq = Sequence(seq_id, [1] * tokens, SamplingParams(max_tokens=99))
         for feed, draft in ((1, seconds), (1, 0.001), (1, 0.001)):
-            turns = controller.budget([Turn(seq, feed, True)], Traits())
+            turns = controller.budget([Turn(seq, feed, True)], reads)
             turns = [turn.allow(max(turn.budget, 1)) for turn in turns]
             step: Any = SimpleNamespace(
                 turns=turns, draft=Draft.pack([chain([3])]), rows=2, draft_rows=[1], in_round=False, untaken=[None],
@@ -291,10 +322,10 @@ def test_a_long_prompt_costs_what_the_lengths_before_it_say() -> None:
         controller.end(Sequence(number, [1], SamplingParams()))
     controller.credit.tokens = 9.0
     long = Sequence(9, [1] * 1000, SamplingParams(max_tokens=99))
-    assert controller.budget([Turn(long, 1, True)], Traits())[0].budget > 0
+    assert controller.budget([Turn(long, 1, True)], reads)[0].budget > 0
     controller.reading = Line()
     controller.reading.add(60, 0.06)  # a millisecond for each token: two hundred passes
-    assert controller.budget([Turn(long, 1, True)], Traits())[0].budget == 0
+    assert controller.budget([Turn(long, 1, True)], reads)[0].budget == 0
 
 
 def test_the_reason_is_given_in_words() -> None:
@@ -327,12 +358,13 @@ def test_costs_are_linear_in_rows_and_in_sequences() -> None:
 
 def test_plans_expect_a_stair_after_every_measured_size() -> None:
     costs = PassCosts({(1, 1): 1.0, (1, 5): 2.0, (4, 4): 2.0, (4, 8): 4.0, (4, 16): 5.0})
-    assert costs.table(18, 4)[4:19] == [2.0, 4.0, 4.0, 4.0, 4.0, *[5.0] * 8, 6.0, 6.0]  # the next one after the last
-    assert costs.table(4, 1)[1:5] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
-    assert costs.table(9, 2)[4] == pytest.approx(costs(4, 2))  # between one sequence and four with eight rows
-    assert costs(3, 2) < costs.table(9, 2)[3] < costs.table(9, 2)[5] < costs(8, 2)
+    planned = partial(costs.measured, planned=True)
+    assert [planned(rows, 4) for rows in range(4, 19)] == [2.0, *[4.0] * 4, *[5.0] * 8, 6.0, 6.0]  # and after the last
+    assert [planned(rows, 1) for rows in range(1, 5)] == [costs(rows) for rows in range(1, 5)]  # one sequence as ever
+    assert planned(4, 2) == pytest.approx(costs(4, 2))  # between one sequence and four with eight rows
+    assert costs(3, 2) < planned(3, 2) < planned(5, 2) < costs(8, 2)
     alone = PassCosts({1: 1.0, 9: 2.0})
-    assert alone.table(5, 4)[:10] == [alone(rows) for rows in range(10)]  # as on a CPU
+    assert [alone.measured(rows, 4, planned=True) for rows in range(10)] == [alone(rows) for rows in range(10)]
 
 
 def test_more_rows_never_cost_less() -> None:
@@ -401,7 +433,7 @@ def test_prompts_are_read_for_the_steps_that_are_left_and_not_for_the_tokens() -
     steps with drafts: 0.84 × plain decoding on an H200."""
     for tokens, reads in ((13, False), (2000, True)):
         controller, turns = long_reader(tokens)
-        controller.credit.admit(64, 0.5)
+        controller.credit.admit(64, known=False)
         controller.credit.tokens = 4000.0
         budgets = [turn.budget for turn in controller.budget(turns, Traits())]
         assert (sum(map(bool, budgets)) > 4) == reads, (tokens, budgets, controller.why)

@@ -151,8 +151,11 @@ def test_a_stated_acceptance_that_is_wrong_costs_little() -> None:
 
 def test_over_a_dozen_answers_auto_with_a_head_is_near_the_best_of_all() -> None:
     for easy, share in ((0.1, 0.94), (0.6, 1.0)):
-        best = min(informed_run("off", 5, 0, 12), informed_run(informed(easy), 5, 1, 12))
-        assert best > share * informed_run(AutoWith(informed(easy)), 5, None, 12), easy
+        ratios = []
+        for seed in (3, 4, 5):
+            best = min(informed_run("off", seed, 0, 12), informed_run(informed(easy), seed, 1, 12))
+            ratios.append(best / informed_run(AutoWith(informed(easy)), seed, None, 12))
+        assert median(ratios) > share, (easy, ratios)
 
 
 NEAR = [

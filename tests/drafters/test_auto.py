@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from outrider.config import Config
@@ -9,7 +11,7 @@ from outrider.drafters.auto import Trust, agreement, claims
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
 from outrider.testing import Scenario, decode
-from outrider.types import SamplingParams, Tree, chain
+from outrider.types import SamplingParams, Sequence, Tree, Verdict, chain
 
 from support.toys import reference, toy
 
@@ -55,3 +57,13 @@ def test_a_costly_drafter_drafts_where_the_free_ones_find_nothing(temperature: f
 def test_auto_cannot_contain_itself() -> None:
     with pytest.raises(ConfigError, match="none that chooses"):
         build_engine(toy(), Config(drafter="auto", options={"auto": "suffix,auto"}))
+
+
+def test_a_new_sequence_starts_with_the_trust_that_others_have_left() -> None:
+    engine = build_engine(toy(), Config(drafter="auto", k=5))
+    auto: Any = engine.drafter
+    first, second = (Sequence(i, [1, 2, 3]) for i in (1, 2))
+    before = auto._trust(first, "suffix").share
+    for _ in range(40):
+        auto._score(first, "suffix", chain([7], survival=[0.9]), [8], chain([]), Verdict([], [8], ""))
+    assert auto._trust(second, "suffix").share < 0.2 < before

@@ -156,7 +156,9 @@ class Invented(Drafter):
         super().__init__(None)
         self.world, self.texts, self.nature = world, texts, nature
         forecast = Forecast(nature.stated, nature.call + 1.6 * nature.depth, nature.read) if nature.stated else None
-        self.traits = Traits(self_limiting=nature.self_limiting, backlog=self.backlog, forecast=forecast)
+        self.traits = Traits(self_limiting=nature.self_limiting, forecast=forecast)
+        if nature.read:
+            self.traits = replace(self.traits, backlog=self.backlog)
         self.seen: dict[int, int] = {}
         self.met: set[int] = set()  # sequences of earlier requests
         self.calls = 0

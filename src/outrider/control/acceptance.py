@@ -62,6 +62,8 @@ class AcceptanceStats:
         rates, last, survival = list[float](), self.FIRST, 1.0
         for rank in range(nodes):  # without others, the prior is the last rate; in a tree, where they vary, their mean
             prior = priors[rank] if priors else survival ** (1 / rank) if self.branches and rank else last
+            if self.wider and rank >= len(self.wider.ranks):  # nobody knows
+                prior = (prior + last) / 2
             last = min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior
             rates.append(last)
             survival *= last

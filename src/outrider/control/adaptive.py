@@ -13,10 +13,11 @@ reached, and none where none is worth more than a margin:
 t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (`draft_costs`), survival from verdicts
 (`acceptance`); λ is the speed of plain decoding times the recent lead over it.
 
-Estimates may be wrong, so no draft costs more than the `credit`, as if every node were rejected: what can be lost is
+Estimates may be wrong, so no draft costs more than the credit, as if every node were rejected: what can be lost is
 bounded, and drafts grow with their success. Where nothing is expected to pay but a right draft would, the same credit
-pays for trials. `budget` decides before anything is drafted, by what is usual; `prune` again, by the survival of what
-was drafted. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
+pays for trials of one node. It also pays for requests of drafters on the host, which cost little and often find
+nothing. `budget` decides before anything is drafted, by what is usual; `prune` again, by the survival of what was
+drafted. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import add
 
 from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
-from .credit import Credit
 from .draft_costs import DraftCosts, Line
-from .pass_costs import PassCosts, Shape, StepPrices
+from .pass_costs import PassCosts, StepPrices
 
 HOPELESS = "even a certain draft would lose by its rows, its seconds or reading the prompts"
 
@@ -63,16 +63,48 @@ def _allow(turn: Turn, k: int, block: int, request_only: bool = False) -> Turn:
     return turn.allow(budget if block == 1 else min(budget, block - 1 - root % block), request_only)
 
 
+class Credit:
+    """One account: a first credit for each sequence of the largest batch, SHARE of the time of all passes, prompts
+    included, and what drafts gained. Time is counted in tokens that plain decoding makes in it.
+
+    A step that risks no more than this if every node is rejected cannot make n tokens more than the first credit +
+    SHARE · n tokens slower than plain decoding, whatever a drafter claims: who is always wrong lives on SHARE. Reading
+    a prompt is the exception: it is risked where it is expected to pay, and leaves half of the first credit.
+    """
+
+    FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
+    KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
+    SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
+    # Tokens for each sequence kept beyond the price of full drafts, so that a run of wrong ones ends no success: in
+    # invented time a dozen answers lose 0.2 to 0.8 % with 2 (single ones 13 %), and gain nothing with 8 or 16.
+    SAVED = 4.0
+    DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
+
+    def __init__(self) -> None:
+        self.tokens, self.first, self.sequences, self.largest = 0.0, self.FIRST, 0, 0
+
+    def admit(self, sequences: int, known: bool) -> None:
+        """So many run now; known: see KNOWN."""
+        first = self.KNOWN if known else self.FIRST
+        self.tokens += first * max(sequences - self.largest, 0)
+        self.first, self.sequences, self.largest = first, sequences, max(sequences, self.largest)
+
+    def add(self, gain: float, least: float = -DEBT, most: float = math.inf) -> None:
+        """Tokens that were gained or lost. A loss leaves each sequence `least`, gains are saved up to `most` each."""
+        count, now = self.sequences, self.tokens
+        self.tokens = max(min(now + gain, max(now, most * count)), min(now, least * count))
+
+
 class Adaptive(Controller):
     """Drafts what is worth more than its time, and never risks more than it may lose (see the top of this page)."""
 
-    CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them
-    RECENT = 0.05  # weight of a step in `lead`: the last twenty count
-    OUTLIER = 3.0  # times what is expected or known that seconds count as at most; a call that takes longer reads
-    TRIED = (4, 1)  # nodes of the first requests: two points make a line; of trials, the last of these
+    CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them: it takes the
+    # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
+    RECENT = 0.05  # weight of a step in `lead` and in `in_vain`: the last twenty count
+    OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
-    HELD = 16  # steps before a drafter whose certain draft would lose is looked at again
+    HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
@@ -83,13 +115,14 @@ class Adaptive(Controller):
         self.overall = AcceptanceStats()
         self.by_sequence: dict[int, AcceptanceStats] = defaultdict(partial(AcceptanceStats, self.overall))
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
-        # Seconds of calls that read prompts, by their tokens; nodes that were drafted in these seconds too.
-        self.reading, self.reading_nodes = Line(), 0
-        self.asked: set[int] = set()  # sequences for which drafts were requested: their prompts have been read
+        self.reading = Line()  # seconds of calls that read prompts, by their tokens
+        self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
-        self.refusal = (0, 0.0, "")  # for so many sequences nothing is drafted up to this credit; the reason
-        self.held = 0  # steps for which it holds whatever the credit
+        # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
+        self.refused, self.least, self.held, self.refusal = 0, 0.0, 0, ""
+        # Seconds of requests after which nothing was drafted, and steps since the last request of a cheap drafter.
+        self.in_vain, self.idle = 0.0, 0
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -99,124 +132,136 @@ class Adaptive(Controller):
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         self.turns, self.traits, self.tried, self.stop_below = turns, traits, set(), 0.0
-        self.why = f"{self.name} has nothing to propose: plain decoding"
-        known = traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
-        self.credit.admit(len(turns), self.credit.KNOWN if known else self.credit.FIRST)
+        self.credit.admit(len(turns), traits.forecast is not None)
+        own = [turn.seq.id for turn in turns if turn.seq.has_request_drafts]
+        refused = self._is_refused(len(turns))
+        if refused and not own:
+            return turns
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
-        eligible = [turn.seq for turn in turns if room_for(turn, 1) and not (known and turn.feed > 1)]
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = self._rooms(eligible, free) if eligible else {}
-        own = {turn.seq.id: free for turn in turns if turn.seq.has_request_drafts and turn.seq.id not in rooms}
+        rooms = {} if refused else self._rooms(free)
+        own = [seq_id for seq_id in own if seq_id not in rooms]
         if not (rooms or own):
             return turns
-        return [_allow(turn, (rooms | own).get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
+        rooms |= dict.fromkeys(own, free)
+        return [_allow(turn, rooms.get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
 
-    def _rooms(self, seqs: list[Sequence], free: int) -> dict[int, int]:
-        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing."""
-        batch, calls = len(self.turns), self.drafting[self.traits.mode]
-        refused, least, reason = self.refusal
+    def _is_refused(self, batch: int) -> bool:
+        """Whether nothing is drafted without looking again: nothing else tells more than a higher credit."""
         self.held -= 1
-        if refused == batch and (self.credit.tokens <= least or self.held > 0):
-            return self._explain(reason)
         if self.credit.tokens <= 0:
-            return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
+            self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
+        elif batch == self.refused and self.held > 0 and self.credit.tokens <= self.least:
+            self.why = self.refusal
+        else:
+            return False
+        return True
+
+    def _refuse(self, reason: str, least: float = math.inf) -> dict[int, int]:
+        """Nothing is drafted before the credit pays this price, HELD steps are over or the batch changes."""
+        self._explain(f"{self.name} is not used: {reason}")
+        self.refused, self.least, self.held, self.refusal = len(self.turns), least / self.lead, self.HELD, self.why
+        return {}
+
+    def _rooms(self, free: int) -> dict[int, int]:
+        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
+        drafters are asked in every step while more than half of the first credit is there, else so seldom that requests
+        in vain take half of the share: the rest is for drafts."""
+        self.why = f"{self.name} has nothing to propose: plain decoding"
+        batch, calls = len(self.turns), self.drafting[self.traits.mode]
+        known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
+        seqs = [turn.seq for turn in self.turns if room_for(turn, 1) and not (known and turn.feed > 1)]
+        if not seqs:
+            return {}
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
-        if calls.count < len(self.TRIED):
-            return self._try(seqs, self.TRIED[calls.count])
-        line = calls.line(batch)
-        if not self.traits.weighs_cost and line(self.k_max) > self.CHEAP * self.costs(batch, batch):
-            return self._costly_rooms(seqs, line)
-        if self._best(seqs, None, certain=True)[1] is None:
-            return self._refuse(HOPELESS, line)
+        if not self.traits.weighs_cost:
+            if not calls.count:
+                return self._try(seqs)
+            line = calls.line(batch)
+            if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
+                return self._costly_rooms(seqs, line)
+        if not self.prices.can_pay(len(seqs) * free):
+            return self._refuse(HOPELESS)
+        self.idle += 1
+        low = self.credit.tokens < self.credit.first * batch / 2
+        if low and self.prices.price(0, self.in_vain) > self.idle * batch * self.credit.SHARE / 2:
+            return self._explain(f"{self.name} has found little lately and is asked now and then")
+        self.idle = 0
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
-        """The same where drafting costs time: the shape that is worth most by the acceptance at each depth."""
-        seqs, shape = self._best(seqs, line)
-        count = shape.sequences if shape else len(seqs)
+        """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
+        right draft would, one node is tried if that costs less than half of what may be lost."""
+        rooms = self._plan(seqs, line)
+        count = len(rooms or seqs)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
-        if shape is None:
-            return self._try_or_refuse(seqs, line, break_even)
-        several = f" for {count}" if len(self.turns) > 1 else ""
-        tokens = sum(sum(self._expected(seq)[: shape.k]) for seq in seqs[:count])
-        self._expect(f"up to {shape.k} nodes{several}", tokens)
-        if self.traits.self_limiting:
-            return dict.fromkeys((seq.id for seq in seqs[:count]), self.k_max)
-        self.stop_below = self.overall.lowest_claim(break_even)
-        return dict.fromkeys((seq.id for seq in seqs[:count]), shape.k)
-
-    def _try_or_refuse(self, seqs: list[Sequence], line: Line, break_even: float) -> dict[int, int]:
-        """Nothing is expected to pay. If a draft that is right would, one node for a few sequences is tried, where that
-        costs less than half of what may be lost: acceptance may have changed."""
-        if self._best(seqs, line, certain=True)[1] is None:
-            return self._refuse(HOPELESS, line)
-        chance, trial = self._expected(seqs[0])[0], 2 * self.prices.price(min(len(seqs), self.PROBED), line(1))
+        if rooms:
+            several = f" for {count}" if len(self.turns) > 1 else ""
+            tokens = sum(sum(self._expected(seq)[: rooms.get(seq.id, 0)]) for seq in seqs)
+            self._expect(f"up to {max(rooms.values())} nodes{several}", tokens)
+            self.stop_below = 0.0 if self.traits.self_limiting else self.overall.lowest_claim(break_even)
+            return dict.fromkeys(rooms, self.k_max) if self.traits.self_limiting else rooms
+        if not self._plan(seqs, line, certain=True):
+            return self._refuse(HOPELESS)
+        seqs = sorted(seqs, key=lambda seq: -self._expected(seq)[0])
+        trial, chance = 2 * self.prices.price(min(count, self.PROBED), line(1)), self._expected(seqs[0])[0]
         if trial <= self.prices.limit:
-            return self._try(seqs, self.TRIED[-1])
-        return self._refuse(_odds(chance, break_even), line, trial if chance < break_even else 0.0)
+            return self._try(seqs)
+        return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
 
-    def _best(
-        self, seqs: list[Sequence], line: Line | None, certain: bool = False
-    ) -> tuple[list[Sequence], Shape | None]:
-        """These sequences, most promising first, and the shape that gains most: how many of them, and how many nodes of
-        each. certain: if every node were right and nothing too risky. Without a line, drafting costs nothing."""
-        gains = {seq.id: self._gains(seq, [1.0] * self.k_max if certain else self._expected(seq), line) for seq in seqs}
-        ranked = sorted(seqs, key=lambda seq: -gains[seq.id][-1])
-        lengths, total, shapes = range(1, self.k_max + 1), [0.0] * self.k_max, list[Shape]()
-        most = self.k_max if self.traits.self_limiting else 0  # it decides itself
-        seconds = [line(most or k) if line else 0.0 for k in lengths]
-        for count, seq in enumerate(ranked, start=1):
-            total = list(map(add, total, gains[seq.id]))
+    def _try(self, seqs: list[Sequence]) -> dict[int, int]:
+        """One node for each of a few sequences: those whose prompts the drafter has read, if there are any."""
+        some = [seq for seq in seqs if seq.id in self.asked] or seqs
+        self.tried = {seq.id for seq in some[: self.PROBED]}
+        self._explain(f"{self.name} is tried: one node for {len(self.tried)} sequences")
+        return dict.fromkeys(self.tried, 1)
+
+    def _plan(self, seqs: list[Sequence], line: Line, certain: bool = False) -> dict[int, int]:
+        """Sequence -> nodes: as many of each of the most promising ones as gain most, if anything does. certain: if all
+        nodes were right and nothing too risky."""
+        lengths, limit = range(1, self.k_max + 1), math.inf if certain else self.prices.limit
+        seconds = [line(self.k_max if self.traits.self_limiting else k) for k in lengths]
+        gains = dict[int, list[float]]()
+        for seq in seqs:
+            survival, reading = [1.0] * self.k_max if certain else self._expected(seq), self._reading(seq)
+            share = [max(1 / self.LASTS, (1 + tokens) / max(seq.room, 1)) for tokens in accumulate(survival)]
+            gains[seq.id] = [tokens - reading * part for tokens, part in zip(accumulate(survival), share, strict=True)]
+        ranked = sorted(gains, key=lambda seq_id: -gains[seq_id][-1])
+        best, gain, total = (0, 0), self.prices.margin, [0.0] * self.k_max
+        for count, seq_id in enumerate(ranked, start=1):
+            total = list(map(add, total, gains[seq_id]))
             if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
-                shapes += map(Shape, repeat(count), lengths, total, seconds)
-        return ranked, self.prices.best(shapes, math.inf if certain else self.prices.limit)
+                for k, tokens, drafting in zip(lengths, total, seconds, strict=True):
+                    price = self.prices.price(count * k, drafting)
+                    if price <= limit and tokens - price > gain:
+                        best, gain = (count, k), tokens - price
+        return dict.fromkeys(ranked[: best[0]], best[1])
 
-    def _gains(self, seq: Sequence, survival: list[float], line: Line | None) -> list[float]:
-        """Tokens that the first 1, 2, … nodes bring, less what reading the prompt costs in each of the steps that it
-        serves: those until the answer ends, LASTS at most."""
-        tokens = list(accumulate(survival))
-        if line is None or seq.id in self.asked or not self.reading.n:
-            return tokens
-        each = self.reading.beyond(line(self.reading_nodes) if self.reading_nodes else 0.0)  # seconds
-        price, room = self.prices.speed * each * len(seq.tokens), max(seq.room, 1)
-        return [n - price * max(1 / self.LASTS, (1 + n) / room) for n in tokens]
+    def _reading(self, seq: Sequence) -> float:
+        """Tokens that reading its prompt costs, once for all steps until the answer ends: LASTS are counted at most."""
+        unread = 0 if seq.id in self.asked or not self.reading.n else len(seq.tokens)
+        return self.prices.speed * self.reading.slope * unread if unread else 0.0
 
     def _expected(self, seq: Sequence) -> list[float]:
         return self.by_sequence[seq.id].expected_survival(self.k_max)
-
-    def _try(self, seqs: list[Sequence], k: int) -> dict[int, int]:
-        """k nodes for a few sequences: those whose prompts the drafter has read, if there are any."""
-        some = [seq for seq in seqs if seq.id in self.asked] or seqs
-        self.tried = {seq.id for seq in some[: self.PROBED]}
-        self._explain(f"{self.name} is tried: {k} nodes for {len(self.tried)} sequences")
-        return dict.fromkeys(self.tried, k)
-
-    def _refuse(self, reason: str, line: Line, price: float = 0.0) -> dict[int, int]:
-        """Nothing is drafted before the credit pays this price and one node, or the batch changes: nothing else tells
-        more, and looking takes time. What is hopeless stays so for a while."""
-        least, self.held = max(price, self.prices.price(1, line(1))) / self.lead, self.HELD * (reason is HOPELESS)
-        self.refusal = len(self.turns), least, f"{self.name} is not used: {reason}"
-        return self._explain(self.refusal[-1])
 
     # ------------------------------------------------------------ before verifying
 
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
-        nodes = [(-s, i) for i, tree in enumerate(draft.trees) for s in self._survival(turns[i].seq, tree)]
-        if not nodes:
-            return draft
-        chances, owners = [-chance for chance, _ in sorted(nodes)], [i for _, i in sorted(nodes)]
-        shapes = map(Shape, range(1, len(nodes) + 1), repeat(1), accumulate(chances))
-        best = self.prices.best(shapes, self.prices.limit)
-        kept = Counter(owners[: best.sequences] if best else ())
-        for i, (turn, tree) in enumerate(zip(turns, draft.trees, strict=True)):
-            if turn.seq.id in self.tried and not kept[i] and self.prices.price(len(tree.tokens)) <= self.prices.limit:
+        trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
+        nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
+        best = self.prices.best(-minus for minus, _ in nodes)
+        kept = Counter(i for _, i in nodes[:best])
+        for i, tree in trees if self.tried else ():
+            is_tried = turns[i].seq.id in self.tried and not kept[i]
+            if is_tried and self.prices.price(len(tree.tokens)) <= self.prices.limit:
                 kept[i] = len(tree.tokens)
         if best:
-            self._expect(f"{best.sequences} of {len(nodes)} drafted", best.tokens)
-        elif not kept.total():
-            odds = _odds(chances[0], self.prices.price(len(turns)) / len(turns))
+            self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
+        elif nodes and not kept:
+            odds = _odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))
             self._explain(f"{self.name} is not used: {odds}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 
@@ -250,14 +295,16 @@ class Adaptive(Controller):
         if not asked or step.partial:
             return step.clock.get("draft", 0.0) if asked else 0.0
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
-        reads = any(turn.feed > 1 or turn.seq.id not in self.asked for turn in asked)
-        if foreseen := self.traits.forecast:  # its first draft may come later than the first request
-            reads = reads or drafting > self.OUTLIER * foreseen.call * len(asked)
-        self.asked.update(turn.seq.id for turn in asked)
+        new = {turn.seq.id: turn.seq for turn in asked if turn.seq.id not in self.asked}
+        if not step.in_round:  # has it read most of the sequence? Of a drafter that does not say so, nothing is left
+            new = {i: seq for i, seq in new.items() if 0 < 2 * self.traits.backlog(seq) < len(seq.tokens)}
+        self.asked.update(new)
         plain, seconds = self.costs(batch, batch), read + drafting
-        if reads and seconds > self.CHEAP * plain:
-            self.reading.add(sum(len(turn.seq.tokens) for turn in asked), read or drafting)
-            self.reading_nodes = 0 if read else max(turn.budget for turn in asked)
+        if not any(tree.tokens for tree in step.draft.trees) and not any(step.untaken):
+            usual = self.in_vain or seconds
+            self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
+        if new and seconds > self.CHEAP * plain:
+            self.reading.add(sum(len(seq.tokens) for seq in new.values()), read or drafting)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
@@ -266,22 +313,22 @@ class Adaptive(Controller):
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
-        batch, nodes, rows = len(step.turns), sum(step.draft_rows), step.rows
-        verdicts = [verdict for verdict in step.verdicts if verdict is not None]
-        decoded, gain, lead = len(verdicts), 0.0, 1.0
-        timed = decoded == batch == rows - nodes and not step.partial  # no prompt in this pass
-        if decoded and (nodes or drafting):
-            plain, expected = self.costs(rows - nodes, batch), self.costs(rows, batch)
+        batch, nodes = len(step.turns), sum(step.draft_rows)
+        fed, verdicts = step.rows - nodes, [verdict for verdict in step.verdicts if verdict is not None]
+        timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
+        plain, speed = self.costs(fed, batch), batch / self.costs(batch, batch)
+        gain, lead = 0.0, 1.0
+        if verdicts and (nodes or drafting):
+            expected = self.costs(fed + nodes, batch)
             verify = min(step.clock["verify"], self.OUTLIER * expected) if timed else expected
             more = drafting + (verify - plain if nodes else 0.0)  # seconds
-            accepted, speed = sum(len(verdict.path) for verdict in verdicts), decoded / self.costs(decoded, decoded)
-            gain, lead = accepted - speed * more, (1 + accepted / decoded) * plain / (plain + more)
-            full = self.costs(rows - nodes + batch * self.k_max, batch)
-            self.price_of_full = speed * (full - plain + drafting)
-        self.credit.add(self.credit.SHARE * decoded + gain, most=self.price_of_full / batch + self.credit.SAVED)
+            accepted = sum(len(verdict.path) for verdict in verdicts)
+            gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
+            self.price_of_full = speed * (self.costs(fed + batch * self.k_max, batch) - plain + drafting)
+        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
-            self.costs.refine(rows, step.clock["verify"], batch)
+            self.costs.refine(fed + nodes, step.clock["verify"], batch)
 
     def end(self, seq: Sequence) -> None:
         self.asked.discard(seq.id)

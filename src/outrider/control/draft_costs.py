@@ -30,10 +30,6 @@ class Line:
         variance, most = self.kk / self.n - mean * mean, seconds / mean
         return most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
 
-    def beyond(self, seconds: float) -> float:
-        """b, or what remains for each k if so many seconds are not due to it."""
-        return min(self.slope, max(self.y - self.n * seconds, 0.0) / self.k)
-
 
 class DraftCosts:
     """Seconds of a call by the nodes that it may draft for each sequence, for each size of batch in powers of two."""

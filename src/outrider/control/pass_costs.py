@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from ..types import Turn
 
@@ -40,34 +38,34 @@ class PassCosts:
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
         self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
-        self._tables: dict[int, list[float]] = defaultdict(list)  # of `table`, by sequences
+        self._known: dict[tuple[int, int, bool], float] = {}  # of `measured`, by its arguments
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
         scale, tilt = self.correction(sequences)
-        cost = self._measured(rows, sequences) + tilt * max(rows - sequences, 0)
-        return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences)))
+        cost = self.measured(rows, sequences) + tilt * max(rows - sequences, 0)
+        return scale * (cost if tilt >= 0 else max(cost, self.measured(sequences, sequences)))
 
     def correction(self, sequences: int) -> list[float]:
         """Scale and tilt: those of the next measured number of sequences."""
         return self._corrections[min(bisect_left(self._counts, sequences), len(self._counts) - 1)]
 
-    def table(self, rows: int, sequences: int = 1) -> list[float]:
-        """Measured costs by row count for plans, up to `rows` at least. In a padded batch, any row count costs what the
-        next measured one does: the sizes are unknown, and just beyond one a line is too optimistic."""
-        table = self._tables[sequences]
-        if rows >= len(table):
-            table += (self._measured(n, sequences, self.padded) for n in range(len(table), 2 * rows + 1))
-        return table
+    def measured(self, rows: int, sequences: int, planned: bool = False) -> float:
+        """Without corrections. planned: in a padded batch, any row count costs what the next measured one does, because
+        the sizes are unknown, and just beyond one a line is too optimistic."""
+        key = rows, sequences, planned and self.padded
+        if key not in self._known:
+            self._known[key] = self._interpolate(*key)
+        return self._known[key]
 
-    def _measured(self, rows: int, sequences: int, padded: bool = False) -> float:
+    def _interpolate(self, rows: int, sequences: int, stairs: bool) -> float:
         near, cost = _around(self._counts, min(sequences, self._counts[-1])), 0.0
         for index, weight in near:
             count = self._counts[index]
             known, costs = self._points[count]
             size = rows * count / sequences if len(near) > 1 else rows  # as many rows for each sequence
-            if padded and count > 1 and size <= known[-1]:
+            if stairs and count > 1 and size <= known[-1]:
                 size = known[bisect_left(known, size)]
-            elif padded and count > 1:  # beyond the last one, steps of half of it
+            elif stairs and count > 1:  # beyond the last one, steps of half of it
                 size = known[-1] + math.ceil(2 * (size / known[-1] - 1)) * known[-1] / 2
             cost += weight * sum(share * costs[i] for i, share in _around(known, size))
         return cost
@@ -94,15 +92,6 @@ def _around(xs: list[int], x: float) -> list[tuple[int, float]]:
     return [(i - 1, 1 - share), (i, share)]
 
 
-class Shape(NamedTuple):
-    """A draft that could be verified: k nodes for each of so many sequences."""
-
-    sequences: int
-    k: int
-    tokens: float  # expected to be accepted
-    seconds: float = 0.0  # of drafting
-
-
 class StepPrices:
     """Prices of more rows in this step's pass, in tokens that would be emitted in that time (`engine.drafter.Prices`).
 
@@ -112,6 +101,7 @@ class StepPrices:
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, credit: float) -> None:
         self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
         self.scale, self.tilt = costs.correction(self.sequences)
+        self.without = costs.measured(self.rows, self.sequences, planned=True)  # seconds
         deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
         self.speed = lead * deciding / costs(deciding, deciding)  # λ
         self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
@@ -119,20 +109,21 @@ class StepPrices:
 
     def price(self, rows: int, seconds: float = 0.0) -> float:
         """λ · (t(rows of the step + rows) − t(rows of the step) + seconds of drafting)."""
-        first, table = self.rows, self.costs.table(self.rows + rows, self.sequences)
-        added = self.scale * (table[first + rows] - table[first] + self.tilt * rows)
-        return self.speed * (max(added, 0.0) + seconds)
+        added = self.costs.measured(self.rows + rows, self.sequences, planned=True) - self.without + self.tilt * rows
+        return self.speed * (max(self.scale * added, 0.0) + seconds)
 
-    def best(self, shapes: Iterable[Shape], limit: float) -> Shape | None:
-        """The shape that gains most beyond its price, which is `limit` at most; None: nothing pays. Costs may be
-        stairs, where one more node loses and three more win: all shapes are compared."""
-        best, gain, too_many = None, self.margin, math.inf
-        for shape in shapes:
-            rows = shape.sequences * shape.k
-            if rows < too_many:
-                price = self.price(rows, shape.seconds)
-                if price > limit and not shape.seconds:
-                    too_many = rows  # more cost more
-                elif price <= limit and shape.tokens - price > gain:
-                    best, gain = shape, shape.tokens - price
+    def can_pay(self, most: int) -> bool:
+        """Whether so many nodes, or half, a quarter, … of them, would gain something if all were right, for nothing."""
+        return any((most >> i) - self.price(most >> i) > self.margin for i in reversed(range(most.bit_length())))
+
+    def best(self, tokens: Iterable[float]) -> int:
+        """How many of some nodes, which are expected to bring so many tokens each, gain most beyond their price within
+        the limit; 0: nothing pays. Costs may be stairs, where one more loses and three more win: all are compared."""
+        best, gain, total = 0, self.margin, 0.0
+        for rows, more in enumerate(tokens, start=1):
+            total, price = total + more, self.price(rows)
+            if price > self.limit:
+                break  # more cost more
+            if total - price > gain:
+                best, gain = rows, total - price
         return best

@@ -38,6 +38,7 @@ READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those o
 READ_GUESS = 0.05  # price of reading a token, in rows of the target, before any was read
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
 FORESEEN = 8  # drafts that a forecast counts as
+NEW = 8.0  # claimed nodes that the trust left by other sequences counts as in a new one
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
 SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
@@ -171,7 +172,8 @@ class Auto(Cascade):
     def __init__(self, workspace: Workspace) -> None:
         self.taps_on = True  # whether the target shows costly drafters the layers that they tap
         super().__init__(workspace)
-        self.trust: dict[tuple[int, str], Trust] = defaultdict(Trust)  # by sequence and drafter
+        self.trust: dict[tuple[int, str], Trust] = {}  # by sequence and drafter
+        self.trust_in: dict[str, Trust] = defaultdict(Trust)  # by drafter, over all sequences: that of a new one
         self.trust_at: dict[tuple[str, int], Trust] = defaultdict(Trust)  # by drafter and level, over all sequences
         self.costs: dict[str, CostStatistics] = defaultdict(CostStatistics)
         self.backoffs: dict[tuple[int, str], Backoff] = defaultdict(Backoff)
@@ -242,12 +244,18 @@ class Auto(Cascade):
         if not proposed:
             return "", Tree([], [])
         worth = {
-            name: sum(claims(self._with_survival(name, tree))) * self.trust[seq.id, name].share
+            name: sum(claims(self._with_survival(name, tree))) * self._trust(seq, name).share
             for name, tree in proposed.items()
         }
         name = max(proposed, key=lambda n: worth[n])
         tree = self._with_survival(name, proposed[name])
         return name, tree if tree.source else tree._replace(source=name)
+
+    def _trust(self, seq: Sequence, name: str) -> Trust:
+        """That in a drafter for a sequence; of a new one, a little of what others have left."""
+        if (seq.id, name) not in self.trust:
+            self.trust[seq.id, name] = Trust(NEW, NEW * self.trust_in[name].share)
+        return self.trust[seq.id, name]
 
     def _with_survival(self, name: str, tree: Tree) -> Tree:
         """A costly drafter's tree without claims gets the survival that the outcomes of earlier ones suggest."""
@@ -279,7 +287,7 @@ class Auto(Cascade):
         if not seqs:
             return []
         if drafter.traits.forecast is not None:
-            self._foresee(drafter.name, drafter.traits.forecast, seqs)
+            self._foresee(drafter.name, drafter.traits.forecast)
         if not stats.known and self.prices.speed:
             return self._first_call(drafter, seqs) if self.taps_on else []
         length = self._length(drafter, max(budgets), len(seqs))
@@ -291,12 +299,11 @@ class Auto(Cascade):
             return gaining
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
 
-    def _foresee(self, name: str, forecast: Forecast, seqs: list[Sequence]) -> None:
+    def _foresee(self, name: str, forecast: Forecast) -> None:
         """Start from what is known of a drafter: a few unlucky drafts weigh less than many that were measured."""
         if not self.costs[name].known:
             self.costs[name].begin(forecast)
-        for seq in seqs:
-            self.trust.setdefault((seq.id, name), Trust(FORESEEN, 0.9 * FORESEEN))
+            self.trust_in[name] = Trust(FORESEEN, 0.9 * FORESEEN)
 
     def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """For one sequence, that with least to read, where reading should cost less than half of what may be lost: a
@@ -336,10 +343,10 @@ class Auto(Cascade):
         free_name, free = self._best(seq)
         free_value = 0.0
         if free.tokens:  # weak claims often come true less than the drafter's average
-            share = min(self.trust[seq.id, free_name].share, self.trust_at[free_name, level(free)].share)
+            share = min(self._trust(seq, free_name).share, self.trust_at[free_name, level(free)].share)
             free_value = value(claims(free), share, price)
         reading = prices.speed * stats.read_cost(drafter.traits.backlog(seq), seq.room)
-        return value(stats.expected_survival(budget), self.trust[seq.id, name].share, price) - free_value - reading
+        return value(stats.expected_survival(budget), self._trust(seq, name).share, price) - free_value - reading
 
     def _length(self, drafter: Drafter, budget: int, sequences: int) -> int:
         """Tokens to draft for each sequence: those that are worth most beyond their rows and the call. A drafter that
@@ -394,7 +401,8 @@ class Auto(Cascade):
             stats.outcomes.add(verified, verdict.fates)
         hits = agreement(tree, emitted)
         claimed = sum(settled(tree, emitted, hits))
-        self.trust[seq.id, name].add(claimed, hits)
+        self._trust(seq, name).add(claimed, hits)
+        self.trust_in[name].add(claimed, hits)
         self.trust_at[name, level(tree)].add(claimed, hits)
         if hits:
             self.backoffs.pop((seq.id, name), None)

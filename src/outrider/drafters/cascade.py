@@ -53,6 +53,7 @@ class Cascade(Drafter):
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
             learning=next((traits.learning for traits in each if traits.learning is not None), None),
+            backlog=lambda seq: sum(drafter.traits.backlog(seq) for drafter in drafters),
             memory=lambda: Memory(*map(sum, zip(*(d.traits.memory() for d in drafters), strict=True))),
         )
 

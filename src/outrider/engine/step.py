@@ -166,16 +166,18 @@ class Engine:
         hidden = bool(self.flights)  # the device runs meanwhile
         turns, plans = self.scheduler.pick(), not self._in_rounds or (hidden and self.pace.plans)
         begin = clock.now()
-        turns = self.scheduler.fit(self.controller.budget(turns, traits) if plans else turns)
+        turns = self.controller.budget(turns, traits) if plans else turns
+        clock.add("draft", begin)  # deciding is a part of drafting
+        turns = self.scheduler.fit(turns)
         if not turns:
             return False
         with clock.time("draft"):
             draft, failure = self._draft(turns)
             offered = draft.trees
-            if not self._in_rounds:
+            if self._in_rounds:
+                turns = self._shorten(turns, draft) if plans and self.controller.prices is not None else turns
+            elif any(tree.tokens for tree in offered):
                 draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
-            elif plans and self.controller.prices is not None:
-                turns = self._shorten(turns, draft)
         if self._in_rounds and plans and any(turn.budget for turn in turns):
             self.pace.planned(clock.now() - begin)
         why = self._reason(draft) if plans else self._unplanned(turns, hidden)
@@ -289,6 +291,7 @@ class Engine:
         """
         if not any(turn.budget for turn in turns):
             return Draft.pack([NO_DRAFT] * len(turns)), ""
+        begin = self.clock.now()
         ahead = [self.scheduler.ahead(turn.seq)[1] if self._in_rounds else 0 for turn in turns]
         budgets = [turn.budget and turn.budget + more for turn, more in zip(turns, ahead, strict=True)]
         open_ = [i for i, budget in enumerate(budgets) if budget]
@@ -305,7 +308,7 @@ class Engine:
                     trees[i] = _sound(tree, budgets[i], 0 if unread is None else len(unread), self.vocabulary)
                     if len(trees[i].tokens) < min(len(tree.tokens), budgets[i]) and tree.source not in REQUEST_DRAFTS:
                         failures.append(f"{self._drafter_name}: {_fault(tree, len(trees[i].tokens))}")
-                self.pace.drafted(len(open_), self.clock.since("draft"))
+                self.pace.drafted(len(open_), self.clock.now() - begin)
             except Exception as error:  # a drafter costs speed, never an answer
                 failures.append(f"{self._drafter_name}: {_describe(error)}")
                 trees, unread = [Tree([], [])] * len(turns), None
@@ -440,7 +443,12 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - begin
+            self.add(phase, begin)
+
+    def add(self, phase: str, begin: float) -> None:
+        """A part of a phase ends that began then."""
+        self.starts.setdefault(phase, begin - self.zero)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - begin
 
 
 def _describe(error: Exception) -> str:
