@@ -114,11 +114,11 @@ def test_an_answer_streams_with_its_race_beside_it(page: Page, real: Served, tmp
         new MutationObserver(() => window.lengths.push(document.querySelector('.said')?.textContent.length ?? 0))
             .observe(document.querySelector('.chat'), { childList: true, subtree: true, characterData: true });
     }""")
-    send(page, STORY, temperature=0.8, seed=5, tokens=48)
+    send(page, STORY, temperature=0.8, seed=5, tokens=160)
     wait_for_results(page)
     assert len(set(page.evaluate("window.lengths"))) > 3, "the text did not come piece by piece"
 
-    body = {"messages": [{"role": "user", "content": STORY}], "temperature": 0.8, "seed": 5, "max_tokens": 48}
+    body = {"messages": [{"role": "user", "content": STORY}], "temperature": 0.8, "seed": 5, "max_tokens": 160}
     body |= {"return_token_ids": True, "speculation": {"enabled": False}}
     reference = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
     assert page.locator(".said").text_content() == reference["message"]["content"]

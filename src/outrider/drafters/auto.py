@@ -243,13 +243,19 @@ class Auto(Cascade):
         proposed = self.proposed[seq.id]
         if not proposed:
             return "", Tree([], [])
-        worth = {
-            name: sum(claims(self._with_survival(name, tree))) * self._trust(seq, name).share
-            for name, tree in proposed.items()
-        }
-        name = max(proposed, key=lambda n: worth[n])
+
+        def worth(name: str) -> tuple[float, float]:
+            """Beyond its rows: a long draft of weak claims is worth less than a short one of strong claims."""
+            survival, share = claims(self._with_survival(name, proposed[name])), self._trust(seq, name).share
+            return value(survival, share, self._row_price), share * sum(survival)
+
+        name = max(proposed, key=worth) if len(proposed) > 1 else next(iter(proposed))
         tree = self._with_survival(name, proposed[name])
         return name, tree if tree.source else tree._replace(source=name)
+
+    def _row_price(self, rows: int) -> float:
+        """Of so many rows of a sequence, as if every sequence had as many."""
+        return self.prices.price(rows * len(self.proposed)) / len(self.proposed)
 
     def _trust(self, seq: Sequence, name: str) -> Trust:
         """That in a drafter for a sequence; of a new one, a little of what others have left."""
@@ -291,7 +297,7 @@ class Auto(Cascade):
         if not stats.known and self.prices.speed:
             return self._first_call(drafter, seqs) if self.taps_on else []
         length = self._length(drafter, max(budgets), len(seqs))
-        gains = [self._gain(drafter, seq, min(b, length), len(seqs)) for seq, b in zip(seqs, budgets, strict=True)]
+        gains = [self._gain(drafter, seq, min(b, length)) for seq, b in zip(seqs, budgets, strict=True)]
         gaining = [i for i, gain in enumerate(gains) if gain > 0]
         cost = self.prices.speed * stats.call_cost(len(gaining), length)
         if gaining and sum(gains[i] for i in gaining) > cost and cost <= self.prices.limit:
@@ -333,20 +339,17 @@ class Auto(Cascade):
             stats.since_trial = 0.0
         return due
 
-    def _gain(self, drafter: Drafter, seq: Sequence, budget: int, sequences: int) -> float:
+    def _gain(self, drafter: Drafter, seq: Sequence, budget: int) -> float:
         """Tokens that a costly drafter should add to the best free proposal, net of rows and reading."""
         stats, prices, name = self.costs[drafter.name], self.prices, drafter.name
-
-        def price(rows: int) -> float:
-            return prices.price(rows * sequences) / sequences  # as if every sequence had as many
-
         free_name, free = self._best(seq)
         free_value = 0.0
         if free.tokens:  # weak claims often come true less than the drafter's average
             share = min(self._trust(seq, free_name).share, self.trust_at[free_name, level(free)].share)
-            free_value = value(claims(free), share, price)
+            free_value = value(claims(free), share, self._row_price)
         reading = prices.speed * stats.read_cost(drafter.traits.backlog(seq), seq.room)
-        return value(stats.expected_survival(budget), self._trust(seq, name).share, price) - free_value - reading
+        share = self._trust(seq, name).share
+        return value(stats.expected_survival(budget), share, self._row_price) - free_value - reading
 
     def _length(self, drafter: Drafter, budget: int, sequences: int) -> int:
         """Tokens to draft for each sequence: those that are worth most beyond their rows and the call. A drafter that
