@@ -13,6 +13,7 @@ backwards (as in deflate), and match lengths and counts are read off the text it
 
 from __future__ import annotations
 
+import math
 from array import array
 from heapq import heappop, heappush
 from itertools import count
@@ -245,4 +246,5 @@ def children(group: list[Match], depth: int) -> list[tuple[float, int, list[Matc
 
 def doubt(group: list[Match], depth: int) -> float:
     """The weight of a token that follows none of these matches, which come longest first."""
-    return DOUBT * GAIN ** group[0].length / (group[0].length + depth) ** 1.5
+    matching = group[0].length + depth
+    return DOUBT * GAIN ** group[0].length / (matching * math.sqrt(matching))
