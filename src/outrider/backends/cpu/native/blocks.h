@@ -33,7 +33,11 @@ struct Piece {
 
 typedef struct { /* 256 inputs of a row */
     int8_t q[SPAN];
-    int16_t sums16[16], sums32[8]; /* of q */
+    union { /* for Q6_K, whose weights are stored + 32; see `sum_super` */
+        int32_t starts[16]; /* -32 * the sum of each 16 of q */
+        int16_t sums16[16]; /* WIDE: these sums */
+    };
+    int16_t sums32[8]; /* of q */
     float scale, unused[3];
 } Super;
 
@@ -313,7 +317,7 @@ INLINE void add_scaled(float *out, vo v, float scale) {
 
 /* Adds 256 inputs to the outputs of R rows, from their integer sums. */
 INLINE void finish_super(int R, int64_t bits, const Span *t, int g, int v, vi total[TILE_ROWS][TILE_VECTORS]) {
-    const int j = v % PARTS16, count = bits == Q6_K ? 8 : 4;
+    const int j = v % PARTS16, count = bits != Q6_K ? 4 : WIDE ? 8 : 0;
     const uint8_t *p = t->piece[g + v / PARTS16];
     const vo d = half_lanes(p, j), m = bits == Q6_K ? (vo){0} : half_lanes(p + 32, j);
     vi pairs[8];
@@ -332,6 +336,22 @@ INLINE void finish_super(int R, int64_t bits, const Span *t, int g, int v, vi to
     }
 }
 
+/* Where the sums of a sub-block begin. Q6_K: at -32 * the sum of its inputs, so that nothing is left to subtract; WIDE:
+ * 16 bits do not hold that, and it is subtracted at the unit's end. */
+INLINE void start(int R, int V, int64_t bits, const Span *t, int64_t sub_block, vi part[TILE_ROWS][TILE_VECTORS]) {
+    if (bits != Q6_K || WIDE) {
+        clear(R, V, part);
+        return;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+        const vi from = same_fours(((const Super *)(t->x + i * t->stride))->starts + sub_block);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) part[i][v] = from;
+    }
+    uncross(R, V, part); /* which crosses, too */
+}
+
 /* Integer sums of R rows over the 256 inputs of a unit. A line has 32 inputs: a sub-block, or two (Q6_K). */
 INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total[TILE_ROWS][TILE_VECTORS]) {
     const int sub = bits == Q6_K ? 4 : 8; /* steps of a sub-block */
@@ -344,7 +364,7 @@ INLINE void sum_super(int R, int V, int64_t bits, const Span *t, int g, vi total
 #pragma GCC unroll 4
         for (int c = 0; c < 8; c += chain) {
             vi part[TILE_ROWS][TILE_VECTORS];
-            clear(R, V, part);
+            start(R, V, bits, t, 2 * line + c / sub, part);
             UNROLLED
             for (int s = c; s < c + chain; s += 2) {
                 vi even[TILE_VECTORS], odd[TILE_VECTORS];
@@ -615,7 +635,11 @@ INLINE void describe_units(char *unit, int whole, int64_t count) {
         sums_of_eight((const int8_t *)unit, whole ? SPAN : 32, eights);
         if (whole) {
             Super *s = (Super *)unit;
-            for (int j = 0; j < 16; j++) s->sums16[j] = (int16_t)(eights[2 * j] + eights[2 * j + 1]);
+            for (int j = 0; j < 16; j++) {
+                const int32_t sum = eights[2 * j] + eights[2 * j + 1];
+                if (WIDE) s->sums16[j] = (int16_t)sum;
+                else s->starts[j] = -32 * sum;
+            }
             for (int j = 0; j < 8; j++)
                 s->sums32[j] = (int16_t)(eights[4 * j] + eights[4 * j + 1] + eights[4 * j + 2] + eights[4 * j + 3]);
         } else {
