@@ -6,7 +6,6 @@ refused here with a message. It knows names and configuration values; it does no
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Mapping
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from .config import (
     ERF_GELU,
     GELU,
@@ -33,8 +31,9 @@ from .config import (
     integer,
     token_ids,
 )
+from .paths import write_json
 from .tokenizer import read_json
-from .weights import Safetensors, Source, Weights, adapted, expected, find_safetensors
+from .weights import InMemory, Safetensors, Source, Weights, adapted, expected, find_safetensors, save_tensors
 
 PAIRS = ("t5", "bart", "marian")
 _ACTIVATIONS = {"relu": RELU, "gelu": ERF_GELU, "gelu_new": GELU, "silu": SILU, "swish": SILU}
@@ -249,34 +248,23 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], 1).to(torch.float32)
 
 
-class Pickled(Weights):
-    """A `pytorch_model.bin`, in memory. Only tensors are read: nothing in the file is run."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            loaded = torch.load(str(path), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            first = str(error).partition("\n")[0]
-            raise ModelError(f"{path} is damaged, or holds more than tensors ({first}); download it again.") from error
-        if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-            raise ModelError(f"{path} holds more than tensors; download it again.")
-        self.tensors: dict[str, Tensor] = {name.removeprefix("model."): tensor for name, tensor in loaded.items()}
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.tensors[name].to(dtype)
+def _unpickled(path: Path) -> InMemory:
+    """A `pytorch_model.bin`. Only tensors are read: nothing in the file is run."""
+    try:
+        loaded = torch.load(str(path), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        why = first_line(error)
+        raise ModelError(f"{path} is damaged, or holds more than tensors ({why}); download it again.") from error
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise ModelError(f"{path} holds more than tensors; download it again.")
+    return InMemory(loaded)
 
 
 def folder_tensors(folder: Path, config: ModelConfig) -> Any:
     """The tensors of a folder under their own names. Encoder–decoders are often published as one pickle."""
     pickled = folder / "pytorch_model.bin"
     if config.encoder is not None and pickled.is_file() and not any(folder.glob("*.safetensors")):
-        return Pickled(pickled)
+        return _unpickled(pickled)
     return Safetensors(find_safetensors(folder))
 
 
@@ -298,23 +286,18 @@ def write_pair(
     data, family = read_json(origin / "config.json"), config.architecture
     data |= {("num_decoder_layers" if family == "t5" else "decoder_layers"): config.layers}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_stored_tensors(config, source, dtype), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files readable by their owner only
+    save_tensors(folder / "model.safetensors", _stored_tensors(config, source, dtype))
     tokenizer.save(folder)
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
-    for name, values in (
-        ("generation_config.json", read_json(origin / "generation_config.json")),
-        ("config.json", data),
-    ):
-        if values:
-            values |= {"torch_dtype": str(dtype).removeprefix("torch.")} if name == "config.json" else {}
-            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if generation := read_json(origin / "generation_config.json"):
+        write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", data | {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
 def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:
     """Under the family's own names. A matrix that is there several times is stored once, as `shared`."""
-    names, stored = PairWeights(_Nothing(), config), dict[str, Tensor]()
+    names, stored = PairWeights(InMemory({}), config), dict[str, Tensor]()
     shared = source.get("embed_tokens.weight", dtype)
     for name in expected(config):
         tensor = source.get(name, dtype).contiguous()
@@ -329,10 +312,3 @@ def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> 
         stored[f"model.{own}" if inside else own] = tensor[None] if name == "lm_head.bias" else tensor
     prefix = "" if config.architecture == "t5" else "model."
     return stored | {f"{prefix}shared.weight": shared.contiguous()}
-
-
-class _Nothing:
-    """A file without tensors."""
-
-    def names(self) -> frozenset[str]:
-        return frozenset()

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Core
 
 from ..errors import ModelError
 from .gguf_file import GGUF, adds_bos, build_tokenizer, gguf_eos_ids
+from .paths import write_json
 
 
 class Tokenizer:
@@ -86,8 +87,8 @@ class Tokenizer:
             self._core.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos}
         settings |= self._special_texts() | {"chat_template": self.chat_template}
-        text = json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        settings = {name: value for name, value in settings.items() if value is not None}
+        write_json(folder / "tokenizer_config.json", settings)
 
     @property
     def vocabulary(self) -> dict[str, int]:

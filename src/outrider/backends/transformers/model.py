@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.cache import Plane
-from ...errors import ConfigError, ModelError
+from ...errors import ConfigError, ModelError, first_line
 from ...models.config import ModelConfig
-from ...models.foreign import LOCAL, ForeignWeights, first_line
+from ...models.foreign import LOCAL, ForeignWeights
 from ...types import Batch, Output, Sequence, common_prefix
 from .. import WHOLE, Model, Opening, Part, PlaneShape
 from ..rows import Rows
