@@ -44,12 +44,7 @@ class Growth:
     guesses: dict[int, Callable[[], Ranking]] = field(default_factory=dict)  # by parent
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root's child down to this node."""
-        nodes: list[int] = []
-        while node >= 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
+        return path_to(node, self.parents)
 
     def add(self, token: int, parent: int, confidence: float) -> int:
         self.tokens.append(token)
@@ -250,10 +245,8 @@ class Rollout:
 class DraftVocabularyRollout(Rollout):
     """A rollout whose scores cover a draft vocabulary [D] instead of the target's [V]."""
 
-    def __init__(
-        self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, part: Part = WHOLE, source: str = ""
-    ) -> None:
-        super().__init__(model, cache, plane, part, source)
+    def __init__(self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, source: str = "") -> None:
+        super().__init__(model, cache, plane, source=source)
         self.network = network
         self.floor = 0.0  # survival below which a chain ends
 
@@ -279,6 +272,15 @@ class DraftVocabularyRollout(Rollout):
 
     def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
         return law(self.network.spread(logits), seq, emitted)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root's child down to this node."""
+    nodes: list[int] = []
+    while node >= 0:
+        nodes.append(node)
+        node = parents[node]
+    return nodes[::-1]
 
 
 def draft_vocab(space: Any, size: int) -> int | None:

@@ -85,10 +85,6 @@ class HeadRollout(DraftVocabularyRollout):
             and all(seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs)
         )
 
-    def leaves_unread(self, seqs: list[Sequence]) -> bool:
-        """Whether chains after these stay on the device, so that the host does not wait for them."""
-        return self.graphs is not None and self.graphs.suits(seqs)
-
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         captured = self.graphs is not None and self.graphs.suits_trees(seqs, width, depth)
         if not self.head.config.parallel:
