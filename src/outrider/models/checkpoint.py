@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError, ModelError
 from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, token_ids
-from .encoder_decoder import PAIRS, folder_tensors, model_config, named_weights
+from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, named_weights
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
@@ -157,7 +157,7 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
                 raise
             kind = getattr(module.config, "model_type", "")
             unknown = f"transformers runs {name}: the built-in decoder does not know '{kind}'."
-            reason = f"transformers runs {name}. {refusal}" if kind in (*FAMILIES, *PAIRS) else unknown
+            reason = f"transformers runs {name}. {refusal}" if kind in (*FAMILIES, *ENCODER_DECODERS) else unknown
     config = _with_eos_ids(foreign_config(module.config), module, tokenizer)
     shared = ForeignWeights(Path(), reason, module)
     return Checkpoint(name, Path(), config, shared, tokenizer), f"{reason} Its weights are shared."

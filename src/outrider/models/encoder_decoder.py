@@ -35,7 +35,7 @@ from .paths import write_json
 from .tokenizer import read_json
 from .weights import InMemory, Safetensors, Source, Weights, adapted, expected, find_safetensors, save_tensors
 
-PAIRS = ("t5", "bart", "marian")
+ENCODER_DECODERS = ("t5", "bart", "marian")
 _ACTIVATIONS = {"relu": RELU, "gelu": ERF_GELU, "gelu_new": GELU, "silu": SILU, "swish": SILU}
 _T5_LENGTH = 2048  # positions of a source and of a text; the model itself sets no limit
 _POSITION_OFFSET = 2  # BART's position 0 is the third row of its table
@@ -43,15 +43,15 @@ _POSITION_OFFSET = 2  # BART's position 0 is the third row of its table
 
 def model_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From `config.json` and `generation_config.json`, with or without an encoder."""
-    if data.get("model_type") not in PAIRS:
+    if data.get("model_type") not in ENCODER_DECODERS:
         return from_hf(data, generation)
     try:
-        return _pair(data, generation or {})
+        return _encoder_decoder(data, generation or {})
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ModelError(f"The model's config.json is not as it should be ({error}); download it again.") from error
 
 
-def _pair(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def _encoder_decoder(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     if data.get("is_encoder_decoder") is False:
         raise UnsupportedModel("The model is one half of an encoder–decoder, which is not supported.")
     if data.get("quantization_config"):
@@ -110,7 +110,7 @@ def _t5(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "distance_limit": integer(data, "relative_attention_max_distance", 128),
     }  # fmt: skip
     deep = integer(data, "num_decoder_layers", layers, most=MAX_LAYERS)
-    # A file may have an output matrix of its own or not, whatever its configuration says: `PairWeights` looks.
+    # A file may have an output matrix of its own or not, whatever its configuration says: the weights tell.
     decoder = common | {"tied": False, "logit_scale": hidden**-0.5 if scaled else 1.0}
     return _layers(common | {"tied": True}, layers), _layers(decoder, deep)
 
@@ -162,7 +162,7 @@ _BART_NAMES = {
 }  # fmt: skip
 
 
-class PairWeights(Weights):
+class EncoderDecoderWeights(Weights):
     """The tensors of an encoder–decoder under Outrider's names; the encoder's begin with `encoder.`.
 
     source: its own names, without the leading `model.`. Matrices that several names share are stored under any of them;
@@ -270,13 +270,13 @@ def folder_tensors(folder: Path, config: ModelConfig) -> Any:
 
 def named_weights(source: Any, config: ModelConfig) -> Any:
     """Weights in Hugging Face's form under Outrider's names."""
-    return adapted(source, config) if config.encoder is None else PairWeights(source, config)
+    return adapted(source, config) if config.encoder is None else EncoderDecoderWeights(source, config)
 
 
 # ------------------------------------------------------------ writing
 
 
-def write_pair(
+def write_encoder_decoder(
     folder: Path, origin: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = ""
 ) -> None:
     """Write a model with another number of decoder layers than the one in `origin`, which it is a part of.
@@ -297,7 +297,7 @@ def write_pair(
 
 def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:
     """Under the family's own names. A matrix that is there several times is stored once, as `shared`."""
-    names, stored = PairWeights(InMemory({}), config), dict[str, Tensor]()
+    names, stored = EncoderDecoderWeights(InMemory({}), config), dict[str, Tensor]()
     shared = source.get("embed_tokens.weight", dtype)
     for name in expected(config):
         tensor = source.get(name, dtype).contiguous()
