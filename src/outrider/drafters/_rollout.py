@@ -63,6 +63,7 @@ class Rollout:
     again = 2  # committed tokens that a recorded draft feeds once more
     stop_below = 0.0  # a node with a lower survival is not extended
     record_guesses = False  # record each node's likeliest alternatives
+    keeps_kv = True  # what a draft writes counts as the sequence's K/V; False: nothing does, verification writes it
 
     def __init__(
         self,
@@ -235,11 +236,13 @@ class Rollout:
 
     def _hold(self, seq: Sequence, tokens: int) -> None:
         """The plane now holds this many tokens of the sequence."""
-        self.plane.advance(seq.id, tokens)
+        if self.keeps_kv:
+            self.plane.advance(seq.id, tokens)
 
     def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
         """The plane holds these drafted nodes in the spare slots in which the engine expects them."""
-        self.plane.wrote(seq.id, nodes)
+        if self.keeps_kv:
+            self.plane.wrote(seq.id, nodes)
 
 
 class DraftVocabularyRollout(Rollout):

@@ -198,6 +198,11 @@ class HeadGraphs:
             self.outputs.index_copy_(0, slots, outputs.to(self.outputs.dtype))
         return scores, outputs
 
+    def logits(self, scores: Tensor) -> Tensor:
+        """Scores [R, D] as logits over the target's ids [R, V]."""
+        wide = scores.new_full((scores.shape[0], self.head.config.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self.ids, scores)
+
     def keep_outputs(self) -> None:
         """From now on passes leave every row's output in its slot; call it before any is captured."""
         slots, width = self.graphs.plane.k[0].shape[0], self.head.config.hidden_size
@@ -303,11 +308,6 @@ class HeadPass(ABC):
         masked = d["masked"] if heads.head.masks else None
         return heads.run(tokens, d["positions"], d["slots"], d["want"], d["info"], d["tail"], features, masked)
 
-    def _logits(self, scores: Tensor) -> Tensor:
-        """Scores [R, D] as logits over the target's ids [R, V]."""
-        wide = scores.new_full((scores.shape[0], self.heads.head.config.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self.heads.ids, scores)
-
 
 Kind = TypeVar("Kind", bound=HeadPass)
 
@@ -336,7 +336,7 @@ class MaskPass(HeadPass):
 
     def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
         """A token for each row of scores [R, D]; laws: the columns of SAMPLING, [R] each."""
-        tokens, _, _ = sampling.choose(self._logits(scores), Laws(*laws), self.shape.drawn)
+        tokens, _, _ = sampling.choose(self.heads.logits(scores), Laws(*laws), self.shape.drawn)
         return tokens
 
 
@@ -374,7 +374,7 @@ class ChainPass(HeadPass):
         """Every sequence's token j [B], also written to the unread. scores [B, D]."""
         d, b, at = self.form.device, self.shape.wanted, self.heads.at
         law = Laws(*(d[name][j] if name == "position" else d[name] for name in SAMPLING))
-        tokens, _, _ = sampling.choose(self._logits(scores), law, self.shape.drawn)
+        tokens, _, _ = sampling.choose(self.heads.logits(scores), law, self.shape.drawn)
         self.heads.state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
         return tokens
 

@@ -187,10 +187,8 @@ class HeadChains:
     def _choose(self, scores: Tensor, j: int) -> None:
         """Every sequence's token j [B]. scores [B, D]."""
         out, heads = self.out, self.owner.heads
-        wide = scores.new_full((scores.shape[0], heads.head.config.vocab_size), -torch.inf)
-        logits = wide.index_copy_(1, heads.ids, scores)  # [B, V]
         laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
-        tokens, _, _ = sampling.choose(logits, laws, self.drawn)
+        tokens, _, _ = sampling.choose(heads.logits(scores), laws, self.drawn)
         out["drafted"][j].copy_(tokens)
 
 
