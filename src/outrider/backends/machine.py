@@ -63,6 +63,12 @@ def return_free_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container may be fewer than the machine has."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def is_overloaded() -> bool:
     """Whether other programs want more cores than this machine has: then timings are theirs as much as ours."""
     load = load_average()

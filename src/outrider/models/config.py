@@ -423,10 +423,14 @@ def _activation(data: Mapping[str, Any], family: str) -> str:
     name = data.get("hidden_activation") or data.get("hidden_act", "silu")
     if str(data.get("model_type")).startswith("gemma") and name == "gelu":  # files from before the key was split
         name = "gelu_pytorch_tanh"
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {known}.")
-    return _ACTIVATIONS[name]
+    return known_activation(name, _ACTIVATIONS)
+
+
+def known_activation(name: Any, known: Mapping[str, str]) -> str:
+    """Outrider's name of an activation; known: Hugging Face's names of those that a family may have."""
+    if name not in known:
+        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {', '.join(known)}.")
+    return known[name]
 
 
 def _refuse_variants(data: Mapping[str, Any], family: str) -> None:

@@ -29,6 +29,7 @@ from .config import (
     UnsupportedModel,
     from_hf,
     integer,
+    known_activation,
     token_ids,
 )
 from .paths import write_json
@@ -85,13 +86,6 @@ def _starts(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int
     return (start,) if forced is None else (start, int(forced))
 
 
-def _activation(name: Any) -> str:
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {known}.")
-    return _ACTIVATIONS[name]
-
-
 def _t5(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """No positions, but a bias by distance; RMS norms; scores are not scaled."""
     hidden, heads = integer(data, "d_model"), integer(data, "num_heads")
@@ -105,7 +99,8 @@ def _t5(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "kv_heads": heads, "head_dim": integer(data, "d_kv", hidden // max(heads, 1)),
         "intermediate_size": integer(data, "d_ff"), "norm_eps": float(data.get("layer_norm_epsilon", 1e-6)),
         "rope_theta": 1e4, "context_length": max(int(data.get("n_positions") or 0), _T5_LENGTH), "score_scale": 1.0,
-        "activation": GELU if (gate, name) == ("gated", "gelu") else _activation(name), "gated": bool(gate),
+        "activation": GELU if (gate, name) == ("gated", "gelu") else known_activation(name, _ACTIVATIONS),
+        "gated": bool(gate),
         "distance_buckets": integer(data, "relative_attention_num_buckets", 32),
         "distance_limit": integer(data, "relative_attention_max_distance", 128),
     }  # fmt: skip
@@ -125,8 +120,8 @@ def _bart(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     common = {
         "architecture": family, "hidden_size": hidden, "norm_eps": 1e-5, "rope_theta": 1e4,
         "context_length": integer(data, "max_position_embeddings", 1024), "qkv_bias": True, "o_bias": True,
-        "activation": _activation(data.get("activation_function", "gelu")), "gated": False, "mlp_bias": True,
-        "layer_norm": True, "stream_norm": True, "positions": LEARNED if bart else SINUSOIDAL,
+        "activation": known_activation(data.get("activation_function", "gelu"), _ACTIVATIONS), "gated": False,
+        "mlp_bias": True, "layer_norm": True, "stream_norm": True, "positions": LEARNED if bart else SINUSOIDAL,
         "embedding_norm": bart, "embedding_scale": math.sqrt(hidden) if data.get("scale_embedding") else 1.0,
     }  # fmt: skip
     words = integer(data, "vocab_size")

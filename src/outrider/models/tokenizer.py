@@ -282,6 +282,13 @@ def _text(token: Any) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
+def encode_message(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a user's message under the chat template, or of the plain text where there is none."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode_prompt(text))
+    return list(tokenizer.encode_chat([{"role": "user", "content": text}]))
+
+
 def default_template(template: Any) -> str | None:
     """A chat template that is given alone, or the default of several (a list of named ones, or a dictionary)."""
     if isinstance(template, list):
