@@ -20,7 +20,7 @@ from ..backends import WHOLE, Model, Part, Passes, RecordedChains, ops
 from ..backends.rows import rows_of
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
-from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
+from ..engine.sampling import DRAFT, distribution, draw, key, ranked, widened
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree
 from ._trained import DraftVocabulary
@@ -148,7 +148,7 @@ class Rollout:
         if seq.rule == "match":
             token, confidence = self._choices(growth, last, logits, 1)[0]
         else:
-            q = self._law(logits, seq, growth.tokens)
+            q = self._distribution(logits, seq, growth.tokens)
             token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
             confidence = float(q[token])
             growth.q.append(q)
@@ -178,8 +178,8 @@ class Rollout:
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> Ranking:
         return ranked(logits, seq, emitted, width, spare)
 
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(logits, seq, emitted)
+    def _distribution(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return distribution(logits, seq, emitted)
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""
@@ -273,8 +273,8 @@ class DraftVocabularyRollout(Rollout):
         indices, shares = ops.top_shares(rows)
         return list(zip(self.network.ids[indices].tolist(), shares.tolist(), strict=True))
 
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(self.network.spread(logits), seq, emitted)
+    def _distribution(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return distribution(self.network.spread(logits), seq, emitted)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

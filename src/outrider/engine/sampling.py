@@ -231,7 +231,7 @@ def _likely_candidates(logits: Tensor, seq: Sequence, width: int) -> tuple[Tenso
     return (ids[near], scores[near]) if int(near.sum()) >= width else (ids, scores)
 
 
-def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+def distribution(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     """The distribution that `choose` draws from: [V] float64; one-hot at temperature 0; zeros if nothing is allowed."""
     logits = _processed(adjust(logits, seq, emitted), seq, emitted)
     p = torch.zeros(logits.shape[-1], dtype=torch.float64)
@@ -293,8 +293,8 @@ class Target:
         chosen = self.choices[row]
         return chosen if chosen >= 0 else choose(self.logits[row].cpu(), self.seq, emitted)
 
-    def law(self, row: int, emitted: list[int]) -> Tensor:
-        return law(self.logits[row].cpu(), self.seq, emitted)
+    def distribution(self, row: int, emitted: list[int]) -> Tensor:
+        return distribution(self.logits[row].cpu(), self.seq, emitted)
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """The loop without the host: a round drafts, runs the target's pass, chooses, compares and appends on the device.
 
-A sequence that joins gets one line of device state: its tokens, length, slots, sampling law, draft (`Lines`). A round
-is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many pending
-tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything else is in
-the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the device
-while a sequence runs; the host's copy is what it has read.
+A sequence that joins gets one line of device state: its tokens, length, slots, sampling parameters, draft (`Lines`). A
+round is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many
+pending tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything
+else is in the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the
+device while a sequence runs; the host's copy is what it has read.
 
 Drafts come from three places: the *late slot*, into which host drafters write tokens from a position on, taken where
 the device has emitted their beginning meanwhile; a lookup in the sequence's own text; recorded passes of a draft model.

@@ -28,7 +28,7 @@ from ...backends import WHOLE, Model, Part, Passes
 from ...backends.rows import rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache
-from ...engine.sampling import DRAFT, adjust, draw, key, law, ranked
+from ...engine.sampling import DRAFT, adjust, distribution, draw, key, ranked
 from ...types import Sequence
 from .._rollout import catch_up, path_to
 
@@ -237,7 +237,7 @@ class Forker:
 
     def _sampled(self, logits: Tensor, seq: Sequence, emitted: list[int], start: int) -> Choice:
         """The token after `emitted` in a draft that starts at emitted[start], with that draft's own noise."""
-        q = draft_distribution(law(logits, seq, emitted), self.tilt)
+        q = draft_distribution(distribution(logits, seq, emitted), self.tilt)
         dense = q.dense(int(q.ids.max()) + 1)
         token = draw(dense, key(seq.seed, len(emitted) - start, DRAFT, len(seq.tokens) + start))
         return token, float(dense[token]), q
