@@ -48,7 +48,7 @@ class EncoderDecoderNet(nn.Module):
         return _key(name) in self.tensors
 
     def trainable(self, embedding: bool) -> EncoderDecoderNet:
-        """With its decoder's layers to be trained, and its embedding and output matrix if wanted."""
+        """Make its decoder's layers trainable, and with `embedding` its embedding and output matrix."""
         for key, tensor in self.tensors.items():
             name = key.replace("/", ".")
             tensor.requires_grad_(not name.startswith("encoder.") and (embedding or name not in _TABLES))
@@ -142,7 +142,7 @@ class EncoderDecoderNet(nn.Module):
 
 
 class EncoderDecoderObjective(ModelObjective):
-    """As of a small model; both decoders read the target's encoder, which is the small model's too."""
+    """As for a small model; both decoders read the output of the target's encoder."""
 
     _read: tuple[Batch, Tensor] | None = None  # the last batch, and its sources' states
 

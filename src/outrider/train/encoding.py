@@ -108,7 +108,7 @@ class EncodingOptions:
 
 
 def encode_folder(options: EncodingOptions) -> Json:
-    """Write a head or an early exit's adapter again in another form; returns sizes, and acceptance before and after."""
+    """Write a head or an exit adapter with another --store; returns its size, and acceptance before and after."""
     prepare()
     config, tensors = read_head(options.folder)
     checkpoint, device = open_checkpoint(options.target), choose_device(options.device)

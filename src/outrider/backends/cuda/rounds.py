@@ -62,7 +62,7 @@ READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """Everything that a recorded round depends on. The number of sequences is not among it: others join and leave."""
+    """Everything that a recorded round depends on. The number of sequences does not: they join and leave."""
 
     lanes: int  # sequences that there is room for: one, or as many as may run
     rows: int
@@ -555,7 +555,7 @@ class ChainPasses:
 
 @dataclass(frozen=True)
 class ReplayAll:
-    """Recordings that are replayed one after the other."""
+    """Recordings that are replayed in order."""
 
     recordings: list[Any]
 

@@ -386,7 +386,7 @@ def _tapped(layers: nn.ModuleList | None, taps: tuple[int, ...]) -> Iterator[dic
 
 
 class _SkippedLayer(nn.Module):
-    """Takes a layer's place: returns its input, and beside it what the last layer that ran returned beside its own."""
+    """Replaces a layer: returns its input, with the extra outputs of the last layer that ran."""
 
     def __init__(self, layer: nn.Module, last: dict[str, Any]) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ class Head(DraftVocabulary):
         return twin
 
     def replace_ids(self, places: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Let draft ids [n] stand for other ids of the target [n], with these output rows [n, H]."""
+        """Map draft ids [n] to other target ids [n], with these output rows [n, H]."""
         self.ids[places] = ids
         if self.device.type != "cpu":
             self.device_ids[places.to(self.device)] = ids.to(self.device)
@@ -414,7 +414,7 @@ def folded(rows: Tensor, correction: Correction) -> Tensor:
 
 
 class OtherRows:
-    """Output rows that a CPU's packed weights do not have: they are multiplied apart, and replace their scores."""
+    """Output rows beside a CPU's packed weights: multiplied separately, their scores replace the packed ones."""
 
     def __init__(self, hidden: int, kernels: native.Kernels | None) -> None:
         self.kernels = kernels

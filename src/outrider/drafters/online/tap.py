@@ -138,7 +138,7 @@ class BareTap(Drafter):
 
 
 def _vocabulary(space: Workspace) -> Tensor:
-    """What a bare tap can draft [D]: a tokenizer's first ids, which are the most frequent tokens, and end tokens."""
+    """The draft vocabulary of a bare tap [D]: the first ids, which are the most frequent tokens, and end tokens."""
     c = space.target.config
     size = int(space.option("draft_vocab", default=0)) or _VOCABULARY.get(space.target.device.type, _VOCABULARY["cpu"])
     if not size >= 1:
