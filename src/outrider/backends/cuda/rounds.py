@@ -126,7 +126,7 @@ class RecordedRound:
         t, r, lanes, device = shape.rows, shape.wanted, shape.lanes, state.device
         blocks = t if shape.tree else min(t, lanes + t // rounds.graphs.rows_per_block)
         self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
-        self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
+        self.rows = row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
         self.rows |= {name: torch.zeros(r, dtype=I32, device=device) for name in ("owner", "node")}
         self.rows |= {"tail": self.tail, "plan": torch.zeros(lanes, 8, dtype=I32, device=device)}
@@ -363,7 +363,8 @@ class Rounds:
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
 
 
-def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+def row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    """The rows of a pass that a kernel lays out."""
     made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
     return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
 
@@ -382,11 +383,8 @@ class PendingRound:
         self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
         self.tree, self.ranked = recorded.shape.tree, recorded.shape.logprobs
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
-        self.results = recorded.results.next()
+        self.results, self.end = state.receive(recorded.results)
         self.report = self.results["report"]
-        recorded.results.receive()
-        self.end = state.driver.event()
-        self.end.record(state.driver.stream)
         self.phases = state.take_phases()
 
     def wait(self) -> list[RoundResult]:
@@ -491,7 +489,7 @@ class DraftChains:
     def _reading(self, rows: int) -> Any:
         if rows not in self._readings:
             rounds, device = self.rounds, self.rounds.state.device
-            made = _row_tensors(rows, min(rows, rounds.capacity + rows // self.per_block), device)
+            made = row_tensors(rows, min(rows, rounds.capacity + rows // self.per_block), device)
             want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
 
             def work() -> None:

@@ -127,6 +127,13 @@ class DeviceState:
             inputs.send()
             return recording.replay()
 
+    def receive(self, results: PinnedBuffer) -> tuple[dict[str, Any], Any]:
+        """Start copying what a replay has written to the host: the arrays, and the event after which they are whole."""
+        arrays, end = results.next(), self.driver.event()
+        results.receive()
+        end.record(self.driver.stream)
+        return arrays, end
+
     @contextmanager
     def timed(self, phase: str, share: float = 1.0) -> Iterator[None]:
         """The device's time of what is started inside counts as this phase."""

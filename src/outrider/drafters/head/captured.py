@@ -561,10 +561,7 @@ def lines_of(heads: HeadGraphs, seqs: list[Sequence]) -> Any:
 
 def received(reply: PinnedBuffer, heads: HeadGraphs) -> dict[str, Any]:
     """What a replay has written to its reply, once it is complete."""
-    arrays = reply.next()
-    reply.receive()
-    end = heads.state.driver.event()
-    end.record(heads.state.driver.stream)
+    arrays, end = heads.state.receive(reply)
     end.synchronize()
     return arrays
 

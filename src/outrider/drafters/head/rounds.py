@@ -21,7 +21,7 @@ from ...backends.cuda.graphs import SAMPLING
 from ...backends.cuda.kernels import rounds as kernels, sampling
 from ...backends.cuda.kernels.rounds import DEPTH, DRAFT
 from ...backends.cuda.kernels.sampling import Laws
-from ...backends.cuda.rounds import CHAIN, ReplayAll, Rounds
+from ...backends.cuda.rounds import CHAIN, ReplayAll, Rounds, row_tensors
 from ...backends.cuda.state import F64, I32, I64, lanes_for
 from ...engine.cache import Row
 from ...engine.sampling import filters
@@ -135,9 +135,8 @@ class HeadRounds:
 
     def rows(self, rows: int, lanes: int) -> dict[str, Tensor]:
         """A first pass's rows."""
-        device, blocks = self.rounds.state.device, min(rows, lanes + rows // self.heads.graphs.rows_per_block)
-        made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
-        return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
+        blocks = min(rows, lanes + rows // self.heads.graphs.rows_per_block)
+        return row_tensors(rows, blocks, self.rounds.state.device)
 
 
 class HeadChains:
