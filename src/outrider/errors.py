@@ -17,3 +17,8 @@ class ConfigError(OutriderError, ValueError):
 
 class ModelError(OutriderError):
     """A model, a tokenizer or a weight file that cannot be found, read or run."""
+
+
+def first_line(error: Exception) -> str:
+    """A foreign error's message without what follows its first line; its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -99,7 +99,7 @@ class LLM:
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **arguments: Any) -> LLM:
-        """`LLM(model, …)` by the name that it has elsewhere."""
+        """As `LLM(model, …)`, under Hugging Face's name."""
         return cls(model, **arguments)
 
     def _assemble(self, name: str, target: Any, tokenizer: Any, config: Config, recorder: Recorder | None) -> None:
@@ -349,7 +349,7 @@ class LLM:
         return ids
 
     def _why_no_longer(self, room: int) -> str:
-        """How to make room for more than so many tokens, as the end of a sentence."""
+        """How to allow longer sequences, as the end of a sentence."""
         if room >= self.target.config.context_length:
             return "."
         if self.config.max_length is None and self.target.device.type == "cuda":

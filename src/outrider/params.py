@@ -51,7 +51,7 @@ class SamplingParams:
     logits_processors: tuple[Callable[[list[int], Any], Any], ...] = ()
 
     def __new__(cls, *values: Any, **fields: Any) -> Self:
-        """Say what to call a field that has another name here."""
+        """Refuse an unknown field, with a hint where it has another name here."""
         if unknown := fields.keys() - cls.__dataclass_fields__.keys():
             raise ConfigError(f"SamplingParams has no field '{min(unknown)}'.{_hint(min(unknown))}")
         return super().__new__(cls)

@@ -185,7 +185,7 @@ def check_drafter(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Failures are planted here, and those of the drafter itself are reported at the end."""
+    """Failures are injected here; those of the drafter itself are reported at the end."""
     logger = logging.getLogger("outrider.engine")
     disabled, logger.disabled = logger.disabled, True
     try:

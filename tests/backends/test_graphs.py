@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from outrider.llm import build_engine
 from outrider.models.config import ModelConfig
 from outrider.types import SamplingParams, Sequence
 
+from support.device_engine import run_all
 from support.kernels import DEVICE, GPU
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 14]
+say = partial(run_all, prompts=PROMPTS)
 TOKENS = 12 if GPU else 4  # the interpreter takes milliseconds for every program of every kernel
 slow = pytest.mark.skipif(not GPU, reason="takes minutes without a GPU")
 
@@ -71,18 +74,6 @@ def engine(target: Transformer, drafter: str, k: int, batch: int = 4, **options:
     cache.slots -= not GPU
     scheduler = Scheduler(cache, plane, batch, 16)
     return Engine(Graphs(target, plane, state), cache, made, Fixed(k), scheduler, target.config.vocab_size)
-
-
-def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    seqs = [Sequence(i + 1, prompt, p, seed=40 + i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
-    for seq in seqs:
-        engine.add(seq)
-    while engine.busy:
-        step = engine.step()
-        assert not step.failure, step.failure
-        engine.cache.check()
-    assert not engine.failures
-    return [seq.generated for seq in seqs]
 
 
 GREEDY = SamplingParams(max_tokens=TOKENS)
@@ -234,8 +225,8 @@ def test_weights_in_eight_bits_keep_the_promise() -> None:
     assert eight.dtype is torch.int8
     assert eight.layers[0].qkv.weight.dtype is torch.int8
     params, prompts = [GREEDY, WARM], PROMPTS[:2]
-    plain = say(engine(eight, "off", 0), params, prompts)
-    assert say(engine(eight, "model", 3, draft_model=model(blur=0.15)), params, prompts) == plain
+    plain = say(engine(eight, "off", 0), params, prompts=prompts)
+    assert say(engine(eight, "model", 3, draft_model=model(blur=0.15)), params, prompts=prompts) == plain
 
 
 def test_a_pass_that_wants_very_many_of_its_rows_finds_a_shape(target: Transformer) -> None:

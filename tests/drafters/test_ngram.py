@@ -57,47 +57,9 @@ def test_a_period_continues() -> None:
     assert draft(drafter(), Sequence(0, [9, 1, 2, 3, 1, 2, 3]), 7).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_nothing_found_or_nothing_allowed_is_an_empty_tree() -> None:
-    seqs = [Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])]
-    drafts = drafter().draft(DraftRequest(seqs, [5, 0, 5]))
-    assert [tree.tokens for tree in drafts.trees] == [[], [], []]
-
-
 def test_a_batch_is_drafted_sequence_by_sequence() -> None:
     drafts = drafter().draft(DraftRequest([Sequence(0, [1, 2, 3, 1, 2]), Sequence(1, [4, 5, 6, 4, 5])], [2, 1]))
     assert [tree.tokens for tree in drafts.trees] == [[3, 1], [6]]
-
-
-actions = st.lists(
-    st.tuples(st.sampled_from(["grow", "begin", "end", "draft", "reuse", "copy", "cut"]), texts), max_size=12
-)
-
-
-@given(texts, actions)
-def test_the_tokens_decide_whatever_was_called_before(tokens: list[int], calls: list[tuple[str, list[int]]]) -> None:
-    it, seq = drafter(), Sequence(0, list(tokens))
-    for action, new in calls:
-        if action == "grow":
-            seq.tokens.extend(new)
-        elif action == "cut":
-            del seq.tokens[len(new) :]
-            draft(it, seq, 4)
-        elif action in ("reuse", "copy"):
-            seq = Sequence(0, list(new if action == "reuse" else seq.tokens))
-        elif action == "draft":
-            draft(it, seq, 4)
-        else:
-            getattr(it, action)(seq)
-        if len(new) % 2:  # otherwise the drafter sees it only later
-            assert draft(it, seq, 4) == draft(drafter(), seq, 4)
-    assert draft(it, seq, 4) == draft(drafter(), seq, 4)
-
-
-def test_an_end_rewritten_in_place_is_noticed() -> None:
-    it, seq = drafter(), Sequence(0, [1, 2, 3, 1, 2])
-    assert draft(it, seq, 1).tokens == [3]
-    seq.tokens[2:] = [4, 1, 5, 1, 2]
-    assert draft(it, seq, 1).tokens == [4]
 
 
 def test_sequences_that_never_end_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,12 +178,6 @@ def test_nothing_follows_an_end() -> None:
     assert draft(drafter(), Sequence(0, tokens, ends=frozenset({0})), 3).tokens == [0]
 
 
-def test_nothing_found_or_nothing_allowed_is_an_empty_tree() -> None:
-    seqs = [Sequence(0, [1, 2, 3]), Sequence(1, [1, 2, 1, 2]), Sequence(2, [])]
-    drafts = drafter().draft(DraftRequest(seqs, [5, 0, 5]))
-    assert [tree.tokens for tree in drafts.trees] == [[], [], []]
-
-
 # ---------------------------------------------------------------- what is shared
 
 
@@ -246,37 +240,6 @@ def test_old_responses_are_dropped() -> None:
 
 
 # ---------------------------------------------------------------- unreliable callers
-
-actions = st.lists(
-    st.tuples(st.sampled_from(["grow", "begin", "end", "draft", "reuse", "copy", "cut"]), texts), max_size=12
-)
-
-
-@given(texts, actions)
-def test_the_tokens_decide_whatever_was_called_before(tokens: list[int], calls: list[tuple[str, list[int]]]) -> None:
-    it, seq = drafter(suffix_shared_tokens=0), Sequence(0, list(tokens))
-    for action, new in calls:
-        if action == "grow":
-            seq.tokens.extend(new)
-        elif action == "cut":
-            del seq.tokens[len(new) :]
-            draft(it, seq, 4)
-        elif action in ("reuse", "copy"):
-            seq = Sequence(0, list(new if action == "reuse" else seq.tokens))
-        elif action == "draft":
-            draft(it, seq, 4)
-        else:
-            getattr(it, action)(seq)
-        if len(new) % 2:  # otherwise the drafter sees it only later
-            assert draft(it, seq, 4) == draft(drafter(), seq, 4)
-    assert draft(it, seq, 4) == draft(drafter(), seq, 4)
-
-
-def test_an_end_rewritten_in_place_is_noticed() -> None:
-    it, seq = drafter(), Sequence(0, [1, 2, 3, 1, 2])
-    assert draft(it, seq, 1).tokens == [3]
-    seq.tokens[2:] = [4, 1, 5, 1, 2]
-    assert draft(it, seq, 1).tokens == [4]
 
 
 def test_an_end_that_comes_twice_or_unannounced_adds_nothing() -> None:

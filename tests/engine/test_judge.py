@@ -54,33 +54,33 @@ def wrong_residual(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """After a miss, draws from p itself instead of what p has more than q."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
-        p, q = target.law(depth, emitted), tree.q[depth]
+        p, q = target.distribution(depth, emitted), tree.q[depth]
         if not coins.flip(depth, float(p[token] / q[token])):
             return Verdict(list(range(depth)), [*emitted, coins.draw(depth, p)], "")
         emitted.append(token)
-    return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
+    return Verdict([], [*emitted, coins.draw(9, target.distribution(len(emitted), emitted))], "")
 
 
 def reused_coin(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """One random number decides every position."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
-        p, q = target.law(depth, emitted), tree.q[depth]
+        p, q = target.distribution(depth, emitted), tree.q[depth]
         if not coins.flip("the only coin", float(p[token] / q[token])):
             return Verdict(list(range(depth)), [*emitted, coins.draw(depth, residual(p, q))], "")
         emitted.append(token)
-    return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
+    return Verdict([], [*emitted, coins.draw(9, target.distribution(len(emitted), emitted))], "")
 
 
 def greedy_acceptance(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
     """Accepts a drafted token if it is the target's likeliest, otherwise draws from p."""
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
-        p = target.law(depth, emitted)
+        p = target.distribution(depth, emitted)
         if token != int(p.argmax()):
             return Verdict(list(range(depth)), [*emitted, coins.draw(depth, p)], "")
         emitted.append(token)
-    return Verdict([], [*emitted, coins.draw(9, target.law(len(emitted), emitted))], "")
+    return Verdict([], [*emitted, coins.draw(9, target.distribution(len(emitted), emitted))], "")
 
 
 def discards_by_value(tree: Tree, target: ToyRows, coins: Enumerator) -> Verdict:
@@ -151,7 +151,7 @@ def test_a_cut_verdict_is_that_of_a_text_that_ended_there(tree: Tree, seed: int,
 
 def test_rules_for_chains_prune_branches() -> None:
     class Sure:
-        def law(self, row: int, emitted: list[int]) -> torch.Tensor:
+        def distribution(self, row: int, emitted: list[int]) -> torch.Tensor:
             return torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
 
     class Coins:

@@ -21,11 +21,11 @@ from outrider.engine.sampling import (
     adjust,
     candidates,
     choose,
+    distribution,
     draw,
     filters,
     gumbel,
     key,
-    law,
     log_probabilities,
     ranked,
     uniform,
@@ -122,7 +122,7 @@ def test_choices_follow_the_law(params: dict) -> None:
     """A chi-square test with a fixed seed: deterministic, and far from its threshold when the law is right."""
     z, n = logits(3), 4_000
     seq, chosen = sequence(temperature=0.9, **params), list[int]()
-    p = law(z, seq, [])
+    p = distribution(z, seq, [])
     for seq.seed in range(n):
         chosen.append(choose(z, seq, []))
     counts = torch.bincount(torch.tensor(chosen), minlength=V).double()

@@ -16,6 +16,7 @@ from outrider.drafters import Drafter, Workspace, make
 from outrider.engine.cache import Cache, Plane
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
+from outrider.types import SamplingParams, Sequence
 
 from support.kernels import DEVICE, GPU, Unhurried  # before anything that imports triton
 
@@ -49,3 +50,16 @@ def device_engine(
     built = Engine(runner, cache, made, Fixed(k), Scheduler(cache, plane, 4, rows), target.config.vocab_size)
     built.pace = Unhurried()
     return built
+
+
+def run_all(engine: Engine, params: list[SamplingParams], prompts: list[list[int]]) -> list[list[int]]:
+    """The answers to these prompts in one batch, with every step and the cache checked."""
+    seqs = [Sequence(i + 1, prompt, p, seed=40 + i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.busy:
+        step = engine.step()
+        assert not step.failure, step.failure
+        engine.cache.check()
+    assert not engine.failures
+    return [seq.generated for seq in seqs]

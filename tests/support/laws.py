@@ -85,7 +85,7 @@ class ToyRows:
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
 
-    def law(self, row: int, emitted: list[int]) -> torch.Tensor:
+    def distribution(self, row: int, emitted: list[int]) -> torch.Tensor:
         return self.toy.p(tuple(emitted))
 
 

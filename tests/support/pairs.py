@@ -14,9 +14,9 @@ from outrider.backends.rows import Rows, rows_of
 from outrider.backends.transformer import Transformer
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
-from outrider.models.checkpoint import ModuleWeights
 from outrider.models.config import ModelConfig
 from outrider.models.encoder_decoder import model_config, named_weights
+from outrider.models.weights import InMemory
 from outrider.types import Sequence
 
 V = 96
@@ -82,7 +82,7 @@ def pair(case: str, blur: float = 0.0) -> tuple[Any, ModelConfig, Any]:
             scale *= next((by for part, by in _FACTORS.items() if part in name), 1.0)
             weight.copy_(noise * scale + float("norm" in name and name.endswith("weight")))
     ours = model_config(theirs.config.to_dict(), theirs.generation_config.to_dict())
-    return theirs, ours, named_weights(ModuleWeights(theirs), ours)
+    return theirs, ours, named_weights(InMemory(theirs.state_dict()), ours)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine.cache import Plane
+from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..models.mtp import MtpLayer
 from ..types import Batch, Draft, Output, Sequence
@@ -74,6 +75,7 @@ class Model(ABC):
     description = ""  # one sentence about the implementation, where there was a choice
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`
     starts: tuple[int, ...] = ()
+    max_source: int | None = None  # tokens that the encoder reads at most; None: any number
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
     reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
     mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
@@ -99,8 +101,15 @@ class Model(ABC):
         return None
 
     def opening(self, ids: list[int]) -> Opening:
-        """How the answer to a prompt starts."""
-        return Opening(ids, [])
+        """How the answer to a prompt starts: after it, or, where an encoder reads the prompt, with `starts`."""
+        if not self.encoder:
+            return Opening(ids, [])
+        if self.max_source is not None and len(ids) > self.max_source:
+            raise ConfigError(
+                f"The text has {len(ids)} tokens, but this model's encoder reads at most {self.max_source}; "
+                "shorten it, or give it in parts."
+            )
+        return Opening(list(self.starts), ids)
 
     def as_drafter(self) -> Model:
         """The same weights for drafting only, where passes need not be exact."""

@@ -78,7 +78,7 @@ def load_model(
 
 
 def _on_gpu(checkpoint: Checkpoint, dtype: str, length: int, device: torch.device | str) -> Any:
-    """There int8 means the weights only: a pass spends its time reading them."""
+    """On a GPU int8 is weight-only: a pass spends its time reading weights."""
     config, weights, own = checkpoint.config, checkpoint.weights, stored_in(checkpoint.weights)
     if dtype == "float64":
         raise ConfigError("float64 runs on the CPU only; choose --device cpu, or --dtype float32.")
@@ -124,7 +124,7 @@ def _fastest(timed: dict[str, float], own: str) -> str:
 
 
 def _kept(own: str, chosen: str) -> str:
-    """A sentence about what became of a quantised checkpoint's weights on a CPU; empty where they are as they were."""
+    """A sentence about how a CPU uses a quantised checkpoint's weights; empty where there is nothing to say."""
     if own in ("", chosen):
         kept = "The checkpoint's int8 weights are used as they are; its output matrix is rounded to int8."
         return kept if own == INT8 else ""

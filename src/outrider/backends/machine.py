@@ -46,7 +46,7 @@ def prepare() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Python's garbage collector does not run meanwhile, in any thread."""
+    """Pauses Python's garbage collector, in all threads."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,20 +57,26 @@ def gc_paused() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Give the heap's free pages back to the system, where its allocator can (glibc): loading leaves many."""
+    """Return the heap's free pages to the system, where the allocator can (glibc): loading leaves many."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container may be fewer than the machine has."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def is_overloaded() -> bool:
-    """Whether other programs want more cores than this machine has: then timings are theirs as much as ours."""
+    """Whether the load exceeds the number of cores, so that other programs distort timings."""
     load = load_average()
     return load is not None and load > (os.cpu_count() or 1) + 0.5
 
 
 def load_average() -> float | None:
-    """Of the last minute; None where the system does not tell."""
+    """The load average of the last minute; None where the system has none."""
     if sys.platform != "win32":
         with suppress(OSError):
             return os.getloadavg()[0]
@@ -78,7 +84,7 @@ def load_average() -> float | None:
 
 
 def thread_settings(device: torch.device) -> Callable[[], None]:
-    """What gives another thread this one's settings: OpenMP keeps its thread count for each, CUDA its device."""
+    """A function that gives another thread this thread's settings: OpenMP's thread count and CUDA's device."""
     threads = torch.get_num_threads()
 
     def apply() -> None:
@@ -125,7 +131,7 @@ def kv_room(device: torch.device) -> int:
 
 @contextmanager
 def memory_sentence(what: str) -> Iterator[None]:
-    """A GPU whose memory ends inside is an error that says so. what: the subject, such as "The weights"."""
+    """Turns running out of GPU memory into a ConfigError. what: its subject, such as "The weights"."""
     try:
         yield
     except torch.OutOfMemoryError as error:

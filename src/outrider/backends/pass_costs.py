@@ -38,7 +38,7 @@ STEADY = 1.15  # the second-fastest time of a shape ÷ its fastest, in the middl
 
 
 class MeasuredCosts(Timings):
-    """`steady` is False where other work disturbed the measurement: good enough for now, not worth storing."""
+    """`steady` is False where other work disturbed the measurement: it is used, but not stored."""
 
     steady = True
 
@@ -103,7 +103,7 @@ def _fastest(timings: list[Timings]) -> Timings:
 
 
 def _busy(seconds: Seconds) -> bool:
-    """Whether other work drowned the rows of a pass: one took as long as eight, to the last digit."""
+    """Whether other work hid the cost of rows: a pass over one took exactly as long as a pass over eight."""
     rows = by_rows(seconds)
     return 8 in rows and rows[1] == rows[8]
 

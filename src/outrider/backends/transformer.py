@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..engine.cache import Plane
-from ..errors import ConfigError, ModelError
+from ..errors import ModelError
 from ..models.config import ModelConfig
 from ..types import Output
-from . import WHOLE, Model, Opening, Part, PlaneShape, ops, with_index
+from . import WHOLE, Model, Part, PlaneShape, ops, with_index
 from .encoder import Encoder, distance_bias
 from .experts import DeviceExperts, Experts, Router, Routing
 from .linear import linear, summed
@@ -123,18 +123,7 @@ class Transformer(Model):
 
     def add_encoder(self, network: Transformer) -> None:
         self.reader, self.encoder, self.starts = Encoder(network, self.layers), True, self.config.starts
-
-    def opening(self, ids: list[int]) -> Opening:
-        """As in `Model`; with an encoder, the prompt is its source."""
-        if self.reader is None:
-            return super().opening(ids)
-        most = self.source_length
-        if len(ids) > most:
-            raise ConfigError(
-                f"The text has {len(ids)} tokens, but this model's encoder reads at most {most}; "
-                "shorten it, or give it in parts."
-            )
-        return Opening(list(self.starts), ids)
+        self.max_source = self.source_length
 
     @property
     def source_length(self) -> int:  # type: ignore[override]
@@ -465,12 +454,16 @@ def layer_shape(c: ModelConfig, i: int) -> dict[str, Any]:
 
 
 def rope_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position [L, r/2]. A lookup has the same bits in any pass; a cosine may not.
-
-    r is 0 where no layer rotates.
-    """
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * config.inverse_frequencies(length)[None]  # [L, r/2]
+    """cos and sin of every position [L, r/2]; r is 0 where no layer rotates."""
+    frequencies = config.inverse_frequencies(length)  # [r/2]
     if len(config.no_rope_layers) == config.layers:
-        angles = angles[:, :0]
-    factor = config.attention_factor
+        frequencies = frequencies[:0]
+    return tables_of(frequencies, config.attention_factor, length, dtype, device)
+
+
+def tables_of(
+    frequencies: Tensor, factor: float, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [L, r/2] of these frequencies [r/2]. A lookup has the same bits in any pass; a cosine may not."""
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [L, r/2]
     return (angles.cos() * factor).to(dtype).to(device), (angles.sin() * factor).to(dtype).to(device)

@@ -54,7 +54,7 @@ def chat(
 
 
 class Partner(Protocol):
-    """Whoever answers."""
+    """The model that answers."""
 
     name: str
 
@@ -66,7 +66,7 @@ class Partner(Protocol):
 
 
 class Conversation:
-    """Reads messages and commands, and keeps what was said."""
+    """Reads messages and commands, and keeps the conversation."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
         self.partner, self.opening = partner, [{"role": "system", "content": system}] if system else []
@@ -82,12 +82,12 @@ class Conversation:
                 self.say(line)
 
     def say(self, line: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": line}]
-        if reply := self.partner.answer(asked):
-            self.messages = [*asked, {"role": "assistant", "content": reply}]
+        messages = [*self.messages, {"role": "user", "content": line}]
+        if reply := self.partner.answer(messages):
+            self.messages = [*messages, {"role": "assistant", "content": reply}]
 
     def command(self, name: str = "", argument: str = "") -> bool:
-        """Do what was asked for. False: leave."""
+        """Run a command. False: leave."""
         if name in ("exit", "quit", "bye"):
             return False
         if name == "reset":

@@ -78,11 +78,13 @@ def _shown_stages() -> Iterator[None]:
 
 def encode_prompt(llm: LLM, prompt: str, raw: bool = False) -> list[int]:
     """Token ids of a prompt: of a user's message where the model has a chat template, unless `raw`."""
-    if raw or llm.tokenizer.chat_template is None:
+    from ..models.tokenizer import encode_message
+
+    if raw:
         return list(llm.tokenizer.encode_prompt(prompt))
-    if not prompt.strip():
+    if llm.tokenizer.chat_template is not None and not prompt.strip():
         raise ConfigError("The prompt is empty; give at least one word.")
-    return list(llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+    return encode_message(llm.tokenizer, prompt)
 
 
 def read_prompts(path: Path | None) -> list[Prompt]:

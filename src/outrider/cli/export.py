@@ -39,9 +39,9 @@ def export(
     """Write a drafter and its tuning for another engine: files, configuration and the exact command line."""
     from ..export.write import ExportOptions, export as write
 
-    checkpoint, handover = _handover(model, drafter, profile, k, skip_layers)
+    checkpoint, plan = _plan(model, drafter, profile, k, skip_layers)
     with progress_bar() as progress:
-        facts = write(checkpoint, handover, ExportOptions(to, out, dtype, name, copy_target, force), progress)
+        facts = write(checkpoint, plan, ExportOptions(to, out, dtype, name, copy_target, force), progress)
     if as_json:
         print_json(facts)
         return
@@ -55,7 +55,7 @@ def export(
         Console().print(line, highlight=False, soft_wrap=True)
 
 
-def _handover(
+def _plan(
     target: str | None, drafter: str | None, profile: Path | None, k: int | None, skip_layers: str | None = None
 ) -> tuple[Any, Any]:
     """The target's checkpoint, and the drafter with its K."""
@@ -106,18 +106,18 @@ def deploy_ray(
     if exported is not None:
         facts = from_export(exported)
     else:
-        facts = _ray_facts(*_handover(model, drafter, profile, k))
+        facts = _ray_facts(*_plan(model, drafter, profile, k))
     out.write_text(to_yaml(application(facts, scale, name)), encoding="utf-8")
     typer.echo(f"Written to {out}; start it on the cluster with: serve run {shlex.quote(str(out))}")
 
 
-def _ray_facts(checkpoint: Any, handover: Any) -> dict[str, Any]:
+def _ray_facts(checkpoint: Any, plan: Any) -> dict[str, Any]:
     """The application without an exported folder: only files that Ray's nodes can find themselves."""
     from ..export.engines import vllm_speculative_config
     from ..models.speculators import in_blocks
 
-    encoded = handover.kind == "head" and handover.folder is not None and in_blocks(handover.folder)
-    if not checkpoint.path.is_dir() or handover.kind == "layerskip" or encoded:
+    encoded = plan.kind == "head" and plan.folder is not None and in_blocks(plan.folder)
+    if not checkpoint.path.is_dir() or plan.kind == "layerskip" or encoded:
         raise OutriderError(
             "Ray's nodes need the target and the drafter in vLLM's formats: run `outrider export --to vllm --out DIR` "
             "into a folder that all nodes see, and give it with --export DIR."
@@ -126,5 +126,5 @@ def _ray_facts(checkpoint: Any, handover: Any) -> dict[str, Any]:
         "model": checkpoint.name,
         "served_model_name": checkpoint.name,
         "target": str(checkpoint.path.resolve()),
-        "speculative_config": vllm_speculative_config(handover, handover.folder and handover.folder.resolve()),
+        "speculative_config": vllm_speculative_config(plan, plan.folder and plan.folder.resolve()),
     }

@@ -20,7 +20,7 @@ from ..backends import WHOLE, Model, Part, Passes, RecordedChains, ops
 from ..backends.rows import rows_of
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
-from ..engine.sampling import DRAFT, draw, key, law, ranked, widened
+from ..engine.sampling import DRAFT, distribution, draw, key, ranked, widened
 from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree
 from ._trained import DraftVocabulary
@@ -44,12 +44,7 @@ class Growth:
     guesses: dict[int, Callable[[], Ranking]] = field(default_factory=dict)  # by parent
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root's child down to this node."""
-        nodes: list[int] = []
-        while node >= 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
+        return path_to(node, self.parents)
 
     def add(self, token: int, parent: int, confidence: float) -> int:
         self.tokens.append(token)
@@ -68,6 +63,7 @@ class Rollout:
     again = 2  # committed tokens that a recorded draft feeds once more
     stop_below = 0.0  # a node with a lower survival is not extended
     record_guesses = False  # record each node's likeliest alternatives
+    keeps_kv = True  # what a draft writes counts as the sequence's K/V; False: nothing does, verification writes it
 
     def __init__(
         self,
@@ -152,7 +148,7 @@ class Rollout:
         if seq.rule == "match":
             token, confidence = self._choices(growth, last, logits, 1)[0]
         else:
-            q = self._law(logits, seq, growth.tokens)
+            q = self._distribution(logits, seq, growth.tokens)
             token = draw(q, key(seq.seed, len(growth.tokens), DRAFT, len(seq.tokens)))
             confidence = float(q[token])
             growth.q.append(q)
@@ -182,8 +178,8 @@ class Rollout:
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> Ranking:
         return ranked(logits, seq, emitted, width, spare)
 
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(logits, seq, emitted)
+    def _distribution(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return distribution(logits, seq, emitted)
 
     def _worth_feeding(self, growth: Growth, nodes: list[int], width: int) -> list[int]:
         """The likeliest nodes of a level, as many as there are spare slots left for."""
@@ -240,20 +236,20 @@ class Rollout:
 
     def _hold(self, seq: Sequence, tokens: int) -> None:
         """The plane now holds this many tokens of the sequence."""
-        self.plane.advance(seq.id, tokens)
+        if self.keeps_kv:
+            self.plane.advance(seq.id, tokens)
 
     def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
         """The plane holds these drafted nodes in the spare slots in which the engine expects them."""
-        self.plane.wrote(seq.id, nodes)
+        if self.keeps_kv:
+            self.plane.wrote(seq.id, nodes)
 
 
 class DraftVocabularyRollout(Rollout):
     """A rollout whose scores cover a draft vocabulary [D] instead of the target's [V]."""
 
-    def __init__(
-        self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, part: Part = WHOLE, source: str = ""
-    ) -> None:
-        super().__init__(model, cache, plane, part, source)
+    def __init__(self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, source: str = "") -> None:
+        super().__init__(model, cache, plane, source=source)
         self.network = network
         self.floor = 0.0  # survival below which a chain ends
 
@@ -277,8 +273,17 @@ class DraftVocabularyRollout(Rollout):
         indices, shares = ops.top_shares(rows)
         return list(zip(self.network.ids[indices].tolist(), shares.tolist(), strict=True))
 
-    def _law(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-        return law(self.network.spread(logits), seq, emitted)
+    def _distribution(self, logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+        return distribution(self.network.spread(logits), seq, emitted)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the root's child down to this node."""
+    nodes: list[int] = []
+    while node >= 0:
+        nodes.append(node)
+        node = parents[node]
+    return nodes[::-1]
 
 
 def draft_vocab(space: Any, size: int) -> int | None:

@@ -30,7 +30,7 @@ class BatchBuilder(Batch):
             self.want.append(len(self.tokens) - 1)
 
     def again(self, seq: Sequence, position: int, slot: int) -> None:
-        """A committed token once more, wanted: it reads what came before it, and its own K/V goes to another slot."""
+        """A committed token once more, for its logits: it sees the tokens before it; its K/V goes to another slot."""
         self._add(seq, seq.tokens[position], position, slot, position, [slot])
         self.want.append(len(self.tokens) - 1)
 

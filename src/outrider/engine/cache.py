@@ -159,7 +159,7 @@ class Cache:
         return len(seq.tokens) + (0 if self._with_source(seq) else len(self._source_of(seq)))
 
     def has(self, slots: int) -> bool:
-        """Whether so many can be taken without preemption; those of finished rows are counted only if need be."""
+        """Whether so many slots can be taken without preemption. Those of finished rows are counted only if needed."""
         return slots <= len(self._free) or slots <= self.available
 
     def open(self, seq: Sequence) -> int:
@@ -354,7 +354,7 @@ class Cache:
         return best, length
 
     def _write_table(self, row: Row, start: int, tell: bool = True) -> None:
-        """Positions from `start` on, spare slots included; `tell` the copies of the table on devices."""
+        """Write the table from position `start` on, spare slots included; `tell`: also to its copies on devices."""
         slots = [*row.slots[start:], *row.spare[max(start - len(row.slots), 0) :]]
         self._table[row.line, start : start + len(slots)] = slots
         at = row.line * self.length + start

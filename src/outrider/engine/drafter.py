@@ -17,7 +17,7 @@ from ..types import Draft, Sequence, Step, Tree
 
 
 class Prices(Protocol):
-    """What the step at hand costs, in tokens that plain decoding would emit in that time."""
+    """What the current step costs, in tokens that plain decoding would emit in that time."""
 
     speed: float  # tokens per second, recently
     limit: float  # the highest price that may be paid: more would risk what has not been earned

@@ -29,7 +29,7 @@ class TargetRows(Protocol):
 
     def choose(self, row: int, emitted: list[int]) -> int: ...
 
-    def law(self, row: int, emitted: list[int]) -> Tensor: ...  # p [V] float64
+    def distribution(self, row: int, emitted: list[int]) -> Tensor: ...  # p [V] float64
 
 
 class RandomSource(Protocol):
@@ -77,7 +77,7 @@ def reject(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
     tree, fates = _trunk(tree)
     emitted: list[int] = []
     for depth, token in enumerate(tree.tokens):
-        p = target.law(depth, emitted)
+        p = target.distribution(depth, emitted)
         q = _drawn_from(tree, depth, p)
         if not coins.flip(depth, float(p[token] / q[token])):
             emitted.append(coins.draw(depth, residual(p, q)))
@@ -86,7 +86,7 @@ def reject(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
         emitted.append(token)
         fates[depth] = ACCEPTED
     last = len(tree.tokens)
-    emitted.append(coins.draw(last, target.law(last, emitted)))
+    emitted.append(coins.draw(last, target.distribution(last, emitted)))
     return _verdict(last, emitted, fates)
 
 
@@ -94,16 +94,16 @@ def block(tree: Tree, target: TargetRows, coins: RandomSource) -> Verdict:
     """Verify the whole chain jointly. Never accepts fewer tokens than `reject` in expectation."""
     tree, fates = _trunk(tree)
     n = len(tree.tokens)
-    laws = [target.law(i, tree.tokens[:i]) for i in range(n + 1)]  # [n+1][V]
+    p = [target.distribution(i, tree.tokens[:i]) for i in range(n + 1)]  # [n+1][V]
     kept, weight, weight_kept = 0, 1.0, 1.0  # weight is P_i, the clipped running product of p/q
     for i, token in enumerate(tree.tokens, start=1):
-        q = _drawn_from(tree, i - 1, laws[i - 1])
-        weight = min(weight * float(laws[i - 1][token] / q[token]), 1.0)
-        chance = weight if i == n else _block_chance(weight, laws[i], _drawn_from(tree, i, laws[i]))
+        q = _drawn_from(tree, i - 1, p[i - 1])
+        weight = min(weight * float(p[i - 1][token] / q[token]), 1.0)
+        chance = weight if i == n else _block_chance(weight, p[i], _drawn_from(tree, i, p[i]))
         if coins.flip(i - 1, chance):
             kept, weight_kept = i, weight
-    bonus_law = laws[n] if kept == n else residual(laws[kept], _drawn_from(tree, kept, laws[kept]), weight_kept)
-    emitted = [*tree.tokens[:kept], coins.draw(kept, bonus_law)]
+    bonus = p[n] if kept == n else residual(p[kept], _drawn_from(tree, kept, p[kept]), weight_kept)  # [V]
+    emitted = [*tree.tokens[:kept], coins.draw(kept, bonus)]
     for depth in range(min(kept + 1, n)):
         fates[depth] = ACCEPTED if depth < kept else REJECTED
     return _verdict(kept, emitted, fates)

@@ -34,7 +34,7 @@ _LIKELY_NOISE = 14.0  # P(g > 14) is 8e-7: enough for a guess, not for the targe
 
 
 def key(seed: int, position: int, purpose: int, round: int = 0) -> int:
-    """64 well-mixed bits for one use of one sequence's randomness."""
+    """A 64-bit hash key for one use of a sequence's randomness."""
     state = seed & _MASK
     for word in (purpose, round, position):
         state = _mix((state ^ (word & _MASK)) + _STEP)
@@ -96,7 +96,7 @@ def adjust(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
 
 
 def _processed(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
-    """What the request's own functions make of the target's adjusted logits [V]. Drafters do without them."""
+    """The target's adjusted logits [V] after the request's own logits processors. Drafters do not call those."""
     for process in seq.params.logits_processors:
         shape = logits.shape
         try:
@@ -133,7 +133,7 @@ def _penalise(logits: Tensor, seq: Sequence, emitted: list[int]) -> None:
 
 
 def candidates(logits: Tensor, seq: Sequence) -> tuple[Tensor, Tensor]:
-    """What top-k, top-p and min-p leave over: ids [C] ascending, their logits / T [C] float64."""
+    """What top-k, top-p and min-p keep: ids [C] ascending, their logits / T [C] float64."""
     params = seq.params
     scores = logits.double() / params.temperature  # [V]
     if 0 < params.top_k < scores.numel():
@@ -231,7 +231,7 @@ def _likely_candidates(logits: Tensor, seq: Sequence, width: int) -> tuple[Tenso
     return (ids[near], scores[near]) if int(near.sum()) >= width else (ids, scores)
 
 
-def law(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
+def distribution(logits: Tensor, seq: Sequence, emitted: list[int]) -> Tensor:
     """The distribution that `choose` draws from: [V] float64; one-hot at temperature 0; zeros if nothing is allowed."""
     logits = _processed(adjust(logits, seq, emitted), seq, emitted)
     p = torch.zeros(logits.shape[-1], dtype=torch.float64)
@@ -293,8 +293,8 @@ class Target:
         chosen = self.choices[row]
         return chosen if chosen >= 0 else choose(self.logits[row].cpu(), self.seq, emitted)
 
-    def law(self, row: int, emitted: list[int]) -> Tensor:
-        return law(self.logits[row].cpu(), self.seq, emitted)
+    def distribution(self, row: int, emitted: list[int]) -> Tensor:
+        return distribution(self.logits[row].cpu(), self.seq, emitted)
 
 
 @dataclass

@@ -29,7 +29,7 @@ class StepLock:
         self._enter_thread, self._last = enter_thread, threading.get_ident()
 
     def take(self) -> None:
-        """With `changed` held, and nobody stepping: from now on this thread steps."""
+        """Called with `changed` held while no thread steps: this thread steps from now on."""
         self.stepping = True
         if self._last != threading.get_ident():
             self._last = threading.get_ident()
@@ -37,13 +37,13 @@ class StepLock:
 
 
 class EngineOwner(Protocol):
-    """Whoever builds the engine, and a new one after a step that did not end."""
+    """Builds the engine, and a new one after a step that failed or was interrupted."""
 
     @property
     def engine(self) -> Engine: ...
 
     def restart(self, keep: Listing[Sequence] = ()) -> None:
-        """A new engine. What was running is cancelled, except `keep`, which goes on."""
+        """Build a new engine. What was running is cancelled, except `keep`, which continues."""
         ...
 
 
@@ -91,7 +91,7 @@ class SharedEngine:
             self._arrived += seqs
 
     def cancel(self, seqs: Iterable[Sequence]) -> None:
-        """Their slots are free at once, or after the step that another thread is making."""
+        """Their slots are free at once, or after the step that another thread is running."""
         with self.lock.changed:
             self._cancelled += seqs
             if not self.lock.stepping:

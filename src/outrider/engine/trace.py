@@ -287,8 +287,8 @@ class _RecordedStep:
         # Where the text ended inside an accepted block, the target's further choices were not emitted.
         return self.emitted[len(emitted)] if len(emitted) < len(self.emitted) else -1
 
-    def law(self, row: int, emitted: list[int]) -> Tensor:
-        return self.ones  # any law will do: flips and draws are recorded
+    def distribution(self, row: int, emitted: list[int]) -> Tensor:
+        return self.ones  # any distribution will do: flips and draws are recorded
 
     def flip(self, depth: int, chance: float) -> bool:
         return self.flips[depth]

@@ -12,7 +12,7 @@ import time
 
 
 class GivenUp(BaseException):
-    """Ends a thread that was abandoned in a drafter. Not an Exception: no drafter catches it by accident."""
+    """Ends a thread that hangs in a drafter's call. Not an Exception, so that no drafter catches it by accident."""
 
 
 class Watchdog:

@@ -10,7 +10,6 @@ is written last: a folder that has one is complete.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Callable
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..errors import ConfigError, OutriderError
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.config import to_hf
+from ..models.paths import write_json
 from ..models.speculators import (
     CARD,
     CONFIG,
@@ -33,9 +32,10 @@ from ..models.speculators import (
     HeadConfig,
     decoded,
     read_head,
+    read_json,
     target_ids,
 )
-from ..models.weights import kept_layers, write_folder
+from ..models.weights import kept_layers, save_tensors, write_folder
 from . import gguf
 from .engines import ENGINES, EngineCommand, ExportPaths
 from .plan import ExportPlan
@@ -159,17 +159,16 @@ def _write_head(folder: Path, to: Path, engine: str, target: Checkpoint) -> None
     if engine == "sglang":
         data = _sglang_config(config, folder)
     else:
-        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        data = read_json(folder)
         data["speculators_config"]["verifier"]["name_or_path"] = "target"
         data["outrider"].pop("own_output", None)
         for name in [name for name in tensors if name.startswith(FIRST)]:
             tensors[SPECULATORS_FIRST + name.removeprefix(FIRST)] = tensors.pop(name)
     to.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, to / WEIGHTS, metadata={"format": "pt"})
-    (to / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone
+    save_tensors(to / WEIGHTS, tensors)
     if (folder / CARD).is_file():
         shutil.copyfile(folder / CARD, to / CARD)
-    (to / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_json(to / CONFIG, data)
 
 
 def _sglang_config(config: HeadConfig, folder: Path) -> Json:
@@ -205,7 +204,7 @@ def _facts(
 
 def _write_description(out: Path, facts: Json, command: EngineCommand) -> None:
     for name, content in command.files.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(out / name, content)
     line = shlex.join(command.command)
     script = out / "serve.sh"
     script.write_text(
@@ -213,7 +212,7 @@ def _write_description(out: Path, facts: Json, command: EngineCommand) -> None:
     )
     script.chmod(0o755)
     (out / "README.md").write_text(_readme(facts, line), encoding="utf-8")
-    (out / "export.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "export.json", facts)
 
 
 _KINDS = {

@@ -20,6 +20,7 @@ from ..backends.pass_costs import by_rows, target_costs
 from ..drafters import lookup
 from ..llm import LLM
 from ..models.prompts import Prompt
+from ..models.tokenizer import encode_message
 from ..types import SamplingParams
 from .environment import environment
 from .statistics import ALL, BenchRow, Pair, Setup, TimedRun, bench_row, knee, rows_as_json
@@ -39,10 +40,7 @@ class EncodedPrompt:
 
 def encode_prompts(llm: LLM, prompts: list[Prompt]) -> list[EncodedPrompt]:
     """Prompts under the model's chat template, where it has one."""
-    tokenizer = llm.tokenizer
-    if tokenizer.chat_template is None:
-        return [EncodedPrompt(tokenizer.encode_prompt(p.text), p.category) for p in prompts]
-    return [EncodedPrompt(tokenizer.encode_chat([{"role": "user", "content": p.text}]), p.category) for p in prompts]
+    return [EncodedPrompt(encode_message(llm.tokenizer, p.text), p.category) for p in prompts]
 
 
 def make_setup(llm: LLM, drafter: str, k: int | str) -> Setup:

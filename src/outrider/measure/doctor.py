@@ -148,7 +148,7 @@ def examine(llm: LLM, prompts: list[EncodedPrompt], plan: BenchPlan, progress: P
 
 
 def memory_speed(device: torch.device) -> float:
-    """Bytes a second of a large copy on this device, reads and writes together: the best of a few."""
+    """Bytes per second of a large copy on this device, reads and writes together; the best of several."""
     gpu = device.type == "cuda"
     source = torch.ones((1 << 30) if gpu else (1 << 27), dtype=torch.uint8, device=device)
     target, taken = torch.empty_like(source), []
@@ -290,7 +290,7 @@ def _extremes(kinds: list[CategoryResult]) -> tuple[CategoryResult | None, Categ
 
 
 def _head(facts: Facts) -> list[Finding]:
-    """What the head is, whose it is, and how what its file leaves open was read."""
+    """The head's format, its origin, and which conventions were assumed where its file does not say."""
     head = facts.head
     if head is None:
         return []
@@ -345,7 +345,7 @@ def _hardware_hints(facts: Facts) -> Iterator[str]:
 
 
 def _model_hints(facts: Facts) -> Iterator[str]:
-    """Its dtype, stored pass costs that differ from those measured now, and its drafter."""
+    """Hints about the dtype, stored pass costs that differ from those measured now, and the drafter."""
     if facts.dtype.startswith(("float32", "float64")):
         yield f"The model runs in {facts.dtype}: dtype bfloat16 or auto reads half as many bytes per pass."
     elif "int8" in facts.dtypes and facts.dtype not in (INT8, *OWN):

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from ..backends.machine import choose_device, cpu_flags, cpu_name, device_name, fingerprint, load_average, why_no_gpu
+from ..backends.machine import (
+    choose_device,
+    cpu_flags,
+    cpu_name,
+    device_name,
+    fingerprint,
+    load_average,
+    usable_cores,
+    why_no_gpu,
+)
 from ..backends.ops import backend
 
 _PACKAGES = ("outrider", "torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
@@ -42,12 +51,6 @@ def environment() -> dict[str, Any]:
         "auto_device": str(choose_device("auto")),
         "no_gpu": why_no_gpu(),
     }
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, which in a container may be fewer than the machine has."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -217,7 +217,7 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A fact in words: what there is none of is a dash."""
+    """A value as text; a dash for none."""
     if value is None or value in ({}, [], ""):
         return "–"
     if isinstance(value, bool):

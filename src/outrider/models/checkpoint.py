@@ -11,18 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..errors import ConfigError, ModelError
 from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, token_ids
-from .encoder_decoder import PAIRS, folder_tensors, model_config, named_weights
+from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, named_weights
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
-from .weights import Weights, adapted, check
+from .weights import InMemory, Weights, adapted, check
 
 DEFAULT = "smollm2"
 _CHOICES = f"'{DEFAULT}' (the default), a folder in Hugging Face layout, a .gguf file, or a hub name like owner/name"
@@ -153,38 +150,17 @@ def in_memory(module: Any, tokenizer: Any, backend: str = "auto") -> tuple[Check
             config = _with_eos_ids(read, module, tokenizer)
             size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
             use = f"The built-in decoder runs {name} with packed weights of its own, a copy of {size:.0f} MB."
-            weights = named_weights(ModuleWeights(module), config)
+            weights = named_weights(InMemory(module.state_dict()), config)
             return Checkpoint(name, Path(), config, weights, tokenizer), use
         except UnsupportedModel as refusal:
             if backend == "outrider":
                 raise
             kind = getattr(module.config, "model_type", "")
             unknown = f"transformers runs {name}: the built-in decoder does not know '{kind}'."
-            reason = f"transformers runs {name}. {refusal}" if kind in (*FAMILIES, *PAIRS) else unknown
+            reason = f"transformers runs {name}. {refusal}" if kind in (*FAMILIES, *ENCODER_DECODERS) else unknown
     config = _with_eos_ids(foreign_config(module.config), module, tokenizer)
     shared = ForeignWeights(Path(), reason, module)
     return Checkpoint(name, Path(), config, shared, tokenizer), f"{reason} Its weights are shared."
-
-
-class ModuleWeights:
-    """A transformers module's weights, without the leading `model.`"""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        tensors: dict[str, Tensor] = module.state_dict()
-        self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self.tensors)
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.tensors[name].detach().to("cpu", dtype)
 
 
 def _with_eos_ids(config: ModelConfig, module: Any, tokenizer: Any) -> ModelConfig:

@@ -387,24 +387,25 @@ def _variants(data: Mapping[str, Any], family: str, hidden: int) -> dict[str, An
             "residual_scale": float(data.get("residual_multiplier", 1.0)),
             "logit_scale": 1 / float(data.get("logits_scaling", 1.0)),
         }
-    if family == "olmo2":
-        return {"pre_norm": False, "post_norm": True, "whole_qk_norm": True}
-    if family == "glm4":
-        return {"post_norm": True}
-    if family == "gpt_oss":
-        return {"sinks": True}
     if family not in ("gemma2", "gemma3"):
-        return {}
-    capped = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
-    caps = {field: float(data.get(name) or 0.0) for field, name in capped.items()}
+        return dict(FAMILY_TRAITS.get(family, {}))
     scale = float(data.get("query_pre_attn_scalar", 256)) ** -0.5
     local = _local_theta(data) if family == "gemma3" else 0.0
-    return gemma(hidden) | caps | {"score_scale": scale, "local_rope_theta": local}
+    return gemma(hidden, data) | {"score_scale": scale, "local_rope_theta": local}
 
 
-def gemma(hidden: int) -> dict[str, Any]:
-    """What all Gemmas share."""
-    return {"post_norm": True, "embedding_scale": math.sqrt(hidden)}
+FAMILY_TRAITS: dict[str, dict[str, Any]] = {  # of every model of a family, whatever its file says
+    "olmo2": {"pre_norm": False, "post_norm": True, "whole_qk_norm": True},
+    "glm4": {"post_norm": True},
+    "gpt_oss": {"sinks": True},
+}
+
+
+def gemma(hidden: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What all Gemmas share; Hugging Face and GGUF give the caps the same names."""
+    names = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+    caps = {field: float(data.get(name) or 0.0) for field, name in names.items()}
+    return {"post_norm": True, "embedding_scale": math.sqrt(hidden)} | caps
 
 
 def _local_theta(data: Mapping[str, Any]) -> float:
@@ -422,10 +423,14 @@ def _activation(data: Mapping[str, Any], family: str) -> str:
     name = data.get("hidden_activation") or data.get("hidden_act", "silu")
     if str(data.get("model_type")).startswith("gemma") and name == "gelu":  # files from before the key was split
         name = "gelu_pytorch_tanh"
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {known}.")
-    return _ACTIVATIONS[name]
+    return known_activation(name, _ACTIVATIONS)
+
+
+def known_activation(name: Any, known: Mapping[str, str]) -> str:
+    """Outrider's name of an activation; known: Hugging Face's names of those that a family may have."""
+    if name not in known:
+        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {', '.join(known)}.")
+    return known[name]
 
 
 def _refuse_variants(data: Mapping[str, Any], family: str) -> None:

@@ -6,7 +6,6 @@ refused here with a message. It knows names and configuration values; it does no
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Mapping
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from .config import (
     ERF_GELU,
     GELU,
@@ -31,12 +29,14 @@ from .config import (
     UnsupportedModel,
     from_hf,
     integer,
+    known_activation,
     token_ids,
 )
+from .paths import write_json
 from .tokenizer import read_json
-from .weights import Safetensors, Source, Weights, adapted, expected, find_safetensors
+from .weights import InMemory, Safetensors, Source, Weights, adapted, expected, find_safetensors, save_tensors
 
-PAIRS = ("t5", "bart", "marian")
+ENCODER_DECODERS = ("t5", "bart", "marian")
 _ACTIVATIONS = {"relu": RELU, "gelu": ERF_GELU, "gelu_new": GELU, "silu": SILU, "swish": SILU}
 _T5_LENGTH = 2048  # positions of a source and of a text; the model itself sets no limit
 _POSITION_OFFSET = 2  # BART's position 0 is the third row of its table
@@ -44,15 +44,15 @@ _POSITION_OFFSET = 2  # BART's position 0 is the third row of its table
 
 def model_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From `config.json` and `generation_config.json`, with or without an encoder."""
-    if data.get("model_type") not in PAIRS:
+    if data.get("model_type") not in ENCODER_DECODERS:
         return from_hf(data, generation)
     try:
-        return _pair(data, generation or {})
+        return _encoder_decoder(data, generation or {})
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ModelError(f"The model's config.json is not as it should be ({error}); download it again.") from error
 
 
-def _pair(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def _encoder_decoder(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     if data.get("is_encoder_decoder") is False:
         raise UnsupportedModel("The model is one half of an encoder–decoder, which is not supported.")
     if data.get("quantization_config"):
@@ -86,13 +86,6 @@ def _starts(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int
     return (start,) if forced is None else (start, int(forced))
 
 
-def _activation(name: Any) -> str:
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UnsupportedModel(f"The model's activation '{name}' is not supported; Outrider runs {known}.")
-    return _ACTIVATIONS[name]
-
-
 def _t5(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """No positions, but a bias by distance; RMS norms; scores are not scaled."""
     hidden, heads = integer(data, "d_model"), integer(data, "num_heads")
@@ -106,12 +99,13 @@ def _t5(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "kv_heads": heads, "head_dim": integer(data, "d_kv", hidden // max(heads, 1)),
         "intermediate_size": integer(data, "d_ff"), "norm_eps": float(data.get("layer_norm_epsilon", 1e-6)),
         "rope_theta": 1e4, "context_length": max(int(data.get("n_positions") or 0), _T5_LENGTH), "score_scale": 1.0,
-        "activation": GELU if (gate, name) == ("gated", "gelu") else _activation(name), "gated": bool(gate),
+        "activation": GELU if (gate, name) == ("gated", "gelu") else known_activation(name, _ACTIVATIONS),
+        "gated": bool(gate),
         "distance_buckets": integer(data, "relative_attention_num_buckets", 32),
         "distance_limit": integer(data, "relative_attention_max_distance", 128),
     }  # fmt: skip
     deep = integer(data, "num_decoder_layers", layers, most=MAX_LAYERS)
-    # A file may have an output matrix of its own or not, whatever its configuration says: `PairWeights` looks.
+    # A file may have an output matrix of its own or not, whatever its configuration says: the weights tell.
     decoder = common | {"tied": False, "logit_scale": hidden**-0.5 if scaled else 1.0}
     return _layers(common | {"tied": True}, layers), _layers(decoder, deep)
 
@@ -126,8 +120,8 @@ def _bart(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     common = {
         "architecture": family, "hidden_size": hidden, "norm_eps": 1e-5, "rope_theta": 1e4,
         "context_length": integer(data, "max_position_embeddings", 1024), "qkv_bias": True, "o_bias": True,
-        "activation": _activation(data.get("activation_function", "gelu")), "gated": False, "mlp_bias": True,
-        "layer_norm": True, "stream_norm": True, "positions": LEARNED if bart else SINUSOIDAL,
+        "activation": known_activation(data.get("activation_function", "gelu"), _ACTIVATIONS), "gated": False,
+        "mlp_bias": True, "layer_norm": True, "stream_norm": True, "positions": LEARNED if bart else SINUSOIDAL,
         "embedding_norm": bart, "embedding_scale": math.sqrt(hidden) if data.get("scale_embedding") else 1.0,
     }  # fmt: skip
     words = integer(data, "vocab_size")
@@ -163,7 +157,7 @@ _BART_NAMES = {
 }  # fmt: skip
 
 
-class PairWeights(Weights):
+class EncoderDecoderWeights(Weights):
     """The tensors of an encoder–decoder under Outrider's names; the encoder's begin with `encoder.`.
 
     source: its own names, without the leading `model.`. Matrices that several names share are stored under any of them;
@@ -249,46 +243,35 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], 1).to(torch.float32)
 
 
-class Pickled(Weights):
-    """A `pytorch_model.bin`, in memory. Only tensors are read: nothing in the file is run."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            loaded = torch.load(str(path), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            first = str(error).partition("\n")[0]
-            raise ModelError(f"{path} is damaged, or holds more than tensors ({first}); download it again.") from error
-        if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-            raise ModelError(f"{path} holds more than tensors; download it again.")
-        self.tensors: dict[str, Tensor] = {name.removeprefix("model."): tensor for name, tensor in loaded.items()}
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.tensors[name].to(dtype)
+def _unpickled(path: Path) -> InMemory:
+    """A `pytorch_model.bin`. Only tensors are read: nothing in the file is run."""
+    try:
+        loaded = torch.load(str(path), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        why = first_line(error)
+        raise ModelError(f"{path} is damaged, or holds more than tensors ({why}); download it again.") from error
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise ModelError(f"{path} holds more than tensors; download it again.")
+    return InMemory(loaded)
 
 
 def folder_tensors(folder: Path, config: ModelConfig) -> Any:
     """The tensors of a folder under their own names. Encoder–decoders are often published as one pickle."""
     pickled = folder / "pytorch_model.bin"
     if config.encoder is not None and pickled.is_file() and not any(folder.glob("*.safetensors")):
-        return Pickled(pickled)
+        return _unpickled(pickled)
     return Safetensors(find_safetensors(folder))
 
 
 def named_weights(source: Any, config: ModelConfig) -> Any:
     """Weights in Hugging Face's form under Outrider's names."""
-    return adapted(source, config) if config.encoder is None else PairWeights(source, config)
+    return adapted(source, config) if config.encoder is None else EncoderDecoderWeights(source, config)
 
 
 # ------------------------------------------------------------ writing
 
 
-def write_pair(
+def write_encoder_decoder(
     folder: Path, origin: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = ""
 ) -> None:
     """Write a model with another number of decoder layers than the one in `origin`, which it is a part of.
@@ -298,23 +281,18 @@ def write_pair(
     data, family = read_json(origin / "config.json"), config.architecture
     data |= {("num_decoder_layers" if family == "t5" else "decoder_layers"): config.layers}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_stored_tensors(config, source, dtype), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files readable by their owner only
+    save_tensors(folder / "model.safetensors", _stored_tensors(config, source, dtype))
     tokenizer.save(folder)
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
-    for name, values in (
-        ("generation_config.json", read_json(origin / "generation_config.json")),
-        ("config.json", data),
-    ):
-        if values:
-            values |= {"torch_dtype": str(dtype).removeprefix("torch.")} if name == "config.json" else {}
-            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if generation := read_json(origin / "generation_config.json"):
+        write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", data | {"torch_dtype": str(dtype).removeprefix("torch.")})
 
 
 def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:
     """Under the family's own names. A matrix that is there several times is stored once, as `shared`."""
-    names, stored = PairWeights(_Nothing(), config), dict[str, Tensor]()
+    names, stored = EncoderDecoderWeights(InMemory({}), config), dict[str, Tensor]()
     shared = source.get("embed_tokens.weight", dtype)
     for name in expected(config):
         tensor = source.get(name, dtype).contiguous()
@@ -329,10 +307,3 @@ def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> 
         stored[f"model.{own}" if inside else own] = tensor[None] if name == "lm_head.bias" else tensor
     prefix = "" if config.architecture == "t5" else "model."
     return stored | {f"{prefix}shared.weight": shared.contiguous()}
-
-
-class _Nothing:
-    """A file without tensors."""
-
-    def names(self) -> frozenset[str]:
-        return frozenset()

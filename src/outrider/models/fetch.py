@@ -28,7 +28,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from .paths import cache_folder
 
 _INSTEAD = "or use a local model with --model PATH"
@@ -309,7 +309,6 @@ def _delete_linked(file: Path) -> None:
 def _hub_message(name: str, error: Exception) -> str:
     """Errors are recognised by class names, which survive reorganisations of the library."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "GatedRepoError" in kinds:
         return f"The hub model '{name}' is gated: accept its terms on its page, then log in with `hf auth login`."
     if "RevisionNotFoundError" in kinds:
@@ -320,4 +319,4 @@ def _hub_message(name: str, error: Exception) -> str:
         return f"The disk is full while '{name}' is downloaded; free some space and try again."
     if kinds & _OFFLINE:
         return f"There is no local folder '{name}', and the hub cannot be reached; check the network, {_INSTEAD}."
-    return f"The hub model '{name}' could not be downloaded: {first}. Try again, {_INSTEAD}."
+    return f"The hub model '{name}' could not be downloaded: {first_line(error)}. Try again, {_INSTEAD}."

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer as Core
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from .config import ModelConfig, token_ids
 from .tokenizer import Tokenizer, default_template
 
@@ -94,11 +94,6 @@ def foreign_config(settings: Any) -> ModelConfig:
         eos_ids=token_ids(getattr(text, "eos_token_id", None)) | token_ids(getattr(settings, "eos_token_id", None)),
         bos_id=next(iter(token_ids(getattr(text, "bos_token_id", None))), None),
     )  # fmt: skip
-
-
-def first_line(error: Exception) -> str:
-    """An error's message without what follows its first line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def adapt_tokenizer(tokenizer: Any) -> Any:

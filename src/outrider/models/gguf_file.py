@@ -269,23 +269,14 @@ def _variants(
             "residual_scale": float(own.get("residual_scale") or 1.0),
             "logit_scale": 1 / float(own.get("logit_scale") or 1.0),
         }
-    if family == "olmo2":
-        return {"pre_norm": False, "post_norm": True, "whole_qk_norm": True}
-    if family == "glm4":
-        return {"post_norm": True}
-    if family == "gpt_oss":
-        return {"sinks": True, "activation": configs.CLAMPED}
     if family not in ("gemma2", "gemma3"):
-        return {}
+        traits = configs.FAMILY_TRAITS.get(family, {})
+        return traits | ({"activation": configs.CLAMPED} if family == "gpt_oss" else {})
     largest = (family, layers) in (("gemma2", 46), ("gemma3", 62))  # the 27B models, as llama.cpp tells them
-    caps = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
     local = float(own.get("rope.freq_base_swa") or 10_000.0) if family == "gemma3" else 0.0
-    return (
-        configs.gemma(hidden)
-        | {field: float(own.get(name) or 0.0) for field, name in caps.items()}
-        | {"score_scale": (hidden // heads if largest else head_dim) ** -0.5, "local_rope_theta": local}
-        | {"activation": configs.GELU}
-    )
+    scale = (hidden // heads if largest else head_dim) ** -0.5
+    own_values = {"score_scale": scale, "local_rope_theta": local, "activation": configs.GELU}
+    return configs.gemma(hidden, own) | own_values
 
 
 def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:

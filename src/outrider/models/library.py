@@ -17,8 +17,8 @@ from .fetch import SMOLLM2
 from .foreign import ForeignWeights
 from .mtp import find_mtp
 from .paths import cache_folder
-from .published import is_head, read_json
-from .speculators import CONFIG
+from .published import is_head
+from .speculators import CONFIG, read_json
 
 MODEL, HEAD, UNREADABLE = "model", "head", "unreadable"
 

@@ -10,7 +10,6 @@ same kind follow different conventions without saying which: then there are seve
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
 from .speculators import (
@@ -37,6 +36,7 @@ from .speculators import (
     Shapes,
     check_head,
     check_shapes,
+    read_json,
     shapes,
     target_ids,
 )
@@ -128,17 +128,6 @@ def is_head(folder: Path) -> bool:
         return False
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    """A head's config.json."""
-    try:
-        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is not a trained head: its {CONFIG} cannot be read ({error}).") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{folder} is not a trained head: its {CONFIG} is no JSON object.")
-    return data
-
-
 def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     """The head in a folder, as it would fit this target; `_trained.insist_on_target` tells whether it does."""
     data = read_json(folder)
@@ -209,8 +198,8 @@ def _unpickled(paths: list[Path], alone: bool = False) -> dict[str, Tensor]:
             held = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
             tensors |= {path.stem: held} if alone and isinstance(held, Tensor) else held
         except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            first = str(error).partition("\n")[0]
-            raise ModelError(f"{path} is damaged, or holds more than tensors ({first}); get the head again.") from error
+            why = first_line(error)
+            raise ModelError(f"{path} is damaged, or holds more than tensors ({why}); get the head again.") from error
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{paths[0]} holds more than tensors; get the head again.")
     return _renamed(tensors)

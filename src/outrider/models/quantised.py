@@ -115,9 +115,6 @@ class QuantisedWeights(Weights):
     def names(self) -> frozenset[str]:
         return self._names
 
-    def has(self, name: str) -> bool:
-        return name in self._names
-
     def shape(self, name: str) -> tuple[int, ...]:
         module = name.removesuffix(".weight")
         if module not in self._modules:
@@ -204,7 +201,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
 
-def _bits(weights: QuantisedWeights, module: str, allowed: tuple[int, ...]) -> int:
+def _bits(weights: QuantisedWeights, allowed: tuple[int, ...]) -> int:
     bits = weights.setting("bits", "w_bit", default=4)
     if bits not in allowed:
         raise ModelError(
@@ -214,8 +211,8 @@ def _bits(weights: QuantisedWeights, module: str, allowed: tuple[int, ...]) -> i
     return int(bits)
 
 
-def _group(weights: QuantisedWeights, inputs: int, default: int = 128) -> int:
-    size = weights.setting("group_size", "q_group_size", default=default)
+def _group(weights: QuantisedWeights, inputs: int) -> int:
+    size = weights.setting("group_size", "q_group_size", default=128)
     if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
         raise ModelError(f"{weights._path} has a strange group_size ({size!r}); download it again.")
     return inputs if size == -1 or size > inputs else size
@@ -229,7 +226,7 @@ def _awq(weights: QuantisedWeights, module: str, shape: bool) -> Any:
     version = str(weights.setting("version", default="gemm")).lower()
     if version != "gemm":
         raise ModelError(f"{weights._path} is AWQ of the version '{version}'; only 'gemm' is read, use such a file.")
-    bits = _bits(weights, module, (4,))
+    bits = _bits(weights, (4,))
     words = weights.needed(module, "qweight", None, None)
     inputs, outputs = words.shape[0], words.shape[1] * 32 // bits
     if shape:
@@ -252,7 +249,7 @@ def _awq_natural(words: Tensor) -> Tensor:
 
 def _gptq(weights: QuantisedWeights, module: str, shape: bool) -> Any:
     """qweight [K * bits/32, N] packed along K, qzeros [G, N * bits/32] along N, scales [G, N], g_idx [K]."""
-    bits = _bits(weights, module, (4, 8))
+    bits = _bits(weights, (4, 8))
     words = weights.needed(module, "qweight", None, None)
     inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
     if shape:
@@ -367,7 +364,7 @@ def _whole(weights: QuantisedWeights, module: str, shape: bool) -> Any:
 
 def _spread(weights: QuantisedWeights, module: str, scale: Tensor, outputs: int, inputs: int) -> tuple[Tensor, int]:
     """Scales for each output and group of inputs [N, G], and the size of a group."""
-    scale = scale.float() if scale.dtype in _WIDE else scale.to(torch.float32)
+    scale = scale.float()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(outputs, 1).contiguous(), inputs
     if scale.numel() == outputs and scale.shape[0] == outputs:

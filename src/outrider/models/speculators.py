@@ -18,12 +18,14 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import ModelError
 from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
+from .paths import write_atomically
+from .weights import save_tensors
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
@@ -262,13 +264,11 @@ def write_head(folder: str | Path, config: HeadConfig, tensors: HeadTensors, car
     if "d2t" in kept:
         kept |= {"d2t": kept["d2t"].long(), "t2d": kept["t2d"].bool()}
     kept |= {f"{name}.{t.kind}": t.raw for name, t in named.items() if isinstance(t, BlockTensor)}
-    save_file(kept, str(folder / f"{WEIGHTS}.new"), metadata={"format": "pt"})
-    (folder / f"{WEIGHTS}.new").chmod(0o644)  # safetensors writes for the owner alone
+    save_tensors(folder / f"{WEIGHTS}.new", kept)
     os.replace(folder / f"{WEIGHTS}.new", folder / WEIGHTS)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
-    (folder / f"{CONFIG}.new").write_text(json.dumps(_to_json(config), indent=2) + "\n", encoding="utf-8")
-    os.replace(folder / f"{CONFIG}.new", folder / CONFIG)
+    write_atomically(folder / CONFIG, json.dumps(_to_json(config), indent=2) + "\n")
 
 
 def read_head(folder: str | Path) -> tuple[HeadConfig, HeadTensors]:
@@ -299,14 +299,21 @@ def in_blocks(folder: Path) -> bool:
         return False
 
 
-def read_config(folder: Path) -> HeadConfig:
-    """A head's configuration, without its weights."""
-    path = folder / CONFIG
+def read_json(folder: Path) -> dict[str, Any]:
+    """A head's config.json, as it is."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} is not a trained head: its {CONFIG} cannot be read ({error}).") from error
-    own = data.get("outrider") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        raise ModelError(f"{folder} is not a trained head: its {CONFIG} is no JSON object.")
+    return data
+
+
+def read_config(folder: Path) -> HeadConfig:
+    """A head's configuration, without its weights."""
+    data = read_json(folder)
+    own = data.get("outrider")
     if not isinstance(own, dict) or "kind" not in own:
         raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
     if own.get("format") != FORMAT:
@@ -315,7 +322,7 @@ def read_config(folder: Path) -> HeadConfig:
     try:
         return _from_json(data, own)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ModelError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+        raise ModelError(f"{folder / CONFIG} is damaged ({type(error).__name__}: {error}).") from error
 
 
 def _from_json(data: dict[str, Any], own: dict[str, Any]) -> HeadConfig:

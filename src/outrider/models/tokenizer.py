@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Core
 
 from ..errors import ModelError
 from .gguf_file import GGUF, adds_bos, build_tokenizer, gguf_eos_ids
+from .paths import write_json
 
 
 class Tokenizer:
@@ -86,8 +87,8 @@ class Tokenizer:
             self._core.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.add_bos}
         settings |= self._special_texts() | {"chat_template": self.chat_template}
-        text = json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        settings = {name: value for name, value in settings.items() if value is not None}
+        write_json(folder / "tokenizer_config.json", settings)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -279,6 +280,13 @@ def _text(token: Any) -> str | None:
     """Special tokens are written as a string, or as an object with the string in `content`."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
+
+
+def encode_message(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a user's message under the chat template, or of the plain text where there is none."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode_prompt(text))
+    return list(tokenizer.encode_chat([{"role": "user", "content": text}]))
 
 
 def default_template(template: Any) -> str | None:

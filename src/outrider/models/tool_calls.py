@@ -1,7 +1,7 @@
-"""How a model is told of tools and how it writes calls of them: the form, its grammar, and the reader of its text.
+"""How tools are put into a prompt and how a model writes calls of them: the form, its grammar, the reader of its text.
 
 A chat template decides the form: Hermes and Qwen, Llama 3, Mistral (three versions) and Phi. A model whose template
-knows no tools is told of them in a system message, and answers in the Hermes form.
+knows no tools gets them in a system message, and the model answers in the Hermes form.
 
 Promise: `CallGrammar` allows exactly the texts that `CallReader` understands, so that a guided answer is text, then
 calls, and nothing else. The reader gives the same parts however the text is split, and holds back only what may still
@@ -130,18 +130,18 @@ def _with_calls_in_text(message: Json, form: CallForm) -> Json:
 
 
 def _results_as_users(messages: list[Json]) -> list[Json]:
-    """Results of calls as what the user says; neighbours in one message."""
-    told: list[Json] = []
+    """Results of calls as messages of the user; adjacent ones become one message."""
+    converted: list[Json] = []
     for before, message in zip([{}, *messages], messages, strict=False):
         if message["role"] != "tool":
-            told.append(message)
+            converted.append(message)
             continue
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         if before.get("role") == "tool":
-            told[-1] = told[-1] | {"content": f"{told[-1]['content']}\n{text}"}
+            converted[-1] = converted[-1] | {"content": f"{converted[-1]['content']}\n{text}"}
         else:
-            told.append({"role": "user", "content": text})
-    return told
+            converted.append({"role": "user", "content": text})
+    return converted
 
 
 def _introduced(messages: list[Json], tools: list[Json], form: CallForm) -> list[Json]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, OutriderError
-from .paths import cache_folder, write_quietly
+from .paths import cache_folder, write_atomically, write_quietly
 
 VERSION = 1
 _KINDS: dict[str, tuple[type, ...]] = {"drafter": (str,), "k": (int, str), "options": (dict,), "dtype": (str,)}
@@ -45,11 +45,8 @@ def read_profile(path: Path | str) -> dict[str, Any]:
 
 def save_profile(path: Path | str, facts: dict[str, Any]) -> None:
     """Write a profile atomically."""
-    path = Path(path)
-    unfinished = path.with_name(path.name + ".part")
     try:
-        unfinished.write_text(json.dumps({"outrider_profile": VERSION} | facts, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_atomically(Path(path), json.dumps({"outrider_profile": VERSION} | facts, indent=2) + "\n")
     except OSError as error:
         raise OutriderError(f"The profile cannot be written to {path}: {error}.") from error
 

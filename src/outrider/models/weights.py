@@ -1,7 +1,7 @@
 """Weights by name: read from safetensors, checked, reduced to some layers, written as a Hugging Face folder.
 
 Promise: a `Weights` gives a tensor under its Hugging Face name without the leading `model.`, whatever file it comes
-from; files are memory-mapped, and no pickle is ever opened. `check` raises a ModelError for what does not fit the
+from; files are memory-mapped, and a pickle is never opened here. `check` raises a ModelError for what does not fit the
 configuration. `write_folder` makes a folder from which `open_checkpoint`, transformers and other engines read the same
 function. It knows names, shapes and files; it does not know what a layer computes.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .config import ModelConfig, hf_config
+from .paths import write_json
 
 SHARD_BYTES = 4 << 30
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -173,6 +174,25 @@ class Safetensors(Weights):
         handle, stored = self._entries[name]
         tensor: Tensor = handle.get_tensor(stored)
         return tensor
+
+
+class InMemory(Weights):
+    """Loaded tensors: a transformers module's state, or the content of a pickle."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.tensors[name].detach().to("cpu", dtype)
 
 
 # ------------------------------------------------------------ families that name or store their weights otherwise
@@ -536,8 +556,8 @@ def write_folder(
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
     generation = {"bos_token_id": config.bos_id, "eos_token_id": sorted(config.eos_ids)}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "generation_config.json", generation)
+    write_json(folder / "config.json", settings)
 
 
 def _write_weights(folder: Path, config: ModelConfig, source: Source, dtype: torch.dtype, most: int) -> None:
@@ -547,12 +567,17 @@ def _write_weights(folder: Path, config: ModelConfig, source: Source, dtype: tor
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {stored_name(name): source.get(name, dtype).cpu().contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes files readable by their owner only
+        save_tensors(folder / file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """As a safetensors file that others may read; the library makes files for their owner alone."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _shards(config: ModelConfig, item_bytes: int, most: int) -> list[list[str]]:

@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.responses import JSONResponse
 
+from .messages import INTERNAL
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -33,8 +35,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def internal_error() -> ApiError:
-    """A bug or a fault of the machine. Details go to the log only."""
-    return ApiError(500, "The server failed while answering; its log says why. Please try again.", "internal_error")
+    return ApiError(*INTERNAL)
 
 
 def shutting_down() -> ApiError:

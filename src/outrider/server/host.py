@@ -24,6 +24,7 @@ from ..errors import OutriderError
 from ..llm import LLM
 from ..types import ACCEPTED, REJECTED, Sequence, Step, Verdict
 from .messages import (
+    INTERNAL,
     Accepted,
     Cancel,
     Command,
@@ -40,7 +41,6 @@ from .notes import StepNotes
 
 log = logging.getLogger("outrider.server")
 STATS_INTERVAL = 1.0  # seconds between two `Stats`
-INTERNAL = (500, "The server failed while answering; its log says why. Please try again.", "internal_error")
 DEAD = "The engine could not be restarted after a failure; the log says why."
 T = TypeVar("T")
 

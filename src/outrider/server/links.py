@@ -74,10 +74,10 @@ class EngineProcess:
     def __init__(
         self, build: Callable[[], LLM], options: HostOptions | None = None, finish: Callable[[LLM], None] | None = None
     ) -> None:
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
+        self._socket, engine_end = socket.socketpair()
+        for end in (self._socket, engine_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        arguments = (theirs, build, options, finish, log.isEnabledFor(logging.INFO) and not log.propagate)
+        arguments = (engine_end, build, options, finish, log.isEnabledFor(logging.INFO) and not log.propagate)
         self.process = multiprocessing.get_context("spawn").Process(
             target=_engine_main, args=arguments, name="outrider-engine"
         )
@@ -85,7 +85,7 @@ class EngineProcess:
         try:
             with _ignored_signals():  # the engine inherits that: it ends when it is told to, or left alone
                 self.process.start()
-            theirs.close()
+            engine_end.close()
             self.facts, self.tokenizer = self._wait_until_ready()
         except BaseException:
             self._kill()

@@ -14,6 +14,8 @@ from ..params import SamplingParams
 from ..types import TokenLogprob
 
 Line = dict[str, Any]  # of a trace
+# Status, message and code for a bug or a fault of the machine; details go to the log only.
+INTERNAL = (500, "The server failed while answering; its log says why. Please try again.", "internal_error")
 
 
 # ------------------------------------------------------------ to the engine

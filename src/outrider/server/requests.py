@@ -87,34 +87,39 @@ class IgnoredFields(StrictModel):
     prompt_cache_key: str | None = Field(None, description="without effect: prefixes are shared by themselves")
 
 
-class SamplingFields(IgnoredFields):
-    """Fields of chats and completions."""
+class CommonFields(IgnoredFields):
+    """Fields of every request that is answered by text."""
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=10**9)
     min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="the same seed gives the same text, whatever the load"
+    )
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    speculation: Speculation | None = None
+    timeout: float | None = Field(None, gt=0, description="deadline in seconds, queueing included")
+
+
+class SamplingFields(CommonFields):
+    """Fields of chats and completions."""
+
     repetition_penalty: float | None = Field(None, ge=0.001, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: list[str] | None = None
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description="the same seed gives the same text, whatever the load"
-    )
     max_tokens: int | None = Field(None, ge=1, le=10**9)
     min_tokens: int | None = Field(None, ge=0, le=10**9)
-    stop: str | list[str] | None = None
     stop_token_ids: list[Id] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=1024)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="adds the token ids of prompt and answer")
-    speculation: Speculation | None = None
     learn: bool | None = Field(None, description="false: the drafter learns nothing from this request")
-    timeout: float | None = Field(None, gt=0, description="deadline in seconds, queueing included")
     response_format: dict[str, Any] | None = Field(None, description="OpenAI's json_object or json_schema")
     guided_regex: str | None = Field(None, max_length=4096, description="a regular expression that the text must match")
     guided_grammar: str | None = Field(None, max_length=65_536, description="a grammar in Lark's notation")
@@ -187,7 +192,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeRequest(StrictModel):
-    """vLLM's fields: a prompt, or messages with the tools that the model is told of."""
+    """vLLM's fields: a prompt, or messages and the tools that the chat template lists."""
 
     model: str | None = Field(None, max_length=256)
     prompt: Text | None = None
@@ -308,7 +313,7 @@ class RequestParser:
             raise bad_request(str(error), "tools") from error
 
     def _prompts(self, request: ChatRequest | CompletionRequest, offered: bool) -> list[Any]:
-        """Texts, token ids or conversations. `offered`: the model is told of the tools."""
+        """Texts, token ids or conversations. `offered`: the chat template lists the tools."""
         if isinstance(request, ChatRequest):
             messages = [_message(message) for message in request.messages]
             return [Conversation(messages, _plain(request.tools) if offered else [])]
@@ -329,8 +334,7 @@ class RequestParser:
         tokenizer = self.engine.tokenizer
         options: dict[str, Any] = {"add_generation_prompt": generation_prompt}
         if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-            messages, told = for_template(messages, tools, tokenizer.chat_template)
-            options["tools"] = told
+            messages, options["tools"] = for_template(messages, tools, tokenizer.chat_template)
         ids: list[int] = tokenizer.encode_chat(messages, **options)
         return ids
 

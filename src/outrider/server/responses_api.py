@@ -18,7 +18,7 @@ from ..models.tool_calls import AnswerPart, CallReader
 from .errors import ApiError, bad_request
 from .jobs import Delta, Job
 from .messages import EngineLink
-from .requests import MAX_TOOLS, ChatRequest, IgnoredFields, Name, Speculation, StrictModel, Text
+from .requests import MAX_TOOLS, ChatRequest, CommonFields, Name, StrictModel, Text
 from .responses import measured
 from .validation import validation_error
 
@@ -95,24 +95,14 @@ class TextOptions(StrictModel):
     verbosity: None = None
 
 
-class ResponsesRequest(IgnoredFields):
+class ResponsesRequest(CommonFields):
     input: Text | Annotated[list[MessageItem | CallItem | ResultItem], Field(min_length=1, max_length=4096)]
-    model: str | None = Field(None, max_length=256)
     instructions: Text | None = Field(None, description="a system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, le=10**9)
-    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 is greedy")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=10**9)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stream: bool | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = Field(None, description="its `format` is that of response_format, without nesting")
-    speculation: Speculation | None = None
-    timeout: float | None = Field(None, gt=0)
     include: Nothing | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None

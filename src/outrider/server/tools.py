@@ -1,4 +1,4 @@
-"""Tools of a request: checked, told to the model through its template, and held to their schemas by a grammar.
+"""Tools of a request: checked, put into the prompt by the chat template, and held to their schemas by a grammar.
 
 Promise: in an answer to a request with tools, every call names one of them and its arguments match its schema (where
 the text was not cut off by a limit; without `strict`, by the keywords that llguidance knows), with and without
@@ -66,7 +66,7 @@ def _check_size(tools: list[Json]) -> None:
     for tool in tools:
         with suppress(RecursionError):  # it is nested too deeply, which its own check says
             size += len(json.dumps(tool["function"].get("parameters"), ensure_ascii=False))
-        if size > 2 * MAX_CHARACTERS:  # what a single schema exceeds is told where it is
+        if size > 2 * MAX_CHARACTERS:  # a single schema that is too large is refused with its place
             raise _too_large()
 
 

@@ -43,7 +43,7 @@ def validation_error(errors: Sequence[Error], fields: Sequence[str] = ()) -> Api
 def _most_specific(errors: Sequence[Error]) -> tuple[list[str | int], list[Error]]:
     """Of the first wrong field: the deepest path, and what is wrong there, by branch of its union.
 
-    Where one branch got the right kind of value with something else wrong, only that branch is told.
+    Where one branch got the right kind of value with something else wrong, only that branch is reported.
     """
     paths = [_path(error) for error in errors]
     first = paths[0][:1]

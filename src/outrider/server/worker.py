@@ -52,7 +52,7 @@ class Worker:
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None  # until `start`
         self._mean_seconds = 1.0  # per choice, moving average
-        self._heard = time.monotonic()  # when the engine sent the latest message
+        self._latest_message = time.monotonic()  # when the engine sent it
         self._handlers: dict[type, Callable[[Any], None]] = {
             Progress: self._on_progress, Accepted: self._on_accepted, Started: self._on_started, Left: self._on_left,
             Failed: self._on_failed, Stats: self._on_stats, Facts: self._on_facts,
@@ -70,7 +70,7 @@ class Worker:
         self.check_capacity(len(job.choices))
         job.number = next(self._numbers)
         self._jobs[job.number] = self._unopened[job.number] = job
-        self._heard = max(self._heard, time.monotonic() if self.idle else 0.0)
+        self._latest_message = max(self._latest_message, time.monotonic() if self.idle else 0.0)
         request = job.request
         params = replace(request.params, stop=())  # found in the text, here
         prompts = [prompt.ids for prompt in request.prompts]
@@ -142,19 +142,19 @@ class Worker:
         """Why this server should be replaced; empty while it is healthy."""
         if self.fatal:
             return self.fatal
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._latest_message
         return f"The engine has not moved for {silent:.0f} s." if not self.idle and silent > STALLED else ""
 
     # ------------------------------------------------------------ messages of the engine
 
     def _receive(self, messages: list[Message]) -> None:
-        self._heard = time.monotonic()
+        self._latest_message = time.monotonic()
         for message in messages:
             self._handlers[type(message)](message)
 
     def _on_progress(self, progress: Progress) -> None:
         """One step: text first, then the listeners, then the clients."""
-        report, running, heard, at = StepReport(progress), self._running, self._heard, 0
+        report, running, now, at = StepReport(progress), self._running, self._latest_message, 0
         moved, emitted = report.choices, report.emitted
         for i, (seq, count) in enumerate(zip(progress.seqs, progress.counts, strict=True)):
             begin, at = at, at + max(count, 0)
@@ -165,7 +165,7 @@ class Worker:
             if count >= 0:
                 kept = choice.advance(progress.tokens[begin:at], progress, i)
                 if kept:
-                    choice.latest, choice.first = heard, choice.first or heard
+                    choice.latest, choice.first = now, choice.first or now
                 if progress.lines and (line := choice.trace(progress, kept)) is not None:
                     report.lines.append((choice, line))
                 moved.append(choice)

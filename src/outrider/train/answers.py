@@ -14,12 +14,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import OutriderError
-
-if TYPE_CHECKING:
-    from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer, encode_message
 
 FORMAT = 1
 _LINE_START = '{"number":'
@@ -79,9 +77,7 @@ class GenerationOptions:
 
     def prompt_ids(self, tokenizer: Tokenizer, prompt: TrainingPrompt) -> list[int]:
         """The prompt under the target's chat template, or as plain text where there is none."""
-        if tokenizer.chat_template is None:
-            return tokenizer.encode_prompt(prompt.text)
-        return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+        return encode_message(tokenizer, prompt.text)
 
     def temperature(self, number: int, held: bool, repeated: bool) -> float:
         """0 for held-out answers. A repeated prompt is always sampled: a greedy answer would be a copy."""

@@ -38,8 +38,8 @@ from .answers import Answer
 from .batches import Batch, held_out_batches
 from .decoder import TargetNet
 from .loop import ALL, Acceptance, evaluate
-from .networks import EAGLE3, EXIT, ExitNet, HeadNet, load_start
-from .objectives import BlockObjective, EagleObjective, ExitObjective, Objective
+from .networks import load_start
+from .objectives import Objective, head_objective
 
 CALIBRATION = 32_768  # tokens of answers whose inputs are averaged
 _BATCH = 8192  # tokens
@@ -108,7 +108,7 @@ class EncodingOptions:
 
 
 def encode_folder(options: EncodingOptions) -> Json:
-    """Write a head or an early exit's adapter again in another form; returns sizes, and acceptance before and after."""
+    """Write a head or an exit adapter with another --store; returns its size, and acceptance before and after."""
     prepare()
     config, tensors = read_head(options.folder)
     checkpoint, device = open_checkpoint(options.target), choose_device(options.device)
@@ -158,14 +158,9 @@ def _acceptance(objective: Objective[Any], answers: list[Answer]) -> Json:
 
 def _objective(config: HeadConfig, tensors: HeadTensors, target: TargetNet, device: torch.device) -> Objective[Any]:
     ids = target_ids(tensors["d2t"]) if "d2t" in tensors else torch.arange(config.vocab_size)
-    if config.kind == EXIT:
-        adapter = ExitNet(config, ids, target)
-        load_start(adapter, config, config, tensors)
-        return ExitObjective(adapter.to(device), target, config.block)
-    head = HeadNet.from_target(target, config, ids)
-    load_start(head, config, config, tensors)
-    kind = EagleObjective if config.kind == EAGLE3 else BlockObjective
-    return kind(head.to(device), target, config.block)
+    objective = head_objective(config, ids, target, device, config.block)
+    load_start(objective.net, config, config, tensors)
+    return objective
 
 
 def _card_section(store: str, before: Json, after: Json) -> str:

@@ -40,7 +40,7 @@ class Stopped(OutriderError):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What a process needs to load the target and to generate answers; it can be sent to another process."""
+    """What a process needs to load the target and to generate answers; it can be pickled."""
 
     target: str | None
     dtype: str
@@ -50,7 +50,7 @@ class GenerationJob:
     workers: int = 1  # processes that use the device at the same time
 
     def run(self, queue: Iterable[AnswerRequest], store: AnswerStore, counts: Counts, stop: Stop) -> None:
-        """Answer what comes from the queue, which is some of the requests; the cache is sized for all of them."""
+        """Answer the requests of the queue, which are some of `requests`; the cache is sized for all of them."""
         from ..llm import LLM
 
         prepare()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..models.config import inverse_frequencies
 from ..models.speculators import HeadConfig, HeadTensors, decoded, target_ids
 from .decoder import Attention, DecoderLayer, LayerSizes, Mlp, RmsNorm, Rope, TargetNet, attend, linear, rotary, widened
 
@@ -154,10 +155,8 @@ class HeadNet(DrafterNet):
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin of positions [B or 1, L], in at least float32."""
-        dim = self.config.head_dim
-        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        wide = torch.promote_types(dtype, torch.float32)
-        return rotary(positions, self.config.rope_theta**-exponents, 1.0, wide)
+        frequencies = inverse_frequencies(self.config.head_dim, self.config.rope_theta, None)
+        return rotary(positions, frequencies, 1.0, torch.promote_types(dtype, torch.float32))
 
 
 def _attend_diagonal(q: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:

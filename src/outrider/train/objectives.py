@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..models.speculators import HeadConfig
 from .batches import Batch
 from .decoder import TargetNet, widened
-from .networks import DrafterNet, ExitNet, HeadNet
+from .networks import EAGLE3, EXIT, DrafterNet, ExitNet, HeadNet
 
 TOP_TOKENS = 64  # labels of each row
 _CHUNK_NUMBERS = 2**27  # numbers of one chunk: the vocabulary times a batch is gigabytes
@@ -237,6 +238,16 @@ class ExitObjective(DrafterObjective[ExitNet]):
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
         return _by_root([self._right(batch, self._inputs(batch)[0])] * self.k, batch)
+
+
+def head_objective(
+    config: HeadConfig, ids: Tensor, target: TargetNet, device: torch.device, k: int, soft: bool = True, seed: int = 0
+) -> Objective[Any]:
+    """An untrained head or early exit of this shape, and what it learns. ids [D]: the draft vocabulary."""
+    if config.kind == EXIT:
+        return ExitObjective(ExitNet(config, ids, target).to(device), target, k, soft)
+    head = HeadNet.from_target(target, config, ids, seed).to(device)
+    return (EagleObjective if config.kind == EAGLE3 else BlockObjective)(head, target, k, soft)
 
 
 class ModelObjective(Objective[TargetNet]):

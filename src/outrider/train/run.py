@@ -14,36 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..backends.machine import choose_device, device_name, prepare
 from ..errors import OutriderError
 from ..measure.environment import environment
 from ..models.checkpoint import open_checkpoint
-from ..models.encoder_decoder import write_pair
-from ..models.speculators import (
-    DTYPES,
-    read_head,
-    target_hash,
-    write_head,
-)
-from ..models.weights import write_folder
+from ..models.encoder_decoder import write_encoder_decoder
+from ..models.speculators import DTYPES, read_head, target_hash, write_head
+from ..models.weights import InMemory, write_folder
 from .answers import Answer, AnswerStore, GenerationOptions, TrainingPrompt, answer_requests, prompts_digest
 from .batches import Batches, choose_vocabulary, held_out_batches
 from .decoder import TargetNet, cut_target, insist_trainable
+from .encoder_decoder import EncoderDecoderNet, EncoderDecoderObjective, cut_encoder_decoder
 from .encoding import encoded
 from .generation import GenerationJob, Progress, Stop, generate_missing
 from .loop import ALL, Schedule, TrainingLoop
-from .networks import BLOCK, EAGLE3, EXIT, ExitNet, HeadNet, load_start
-from .objectives import BlockObjective, EagleObjective, ExitObjective, ModelObjective, Objective
-from .pairs import PairNet, PairObjective, cut_pair
+from .networks import BLOCK, load_start
+from .objectives import ModelObjective, Objective, head_objective
 from .prompts import read_file, read_prompts
 from .recipe import MODEL, ON_DISK, Json, Recipe
 from .report import html_report, model_card
 
 _EPOCHS = 3  # when neither steps nor tokens are given
 _MODEL_LAYERS = 4
-_PAIR_LAYERS = 1  # most of such a model's pass is its output matrix
+_ENCODER_DECODER_LAYERS = 1  # most of such a model's pass is its output matrix
 _MOST_SPECIALS = 64  # some vocabularies reserve hundreds that no text has
 
 
@@ -91,7 +85,7 @@ class _TrainingRun:
 
     def _build(self, dtype: torch.dtype, answers: list[Answer]) -> _DrafterBuild:
         if self.config.encoder is not None:
-            return self._build_pair(PairNet(self.config, self.weights, dtype, self.device), answers)
+            return self._build_model(EncoderDecoderNet(self.config, self.weights, dtype, self.device), answers)
         target = TargetNet.load(self.config, self.weights, dtype, self.device)
         return (self._build_model if self.recipe.kind == MODEL else self._build_head)(target, answers)
 
@@ -138,14 +132,7 @@ class _TrainingRun:
         start = None if recipe.start_from is None else read_head(recipe.start_from)
         vocabulary = choose_vocabulary(answers, self.config.vocab_size, recipe.draft_vocab, self._special_ids())
         config = recipe.head_config(self.config, len(vocabulary.ids), self.identity, self.checkpoint.name)
-        objective: Objective[Any]
-        if config.kind == EXIT:
-            adapter = ExitNet(config, vocabulary.ids, target).to(self.device)
-            objective = ExitObjective(adapter, target, recipe.k, recipe.soft)
-        else:
-            head = HeadNet.from_target(target, config, vocabulary.ids, recipe.seed).to(self.device)
-            kind = EagleObjective if config.kind == EAGLE3 else BlockObjective
-            objective = kind(head, target, recipe.k, recipe.soft)
+        objective = head_objective(config, vocabulary.ids, target, self.device, recipe.k, recipe.soft, recipe.seed)
         if start is not None:
             load_start(objective.net, config, *start)
         coverage = {"coverage": vocabulary.coverage, "held_coverage": vocabulary.held_coverage}
@@ -170,33 +157,23 @@ class _TrainingRun:
         special = [i for i in tokenizer.vocabulary.values() if tokenizer.is_special(i)]
         return (special if len(special) <= _MOST_SPECIALS else []) + list(self.config.eos_ids)
 
-    def _build_model(self, target: TargetNet, answers: list[Answer]) -> _DrafterBuild:
-        """A small standalone model with the target's tokenizer, written as a Hugging Face folder."""
-        recipe = self.recipe
-        layers = recipe.layers or min(_MODEL_LAYERS, self.config.layers)
-        net = cut_target(self.config, self.weights, layers, recipe.train_embedding, self.device)
-
-        def write(loop: TrainingLoop) -> Json:
-            weights, result = _StateDict(net.state_dict()), self._result(loop, answers) | {"layers": layers}
-            dtype, card = DTYPES[recipe.store], model_card(result)
-            write_folder(recipe.out, net.config, weights, self.checkpoint.tokenizer, dtype, card)
-            return result
-
-        return _DrafterBuild(ModelObjective(net, target, recipe.k, recipe.soft), write)
-
-    def _build_pair(self, target: PairNet, answers: list[Answer]) -> _DrafterBuild:
-        """The target's encoder with a smaller decoder, written as a Hugging Face folder."""
-        recipe = self.recipe
-        layers = recipe.layers or min(_PAIR_LAYERS, self.config.layers)
-        net = cut_pair(self.config, self.weights, layers, recipe.train_embedding, self.device)
+    def _build_model(self, target: TargetNet | EncoderDecoderNet, answers: list[Answer]) -> _DrafterBuild:
+        """A smaller model with the target's tokenizer, and its encoder if it has one, as a Hugging Face folder."""
+        recipe, tokenizer, encoder = self.recipe, self.checkpoint.tokenizer, self.config.encoder is not None
+        layers = recipe.layers or min(_ENCODER_DECODER_LAYERS if encoder else _MODEL_LAYERS, self.config.layers)
+        cut: Any = cut_encoder_decoder if encoder else cut_target
+        net = cut(self.config, self.weights, layers, recipe.train_embedding, self.device)
 
         def write(loop: TrainingLoop) -> Json:
             result = self._result(loop, answers) | {"layers": layers}
-            dtype, card = DTYPES[recipe.store], model_card(result)
-            write_pair(recipe.out, self.checkpoint.path, net.config, net, self.checkpoint.tokenizer, dtype, card)
+            form = (tokenizer, DTYPES[recipe.store], model_card(result))
+            if encoder:
+                write_encoder_decoder(recipe.out, self.checkpoint.path, net.config, net, *form)
+            else:
+                write_folder(recipe.out, net.config, InMemory(net.state_dict()), *form)
             return result
 
-        objective: Any = PairObjective
+        objective: Any = EncoderDecoderObjective if encoder else ModelObjective
         return _DrafterBuild(objective(net, target, recipe.k, recipe.soft), write)
 
     def _loop(self, objective: Objective[Any], answers: list[Answer]) -> TrainingLoop:
@@ -237,16 +214,3 @@ class _TrainingRun:
 def _file_facts(path: Path) -> Json:
     sha = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return {"file": path.name, "prompts": len(read_file(path)), "sha256": sha}
-
-
-class _StateDict:
-    """A network's tensors as a source of weights."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.tensors[name].detach().to("cpu", dtype)
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors

@@ -20,7 +20,7 @@ from outrider.drafters.ahead.shared_queue import QueueSizes, SharedQueue
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.engine.judge import RULES
-from outrider.engine.sampling import DRAFT, draw, key, law
+from outrider.engine.sampling import DRAFT, distribution, draw, key
 from outrider.engine.step import Engine
 from outrider.errors import ConfigError
 from outrider.llm import build_engine
@@ -152,7 +152,7 @@ def test_the_engine_receives_the_q_that_was_sampled_from(share: float) -> None:
         assert tree.q is not None
         for i, token in enumerate(tree.tokens):
             before = Sequence(1, text, params, seed=seq.seed, prompt_len=seq.prompt_len)
-            q = law(logits_after([*text, *tree.tokens[:i]], seq), before, tree.tokens[:i])
+            q = distribution(logits_after([*text, *tree.tokens[:i]], seq), before, tree.tokens[:i])
             expected = draft_distribution(q, Tilt(2, share)).dense(q.shape[0])  # 8 forks over 5 outcomes
             assert torch.allclose(tree.q[i], expected, atol=1e-6)
             assert token == draw(tree.q[i], key(seq.seed, i, DRAFT, len(text)))

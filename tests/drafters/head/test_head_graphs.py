@@ -6,6 +6,7 @@ Without a GPU the same code runs uncaptured, with its kernels in triton's interp
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,9 +38,11 @@ from outrider.models.speculators import DFLASH, random_head
 from outrider.models.weights import Weights, expected
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
+from support.device_engine import run_all
 from support.kernels import DEVICE, GPU, HALF
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 5, 6, 7], [11] * 6]
+say = partial(run_all, prompts=PROMPTS)
 TOKENS = 24 if GPU else 9  # the interpreter takes milliseconds for every program of every kernel
 GREEDY = SamplingParams(max_tokens=TOKENS)
 WARM = SamplingParams(max_tokens=TOKENS, temperature=0.8)
@@ -177,18 +180,6 @@ class Twice(TrainedHead):
             chain(text[seq.id - 1][start : start + len(tree.tokens)])
             for seq, start, tree in zip(request.seqs, starts, told, strict=True)
         )
-
-
-def say(engine: Engine, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    seqs = [Sequence(i + 1, prompt, p, seed=40 + i) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
-    for seq in seqs:
-        engine.add(seq)
-    while engine.busy:
-        step = engine.step()
-        assert not step.failure, step.failure
-        assert not engine.failures
-        engine.cache.check()
-    return [seq.generated for seq in seqs]
 
 
 LAWS = {"greedy": [GREEDY] * 3, "mixed": [SamplingParams(max_tokens=TOKENS - 4), WARM, WARM]}

@@ -25,10 +25,10 @@ from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, decode
 from outrider.types import SamplingParams, Sequence
 
+from support.learning_heads import EAGER, alpha, ask, stream
 from support.toys import reference, toy
 
 TARGET = toy()
-EAGER = {"learn_every": 1, "learn_share": 1e9, "learn_cap_ms": 1e6}  # learn as much as can be
 ALONE = SCENARIOS[0]
 
 
@@ -39,24 +39,6 @@ def engine_of(k: int = 3, **options: Any) -> Engine:
 def drafter_of(engine: Engine) -> Online:
     assert isinstance(engine.drafter, Online)
     return engine.drafter
-
-
-def ask(engine: Engine, prompt: list[int], name: int = 0, **params: Any) -> Sequence:
-    seq = Sequence(name, prompt, SamplingParams(**{"max_tokens": 40} | params), seed=name)
-    engine.add(seq)
-    while engine.busy:
-        engine.step()
-    return seq
-
-
-def alpha(engine: Engine, prompts: list[list[int]], start: int = 0) -> float:
-    seqs = [ask(engine, prompt, start + i) for i, prompt in enumerate(prompts)]
-    return sum(s.stats.accepted for s in seqs) / sum(s.stats.reached for s in seqs)
-
-
-def stream(count: int) -> list[list[int]]:
-    """Prompts of one kind: a few beginnings that come again and again."""
-    return [[1 + i % 5, 7, 3 + i % 5, 9, 2] for i in range(count)]
 
 
 # ------------------------------------------------------------ the text

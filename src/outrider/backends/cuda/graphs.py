@@ -174,10 +174,7 @@ class PendingPass:
 
     def __init__(self, state: DeviceState, recorded: RecordedPass, output: Output, batch: Batch) -> None:
         self.output, self.batch = output, batch
-        self.arrays = recorded.results.next()
-        recorded.results.receive()
-        self.end = state.driver.event()
-        self.end.record(state.driver.stream)
+        self.arrays, self.end = state.receive(recorded.results)
         self.phases = state.take_phases()
 
     def wait(self) -> Output:

@@ -39,7 +39,7 @@ class Entering:
 
 
 def prepared(model: Any) -> FusedLayers | None:
-    """Layers of a `Transformer` that run so, if they suit it and pay; otherwise its products learn what they follow."""
+    """The fused form of a `Transformer`'s layers; None where it is impossible or slower. Products may start early."""
     for follows_small in (model.head, *(p for layer in model.layers for p in (layer.qkv, layer.out))):
         if isinstance(follows_small, Product):
             follows_small.early = True
@@ -62,7 +62,7 @@ def suits(model: Any) -> bool:
 
 
 def pays(c: ModelConfig) -> bool:
-    """Whether a pass is faster so. Large products are bound by memory, not by latency."""
+    """Whether a pass is faster with fused layers: large products are bound by memory, not by latency."""
     return c.hidden_size * c.intermediate_size <= MOST_WEIGHTS
 
 

@@ -1,8 +1,8 @@
 """Lines: what a device keeps of each sequence while rounds continue it.
 
-A line holds a sequence's numbers (length, law, draft …), tokens and draft, and where it has bias or penalties the
-counts of its tokens and its bias. Promise: `join` writes a whole line, so that nothing of its last owner is left; from
-then on only rounds change it. It knows neither rows nor passes.
+A line holds a sequence's numbers (length, sampling parameters, draft …), tokens and draft, and where it has bias or
+penalties the counts of its tokens and its bias. Promise: `join` writes a whole line, so that nothing of its last owner
+is left; from then on only rounds change it. It knows neither rows nor passes.
 """
 
 from __future__ import annotations

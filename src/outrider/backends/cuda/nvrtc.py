@@ -127,8 +127,8 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
         text = ctypes.create_string_buffer(size.value)
         lib.nvrtcGetProgramLog(program, text)
         if failed:
-            said = text.value.decode(errors="replace").strip()
-            raise ModelError(f"NVRTC could not compile a kernel ({' '.join(options)}): {said[:400]}")
+            message = text.value.decode(errors="replace").strip()
+            raise ModelError(f"NVRTC could not compile a kernel ({' '.join(options)}): {message[:400]}")
         lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
         lib.nvrtcGetCUBIN(program, code)
@@ -159,6 +159,6 @@ def _driver() -> Any:
 
 def _require(result: int) -> None:
     if result:
-        said = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(said))
-        raise ModelError(f"A CUDA kernel could not be started: {(said.value or b'unknown error').decode()}.")
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(name))
+        raise ModelError(f"A CUDA kernel could not be started: {(name.value or b'unknown error').decode()}.")

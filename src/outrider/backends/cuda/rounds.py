@@ -1,10 +1,10 @@
 """The loop without the host: a round drafts, runs the target's pass, chooses, compares and appends on the device.
 
-A sequence that joins gets one line of device state: its tokens, length, slots, sampling law, draft (`Lines`). A round
-is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many pending
-tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything else is in
-the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the device
-while a sequence runs; the host's copy is what it has read.
+A sequence that joins gets one line of device state: its tokens, length, slots, sampling parameters, draft (`Lines`). A
+round is recorded once for each shape and replayed with a few numbers from the host: which lines take part, how many
+pending tokens each feeds, how many drafted tokens it may verify, new slots, and drafts of host drafters. Everything
+else is in the lines, so the next round is started before the host has read this one. Lengths and tokens belong to the
+device while a sequence runs; the host's copy is what it has read.
 
 Drafts come from three places: the *late slot*, into which host drafters write tokens from a position on, taken where
 the device has emitted their beginning meanwhile; a lookup in the sequence's own text; recorded passes of a draft model.
@@ -62,7 +62,7 @@ READINGS = (64, 512)  # rows of a pass with which a draft model's plane catches 
 
 @dataclass(frozen=True)
 class RoundShape:
-    """Everything that a recorded round depends on. The number of sequences is not among it: others join and leave."""
+    """Everything that a recorded round depends on. The number of sequences does not: they join and leave."""
 
     lanes: int  # sequences that there is room for: one, or as many as may run
     rows: int
@@ -126,7 +126,7 @@ class RecordedRound:
         t, r, lanes, device = shape.rows, shape.wanted, shape.lanes, state.device
         blocks = t if shape.tree else min(t, lanes + t // rounds.graphs.rows_per_block)
         self.tail = torch.zeros(blocks, DEPTH, dtype=I32, device=device) if shape.tree else state.no_tail
-        self.rows = _row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
+        self.rows = row_tensors(t, blocks, device) | {"want": torch.zeros(r, dtype=I64, device=device)}
         self.rows |= {name: torch.zeros(r, dtype=dtype, device=device) for name, dtype in SAMPLING.items()}
         self.rows |= {name: torch.zeros(r, dtype=I32, device=device) for name in ("owner", "node")}
         self.rows |= {"tail": self.tail, "plan": torch.zeros(lanes, 8, dtype=I32, device=device)}
@@ -363,7 +363,8 @@ class Rounds:
         return Rows(made["tokens"], made["positions"], slots, slots, slots, table, None, want, blocks=blocks)
 
 
-def _row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+def row_tensors(rows: int, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    """The rows of a pass that a kernel lays out."""
     made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
     return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
 
@@ -382,11 +383,8 @@ class PendingRound:
         self.rounds, self.turns, self.rows, self.order, state = rounds, turns, rows, order, rounds.state
         self.tree, self.ranked = recorded.shape.tree, recorded.shape.logprobs
         self.lengths = [len(turn.seq.tokens) for turn in turns]  # late drafts follow these
-        self.results = recorded.results.next()
+        self.results, self.end = state.receive(recorded.results)
         self.report = self.results["report"]
-        recorded.results.receive()
-        self.end = state.driver.event()
-        self.end.record(state.driver.stream)
         self.phases = state.take_phases()
 
     def wait(self) -> list[RoundResult]:
@@ -491,7 +489,7 @@ class DraftChains:
     def _reading(self, rows: int) -> Any:
         if rows not in self._readings:
             rounds, device = self.rounds, self.rounds.state.device
-            made = _row_tensors(rows, min(rows, rounds.capacity + rows // self.per_block), device)
+            made = row_tensors(rows, min(rows, rounds.capacity + rows // self.per_block), device)
             want, part = torch.zeros(0, dtype=I64, device=device), Part(**{**vars(self.part), "head": False})
 
             def work() -> None:
@@ -555,7 +553,7 @@ class ChainPasses:
 
 @dataclass(frozen=True)
 class ReplayAll:
-    """Recordings that are replayed one after the other."""
+    """Recordings that are replayed in order."""
 
     recordings: list[Any]
 

@@ -30,7 +30,7 @@ I32, I64, F32, F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
 
 def lanes_for(sequences: int) -> int:
-    """The number of sequences that what drafts for so many is recorded for."""
+    """The number of sequences that draft passes are recorded for: this many, rounded up."""
     return next((n for n in LANES if n >= sequences), -(-sequences // LANES[-1]) * LANES[-1])
 
 
@@ -63,13 +63,13 @@ class DeviceState:
         self.sources = None if cache.sources is None else Sources(cache, self)
 
     def _poison_slots(self, slots: list[int]) -> None:
-        """Slots change hands: their K/V is that of another sequence, or of none."""
+        """These slots get another owner: nothing may read what they hold now."""
         stored = (each for plane in self.cache.planes for each in (*plane.k, *plane.v, *plane.streams.values()))
         for each in stored:
             each[slots] = nan
 
     def claim(self) -> int:
-        """Where a client's buffer in `unread` starts. Clients in excess share buffers, at the price of wrong drafts."""
+        """Where a client's buffer in `unread` starts. Clients beyond UNREAD_BUFFERS share one: drafts may be wrong."""
         self._claimed += 1
         return (self._claimed - 1) % UNREAD_BUFFERS * self._buffer
 
@@ -126,6 +126,13 @@ class DeviceState:
         with self.timed(phase, share):
             inputs.send()
             return recording.replay()
+
+    def receive(self, results: PinnedBuffer) -> tuple[dict[str, Any], Any]:
+        """Start copying what a replay has written to the host: the arrays, and the event after which they are whole."""
+        arrays, end = results.next(), self.driver.event()
+        results.receive()
+        end.record(self.driver.stream)
+        return arrays, end
 
     @contextmanager
     def timed(self, phase: str, share: float = 1.0) -> Iterator[None]:

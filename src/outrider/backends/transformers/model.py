@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.cache import Plane
-from ...errors import ConfigError, ModelError
+from ...errors import ConfigError, ModelError, first_line
 from ...models.config import ModelConfig
-from ...models.foreign import LOCAL, ForeignWeights, first_line
+from ...models.foreign import LOCAL, ForeignWeights
 from ...types import Batch, Output, Sequence, common_prefix
-from .. import WHOLE, Model, Opening, Part, PlaneShape
+from .. import WHOLE, Model, Part, PlaneShape
 from ..rows import Rows
 from .prefix_cache import Grid, PrefixCache, Source, can_truncate, copied, empty, truncated
 
@@ -135,7 +135,7 @@ class HFModel(Model):
         self.compute = self.dtype
         self.encoder = bool(module.config.is_encoder_decoder)
         relative = hasattr(module.config, "relative_attention_num_buckets")  # positions: the encoder has no limit
-        self.max_source: int | None = None if relative else getattr(module.config, "max_position_embeddings", None)
+        self.max_source = None if relative else getattr(module.config, "max_position_embeddings", None)
         self.banned = _banned_tokens(module, config.vocab_size)
         self.layers = find_layers(module, config.layers)
         self._capacity = 0  # tokens that caches may hold: as many as there are slots
@@ -159,17 +159,6 @@ class HFModel(Model):
         twin = HFModel.__new__(HFModel)
         twin.__dict__ |= self.__dict__ | {"loose": self.cached, "_drafts": OrderedDict(), "prefixes": PrefixCache()}
         return twin
-
-    def opening(self, ids: list[int]) -> Opening:
-        """Where an answer to these ids begins: after them; with an encoder, at its start tokens with them as source."""
-        if not self.encoder:
-            return Opening(ids, [])
-        if self.max_source is not None and len(ids) > self.max_source:
-            raise ConfigError(
-                f"The text has {len(ids)} tokens, but this model's encoder reads at most {self.max_source}; "
-                "shorten it, or give it in parts."
-            )
-        return Opening(list(self.starts), ids)
 
     @torch.inference_mode()
     def forward(
@@ -397,7 +386,7 @@ def _tapped(layers: nn.ModuleList | None, taps: tuple[int, ...]) -> Iterator[dic
 
 
 class _SkippedLayer(nn.Module):
-    """Takes a layer's place: returns its input, and beside it what the last layer that ran returned beside its own."""
+    """Replaces a layer: returns its input, with the extra outputs of the last layer that ran."""
 
     def __init__(self, layer: nn.Module, last: dict[str, Any]) -> None:
         super().__init__()

@@ -74,11 +74,11 @@ class FrozenOutput:
         """V"""
         return self.draft_ids.shape[0]
 
-    def initial(self, rank: int, seed: int = 0) -> Weights:
+    def initial(self, rank: int) -> Weights:
         """Weights that change nothing. Exactly one factor of each product is zero, so that gradients are not."""
         size = self.table.shape[1]
         wide = size * (1 if self.embedding is None else 2)
-        generator, like = torch.Generator().manual_seed(seed), self.norm
+        generator, like = torch.Generator().manual_seed(0), self.norm
 
         def random() -> Tensor:
             noise: Tensor = torch.randn(rank, wide, generator=generator) * wide**-0.5

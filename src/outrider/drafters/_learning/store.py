@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ...errors import ModelError, OutriderError
-from ...models.paths import cache_folder
+from ...models.paths import cache_folder, write_json
 from .adapter import Output, Weights
 
 FORMAT = 1
@@ -61,8 +61,7 @@ def save(folder: Path | str, weights: Weights, facts: dict[str, Any], phrases: W
         save_file({name: w.detach().float().cpu().contiguous() for name, w in weights.items()}, unfinished / WEIGHTS)
         if phrases:
             save_file({name: w.contiguous() for name, w in phrases.items()}, unfinished / PHRASES)
-        text = json.dumps({"outrider_learnt": FORMAT} | facts, indent=2) + "\n"
-        (unfinished / FACTS).write_text(text, encoding="utf-8")
+        write_json(unfinished / FACTS, {"outrider_learnt": FORMAT} | facts)
         _check_replaceable(folder)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.replace(folder)

@@ -28,9 +28,9 @@ from ...backends import WHOLE, Model, Part, Passes
 from ...backends.rows import rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache
-from ...engine.sampling import DRAFT, adjust, draw, key, law, ranked
+from ...engine.sampling import DRAFT, adjust, distribution, draw, key, ranked
 from ...types import Sequence
-from .._rollout import catch_up
+from .._rollout import catch_up, path_to
 
 WARM_UP_TRUNKS = (1, 4, 8)  # trunk lengths of the rounds that are recorded before the first request
 SUPPORT = 64  # tokens of a draft distribution
@@ -104,12 +104,7 @@ class ForkPlan:
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to this one."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
+        return path_to(node, self.parents)
 
     def follow(self, tokens: list[int]) -> list[int]:
         """The nodes with these tokens from the root down, as far as there are any."""
@@ -242,7 +237,7 @@ class Forker:
 
     def _sampled(self, logits: Tensor, seq: Sequence, emitted: list[int], start: int) -> Choice:
         """The token after `emitted` in a draft that starts at emitted[start], with that draft's own noise."""
-        q = draft_distribution(law(logits, seq, emitted), self.tilt)
+        q = draft_distribution(distribution(logits, seq, emitted), self.tilt)
         dense = q.dense(int(q.ids.max()) + 1)
         token = draw(dense, key(seq.seed, len(emitted) - start, DRAFT, len(seq.tokens) + start))
         return token, float(dense[token]), q

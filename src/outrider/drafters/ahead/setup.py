@@ -17,7 +17,7 @@ import torch
 
 from ...backends import Model
 from ...backends.loaded_weights import weight_bytes
-from ...backends.machine import choose_device
+from ...backends.machine import choose_device, usable_cores
 from ...errors import ConfigError
 from .. import Drafter, Workspace, lookup, names
 from ..model import SmallModel, load_draft_model, opened
@@ -77,8 +77,7 @@ def _spec(space: Workspace) -> dict[str, Any]:
 
 def _process(space: Workspace, model: str) -> DraftSource:
     checkpoint, spec = opened(space, model), _spec(space)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = 1 if space.target.device.type == "cpu" else max(cores // 2, 1)
+    threads = 1 if space.target.device.type == "cpu" else max(usable_cores() // 2, 1)
     spec |= {
         "model": model,
         "dtype": str(space.option("draft_dtype", default="auto")),

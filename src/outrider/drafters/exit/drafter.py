@@ -10,7 +10,6 @@ head, which only checkpoints trained to exit early do well. Nothing is kept betw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +131,9 @@ class ScratchLayers:
 
 
 class ExitRollout(DraftVocabularyRollout):
-    """Chains from the first layers and an exit. Verification writes the K/V: nothing is claimed here."""
+    """Chains from the first layers and an exit."""
+
+    keeps_kv = False
 
     def __init__(self, exit: Exit, space: Workspace, first: ResumableLayers) -> None:
         super().__init__(exit, space.target, space.cache, space.plane, source="exit")
@@ -147,12 +148,6 @@ class ExitRollout(DraftVocabularyRollout):
             growth.spare |= {node: len(growth.spare) for node in nodes}
         tokens = [growth.tokens[node] for growth, nodes in batch for node in nodes]
         return self.exit.scores(self.first.nodes([growth.seq for growth, _ in batch], tokens)).cpu()
-
-    def _hold(self, seq: Sequence, tokens: int) -> None:
-        pass
-
-    def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
-        pass
 
 
 @register("exit")

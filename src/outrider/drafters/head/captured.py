@@ -198,6 +198,11 @@ class HeadGraphs:
             self.outputs.index_copy_(0, slots, outputs.to(self.outputs.dtype))
         return scores, outputs
 
+    def logits(self, scores: Tensor) -> Tensor:
+        """Scores [R, D] as logits over the target's ids [R, V]."""
+        wide = scores.new_full((scores.shape[0], self.head.config.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self.ids, scores)
+
     def keep_outputs(self) -> None:
         """From now on passes leave every row's output in its slot; call it before any is captured."""
         slots, width = self.graphs.plane.k[0].shape[0], self.head.config.hidden_size
@@ -280,6 +285,20 @@ class HeadPass(ABC):
     def _work(self) -> None:
         """What is captured: the first pass, and what follows it."""
 
+    @property
+    def choices(self) -> int:
+        """Rows whose scores `_scores` returns."""
+        return self.shape.wanted
+
+    def _scores(self) -> Tensor:
+        """Scores of every row that chooses [R, D]."""
+        return self._first()[0]
+
+    def _positions(self, seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequence], list[int]]:
+        """The sequence and the position of each row that chooses."""
+        pairs = [(seq, len(seq.tokens) + j) for seq, k in zip(seqs, lengths, strict=True) for j in range(k)]
+        return [seq for seq, _ in pairs], [position for _, position in pairs]
+
     def _first(self) -> tuple[Tensor, Tensor]:
         """Scores of the wanted rows [R, D] and every row's output [T, H]."""
         d, heads, state = self.form.device, self.heads, self.heads.state
@@ -288,11 +307,6 @@ class HeadPass(ABC):
         features = heads.head.fuse([stream[at] for stream in heads.streams])  # [T, H]
         masked = d["masked"] if heads.head.masks else None
         return heads.run(tokens, d["positions"], d["slots"], d["want"], d["info"], d["tail"], features, masked)
-
-    def _logits(self, scores: Tensor) -> Tensor:
-        """Scores [R, D] as logits over the target's ids [R, V]."""
-        wide = scores.new_full((scores.shape[0], self.heads.head.config.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self.heads.ids, scores)
 
 
 Kind = TypeVar("Kind", bound=HeadPass)
@@ -309,18 +323,21 @@ class MaskPass(HeadPass):
     """A block: all positions in one pass, and a choice for each."""
 
     def more(self) -> dict[str, Field]:
-        return {name: (dtype, (self.shape.wanted,)) for name, dtype in SAMPLING.items()}
+        return super().more() | {name: (dtype, (self.choices,)) for name, dtype in SAMPLING.items()}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
-        fill_sampling(a, *each_position(seqs, lengths))
+        super()._fill_more(a, seqs, lengths)
+        fill_sampling(a, *self._positions(seqs, lengths))
 
     def _work(self) -> None:
-        d, at = self.form.device, self.heads.at
-        scores, _ = self._first()
-        tokens, _, _ = sampling.choose(
-            self._logits(scores), Laws(*(d[name] for name in SAMPLING)), self.shape.drawn
-        )  # [R]
-        self.heads.state.unread[at : at + self.shape.wanted].copy_(tokens)
+        at, scores = self.heads.at, self._scores()
+        tokens = self._chosen(scores, [self.form.device[name] for name in SAMPLING])  # [R]
+        self.heads.state.unread[at : at + self.choices].copy_(tokens)
+
+    def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
+        """A token for each row of scores [R, D]; laws: the columns of SAMPLING, [R] each."""
+        tokens, _, _ = sampling.choose(self.heads.logits(scores), Laws(*laws), self.shape.drawn)
+        return tokens
 
 
 class ChainPass(HeadPass):
@@ -357,7 +374,7 @@ class ChainPass(HeadPass):
         """Every sequence's token j [B], also written to the unread. scores [B, D]."""
         d, b, at = self.form.device, self.shape.wanted, self.heads.at
         law = Laws(*(d[name][j] if name == "position" else d[name] for name in SAMPLING))
-        tokens, _, _ = sampling.choose(self._logits(scores), law, self.shape.drawn)
+        tokens, _, _ = sampling.choose(self.heads.logits(scores), law, self.shape.drawn)
         self.heads.state.unread[at + j * b : at + (j + 1) * b].copy_(tokens)
         return tokens
 
@@ -366,34 +383,31 @@ class RankingPass(HeadPass):
     """A block's likeliest tokens at each position, read back."""
 
     def __init__(self, heads: HeadGraphs, shape: HeadShape) -> None:
-        r, w = shape.wanted, shape.width
-        self.reply = PinnedBuffer(heads.state.driver, {"tokens": (I64, (r, w)), "probabilities": (F32, (r, w))})
+        self.heads, self.shape = heads, shape
+        size = (self.choices, shape.width)
+        self.reply = PinnedBuffer(heads.state.driver, {"tokens": (I64, size), "probabilities": (F32, size)})
         super().__init__(heads, shape)
 
     def more(self) -> dict[str, Field]:
-        return {"key": (I64, (self.shape.wanted,)), "temperature": (F64, (self.shape.wanted,))}
+        return super().more() | {"key": (I64, (self.choices,)), "temperature": (F64, (self.choices,))}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
-        fill_noise(a, *each_position(seqs, lengths))
+        super()._fill_more(a, seqs, lengths)
+        fill_noise(a, *self._positions(seqs, lengths))
 
     def _work(self) -> None:
         d = self.form.device
-        scores, _ = self._first()
         noise = (d["key"], d["temperature"]) if self.shape.drawn else None
-        tokens, probabilities = likeliest(scores, self.heads.ids, self.shape.width, noise)  # [R, w]
+        tokens, probabilities = likeliest(self._scores(), self.heads.ids, self.shape.width, noise)  # [R, w]
         self.reply.device["tokens"].copy_(tokens)
         self.reply.device["probabilities"].copy_(probabilities)
 
     def read(self, rows: int) -> list[Ranking]:
-        """Wait for the first rows' rankings."""
-        return ranking_lists(received(self.reply, self.heads), rows)
-
-
-def ranking_lists(a: dict[str, Any], rows: int) -> list[Ranking]:
-    """The first rows' rankings. Tokens of probability 0 are left out, except the best one."""
-    columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
-    rankings = [list(zip(*row, strict=True)) for row in columns]
-    return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
+        """Wait for the first rows' rankings. Tokens of probability 0 are left out, except the best one."""
+        a = received(self.reply, self.heads)
+        columns = zip(a["tokens"][:rows].tolist(), a["probabilities"][:rows].tolist(), strict=True)
+        rankings = [list(zip(*row, strict=True)) for row in columns]
+        return [[best, *(choice for choice in rest if choice[1] > 0)] for best, *rest in rankings]
 
 
 class Level(NamedTuple):
@@ -521,12 +535,6 @@ def highest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, index + order // count * length
 
 
-def each_position(seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequence], list[int]]:
-    """The sequence and the position of each wanted row of a block."""
-    pairs = [(seq, len(seq.tokens) + j) for seq, k in zip(seqs, lengths, strict=True) for j in range(k)]
-    return [seq for seq, _ in pairs], [position for _, position in pairs]
-
-
 def fill_noise(a: dict[str, Any], seqs: list[Sequence], positions: list[int]) -> None:
     """Each row's key, as the bits of an int64, and its temperature."""
     keys = [key(seq.seed, p, CHOICE) for seq, p in zip(seqs, positions, strict=True)]
@@ -553,10 +561,7 @@ def lines_of(heads: HeadGraphs, seqs: list[Sequence]) -> Any:
 
 def received(reply: PinnedBuffer, heads: HeadGraphs) -> dict[str, Any]:
     """What a replay has written to its reply, once it is complete."""
-    arrays = reply.next()
-    reply.receive()
-    end = heads.state.driver.event()
-    end.record(heads.state.driver.stream)
+    arrays, end = heads.state.receive(reply)
     end.synchronize()
     return arrays
 

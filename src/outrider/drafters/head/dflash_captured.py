@@ -13,29 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.cuda.capture import Field, PinnedBuffer
-from ...backends.cuda.graphs import SAMPLING, Graphs, fill_sampling
-from ...backends.cuda.kernels import sampling
+from ...backends.cuda.capture import Field
+from ...backends.cuda.graphs import Graphs
 from ...backends.cuda.kernels.attention import Blocks
-from ...backends.cuda.kernels.sampling import Laws
-from ...backends.cuda.state import F32, F64, I32, I64, lanes_for
+from ...backends.cuda.state import I32, I64, lanes_for
 from ...backends.rows import Rows
 from ...engine.cache import Plane
 from ...types import Sequence
 from .._rollout import Ranking
-from .captured import (
-    LANE,
-    HeadGraphs,
-    HeadPass,
-    HeadShape,
-    each_position,
-    feed_size,
-    fill_noise,
-    likeliest,
-    lines_of,
-    ranking_lists,
-    received,
-)
+from .captured import LANE, HeadGraphs, HeadPass, HeadShape, MaskPass, RankingPass, feed_size, lines_of
 
 
 class BlockGraphs(HeadGraphs):
@@ -43,7 +29,7 @@ class BlockGraphs(HeadGraphs):
 
     def __init__(self, graphs: Graphs, target_plane: Plane, source: str) -> None:
         super().__init__(graphs, target_plane, source)
-        self.size = self.head.config.block + 1  # rows of a block
+        self.size: int = self.head.config.block + 1  # rows of a block
         assert self.size <= LANE
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
@@ -66,7 +52,7 @@ class BlockGraphs(HeadGraphs):
 
 
 class _Blocks(HeadPass):
-    """Context rows, then a block for each of `shape.wanted` sequences."""
+    """Context rows, then a block for each of `shape.wanted` sequences, whose masks choose."""
 
     heads: BlockGraphs
 
@@ -95,8 +81,11 @@ class _Blocks(HeadPass):
             a["block_info"][first : first + rows, 1:5] = (1, line, at, at + rows)
             a["block_info"][first : first + rows, 0] = first + here
 
+    @property
+    def choices(self) -> int:
+        return self.shape.wanted * (self.heads.size - 1)
+
     def _scores(self) -> Tensor:
-        """Of every mask [b (s - 1), D]."""
         d, heads = self.form.device, self.heads
         self._first()  # the context
         upto = d["block_info"].clone()  # each row sees the block up to itself
@@ -111,65 +100,25 @@ class _Blocks(HeadPass):
         tokens, positions = d["block_tokens"], d["block_positions"]
         return Rows(tokens, positions, at, at, at, state.table, None, self.want, blocks=blocks)
 
-    def _positions(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Every mask's sequence, and the position of its token."""
-        return each_position(seqs, [self.heads.size - 1] * len(seqs))
+    def _positions(self, seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequence], list[int]]:
+        return super()._positions(seqs, [self.heads.size - 1] * len(seqs))
 
 
-class BlockPass(_Blocks):
+class BlockPass(MaskPass, _Blocks):
     """A choice for each position; with a term for the token before, from left to right."""
 
-    def more(self) -> dict[str, Field]:
-        n = self.shape.wanted * (self.heads.size - 1)
-        return super().more() | {name: (dtype, (n,)) for name, dtype in SAMPLING.items()}
-
-    def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
-        super()._fill_more(a, seqs, lengths)
-        fill_sampling(a, *self._positions(seqs))
-
-    def _work(self) -> None:
-        d, at, b = self.form.device, self.heads.at, self.shape.wanted
-        scores, laws = self._scores(), [d[name] for name in SAMPLING]
-        tokens = self._chosen(scores, laws) if self.heads.head.markov is None else self._in_order(scores, laws, b)
-        self.heads.state.unread[at : at + len(tokens)].copy_(tokens)
-
     def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
-        tokens, _, _ = sampling.choose(self._logits(scores), Laws(*laws), self.shape.drawn)
-        return tokens
-
-    def _in_order(self, scores: Tensor, laws: list[Tensor], b: int) -> Tensor:
+        if self.heads.head.markov is None:
+            return super()._chosen(scores, laws)
+        b = self.shape.wanted
         each = scores.view(b, -1, scores.shape[1])  # [b, s - 1, D]
         tokens, chain = self.form.device["block_tokens"].view(b, -1)[:, 0], []  # [b]
         for j in range(each.shape[1]):
             given = self.heads.head.after(each[:, j], tokens)
-            tokens = self._chosen(given, [law.view(b, -1)[:, j].contiguous() for law in laws])
+            tokens = super()._chosen(given, [law.view(b, -1)[:, j].contiguous() for law in laws])
             chain.append(tokens)
         return torch.stack(chain, 1).flatten()
 
 
-class BlockRankingPass(_Blocks):
+class BlockRankingPass(RankingPass, _Blocks):
     """The likeliest tokens at each position, read back."""
-
-    def __init__(self, heads: BlockGraphs, shape: HeadShape) -> None:
-        n = (shape.wanted * (heads.size - 1), shape.width)
-        self.reply = PinnedBuffer(heads.state.driver, {"tokens": (I64, n), "probabilities": (F32, n)})
-        super().__init__(heads, shape)
-
-    def more(self) -> dict[str, Field]:
-        n = self.shape.wanted * (self.heads.size - 1)
-        return super().more() | {"key": (I64, (n,)), "temperature": (F64, (n,))}
-
-    def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
-        super()._fill_more(a, seqs, lengths)
-        fill_noise(a, *self._positions(seqs))
-
-    def _work(self) -> None:
-        d = self.form.device
-        noise = (d["key"], d["temperature"]) if self.shape.drawn else None
-        tokens, probabilities = likeliest(self._scores(), self.heads.ids, self.shape.width, noise)  # [R, w]
-        self.reply.device["tokens"].copy_(tokens)
-        self.reply.device["probabilities"].copy_(probabilities)
-
-    def read(self, rows: int) -> list[Ranking]:
-        """Wait for the first rows' rankings."""
-        return ranking_lists(received(self.reply, self.heads), rows)

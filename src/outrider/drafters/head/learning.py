@@ -139,7 +139,7 @@ class HeadNodes(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What the head made of a sequence of this length."""
+    """What the head proposed after a sequence of this length."""
 
     length: int
     tokens: list[int]  # of a chain
@@ -148,7 +148,7 @@ class Proposal(NamedTuple):
 
 
 class HeadLearning:
-    """All that one head learns, by kind of text."""
+    """Everything that one head learns, by kind of text."""
 
     def __init__(self, head: Head, rollout: HeadRollout, space: Workspace) -> None:
         self.output, self.rollout, self.cache = output_of(head, space), rollout, space.cache
@@ -180,12 +180,12 @@ class HeadLearning:
         return made
 
     def kind_of(self, seq: Sequence) -> str:
-        """The sequence's kind of text; none, where it has no weights of its own and may not have any."""
+        """The sequence's kind of text; empty where that kind has no weights of its own and may not get any."""
         kind = seq.params.kind
         return "" if kind not in self.learners and (len(self.learners) > KINDS or not _learns(seq)) else kind
 
     def learner_of(self, seq: Sequence) -> Learner:
-        """That of the sequence's kind of text, which a request that must leave no trace does not create."""
+        """The learner of the sequence's kind of text. A request with learn=False does not create one."""
         kind = self.kind_of(seq)
         if kind not in self.learners:
             costs = next(iter(self.learners.values())).costs
@@ -331,7 +331,7 @@ def _learns(seq: Sequence) -> bool:
 
 
 def output_of(head: Head, space: Workspace) -> HeadOutput:
-    """What is frozen of a head; an error for a head that cannot learn."""
+    """The frozen part of a head; ConfigError for a head that cannot learn."""
     config = head.config
     product = head.norm is not None and not config.norm_output and config.logit_scale == 1.0
     if not product or config.kind == "block" or (head.folds and head.shares_output):

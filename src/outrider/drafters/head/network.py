@@ -28,6 +28,7 @@ from ...backends.cpu.native import COLUMNS
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
 from ...backends.rows import Rows
+from ...backends.transformer import tables_of
 from ...engine.cache import Plane
 from ...models.blocks import BlockTensor
 from ...models.config import inverse_frequencies
@@ -130,7 +131,7 @@ class Head(DraftVocabulary):
         return twin
 
     def replace_ids(self, places: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Let draft ids [n] stand for other ids of the target [n], with these output rows [n, H]."""
+        """Map draft ids [n] to other target ids [n], with these output rows [n, H]."""
         self.ids[places] = ids
         if self.device.type != "cpu":
             self.device_ids[places.to(self.device)] = ids.to(self.device)
@@ -375,13 +376,11 @@ class Head(DraftVocabulary):
         )
 
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position [L, d/2], as in `transformer`."""
+        """cos and sin for every position [L, d/2]."""
         c = self.config
-        each = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)  # [d/2]
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * each
+        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)  # [d/2]
         factor = c.rope_scaling.attention_factor if c.rope_scaling else 1.0
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return cos.to(self.device, self.stream), sin.to(self.device, self.stream)
+        return tables_of(frequencies, factor, length, self.stream, self.device)
 
     def _on_device(self, rows: Rows) -> Rows:
         """Rows on the head's device; for eager passes on a GPU, with attention blocks of one row each."""
@@ -415,7 +414,7 @@ def folded(rows: Tensor, correction: Correction) -> Tensor:
 
 
 class OtherRows:
-    """Output rows that a CPU's packed weights do not have: they are multiplied apart, and replace their scores."""
+    """Output rows beside a CPU's packed weights: multiplied separately, their scores replace the packed ones."""
 
     def __init__(self, hidden: int, kernels: native.Kernels | None) -> None:
         self.kernels = kernels

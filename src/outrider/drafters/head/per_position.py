@@ -105,6 +105,7 @@ class PerPositionRollout(DraftVocabularyRollout):
     """Chains and trees of such a head, from the target's state at the last position that it has read."""
 
     graphs: Any = None  # its passes are not captured
+    keeps_kv = False  # there is none
 
     def __init__(self, head: PerPositionHead, cache: Cache, plane: Plane, features: FeatureCache) -> None:
         super().__init__(head, head, cache, plane, source="head")
@@ -150,6 +151,3 @@ class PerPositionRollout(DraftVocabularyRollout):
         self.passes_run += 1
         scores, states = self.head.step(position, states, torch.tensor(tokens))
         return scores.cpu(), states
-
-    def _keep(self, seq: Sequence, nodes: Any) -> None:
-        """Nothing: there is no K/V."""

@@ -101,7 +101,7 @@ def contexts_of(tokens: Listing[int], end: int) -> list[int]:
 
 @dataclass
 class Record:
-    """How often each was right in like cases, the past fading."""
+    """How often the head and the memory were right in similar cases, with decay."""
 
     memory: float = 0.0
     head: float = 1.0  # the head is trusted first
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def trusted(self) -> bool:
-        """Whether the memory is to be preferred: a sign test on the cases in which one of them was right."""
+        """Whether to prefer the memory: a sign test on the cases in which exactly one of them was right."""
         return self.memory - self.head > _MARGIN * math.sqrt(self.memory + self.head)
 
     @property
@@ -167,7 +167,7 @@ class Reading:
     nodes: list[Node] = field(default_factory=list)  # of the latest chain
 
     def read(self, tokens: list[int], stop: int, shared: Contexts | None = None) -> None:
-        """Learn its next tokens for itself, and for others where there is `shared`."""
+        """Learn the sequence's new tokens: for itself, and for all sequences where `shared` is given."""
         for at in range(max(self.seen, 1), stop):
             contexts, token = contexts_of(tokens, at), tokens[at]
             self.own.learn(contexts, token)
@@ -176,7 +176,7 @@ class Reading:
         self.seen = stop
 
     def compare(self, tokens: list[int]) -> None:
-        """Who was right, as far as the chain agrees with what was emitted."""
+        """Count whether the head or the memory was right, as far as the chain agrees with the emitted tokens."""
         phrases = self.phrases
         for (head, chosen, certain, guesses), token in zip(self.nodes, tokens[self.start :], strict=False):
             if certain:
@@ -222,7 +222,7 @@ class PhraseMemory:
         return best, share
 
     def agrees(self, seq: Sequence, tokens: list[int], survival: list[float]) -> bool:
-        """Whether a whole chain of the head's stands as it is; survival: of each of its tokens."""
+        """Whether the memory would change no token of the head's chain; survival: of each of its tokens."""
         before = 1.0
         for depth, (token, alive) in enumerate(zip(tokens, survival, strict=True)):
             if self.choose(seq, tokens[:depth], token, alive / before if before > 0 else 0.0)[0] != token:
@@ -231,7 +231,7 @@ class PhraseMemory:
         return True
 
     def observe(self, seq: Sequence) -> None:
-        """The target has emitted tokens; a sequence that does not teach is only read for itself."""
+        """The target has emitted tokens. A sequence that must not be learnt from is used for itself only."""
         reading = self.readings.get(seq.id) or self._begin(seq)
         if reading.learns:
             reading.compare(seq.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 class HeadRollout(DraftVocabularyRollout):
     """A head over its plane, drafting chains or trees as its kind does."""
+
+    keeps_kv = False  # drafted rows are fed again with the target's features
 
     def __init__(
         self, head: Head, cache: Cache, plane: Plane, features: FeatureCache, graphs: HeadGraphs | None = None
@@ -84,10 +86,6 @@ class HeadRollout(DraftVocabularyRollout):
             and self._keeps is None
             and all(seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs)
         )
-
-    def leaves_unread(self, seqs: list[Sequence]) -> bool:
-        """Whether chains after these stay on the device, so that the host does not wait for them."""
-        return self.graphs is not None and self.graphs.suits(seqs)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         captured = self.graphs is not None and self.graphs.suits_trees(seqs, width, depth)
@@ -189,9 +187,6 @@ class HeadRollout(DraftVocabularyRollout):
         self.passes_run += 1
         scores, outputs = self.committed.read(seqs, masks)
         return scores.cpu(), outputs
-
-    def _keep(self, seq: Sequence, nodes: Any) -> None:
-        """Nothing: drafted rows are fed again with the target's features."""
 
 
 def best_first(growth: Growth, levels: list[Ranking]) -> None:

@@ -21,7 +21,7 @@ from ...backends.cuda.graphs import SAMPLING
 from ...backends.cuda.kernels import rounds as kernels, sampling
 from ...backends.cuda.kernels.rounds import DEPTH, DRAFT
 from ...backends.cuda.kernels.sampling import Laws
-from ...backends.cuda.rounds import CHAIN, ReplayAll, Rounds
+from ...backends.cuda.rounds import CHAIN, ReplayAll, Rounds, row_tensors
 from ...backends.cuda.state import F64, I32, I64, lanes_for
 from ...engine.cache import Row
 from ...engine.sampling import filters
@@ -135,9 +135,8 @@ class HeadRounds:
 
     def rows(self, rows: int, lanes: int) -> dict[str, Tensor]:
         """A first pass's rows."""
-        device, blocks = self.rounds.state.device, min(rows, lanes + rows // self.heads.graphs.rows_per_block)
-        made = {name: torch.zeros(rows, dtype=I64, device=device) for name in ("tokens", "positions", "slots")}
-        return made | {"info": torch.zeros(blocks, 8, dtype=I32, device=device)}
+        blocks = min(rows, lanes + rows // self.heads.graphs.rows_per_block)
+        return row_tensors(rows, blocks, self.rounds.state.device)
 
 
 class HeadChains:
@@ -187,10 +186,8 @@ class HeadChains:
     def _choose(self, scores: Tensor, j: int) -> None:
         """Every sequence's token j [B]. scores [B, D]."""
         out, heads = self.out, self.owner.heads
-        wide = scores.new_full((scores.shape[0], heads.head.config.vocab_size), -torch.inf)
-        logits = wide.index_copy_(1, heads.ids, scores)  # [B, V]
         laws = Laws(*(out[name][j] if name == "position" else out[name] for name in SAMPLING))
-        tokens, _, _ = sampling.choose(logits, laws, self.drawn)
+        tokens, _, _ = sampling.choose(heads.logits(scores), laws, self.drawn)
         out["drafted"][j].copy_(tokens)
 
 

@@ -51,7 +51,7 @@ class LearntVocabulary:
                 self.see(verdict.tokens)
 
     def see(self, tokens: Iterable[int]) -> None:
-        """Tokens that were used: those that cannot be drafted take the places of those not seen for longest."""
+        """Tokens that occurred. Those outside the draft vocabulary replace the ones not seen for longest."""
         new: dict[int, int] = {}  # token -> place
         for token in dict.fromkeys(tokens):
             if token in self.learnt:
@@ -63,7 +63,7 @@ class LearntVocabulary:
             self.head.replace_ids(places, ids, self.rows(ids))
 
     def _place(self, token: int) -> int:
-        """A place for a new token; whatever had it can no longer be drafted."""
+        """The draft id for a new token; the token that had it can no longer be drafted."""
         if self.free:
             place = self.free.pop()
             del self.known[int(self.head.ids[place])]

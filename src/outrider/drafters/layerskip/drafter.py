@@ -8,7 +8,6 @@ layers are skipped. The set is refined while serving.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +24,10 @@ SETS = ("skip_layers", "skip_attention", "skip_mlp")
 
 
 class ScratchRollout(Rollout):
-    """A rollout in the target's own plane. It marks nothing as held: verification writes the same slots."""
+    """A rollout in the target's own plane."""
 
     again = 1  # what is committed must stay as the target wrote it
-
-    def _hold(self, seq: Sequence, tokens: int) -> None:
-        pass
-
-    def _keep(self, seq: Sequence, nodes: Iterable[int]) -> None:
-        pass
+    keeps_kv = False
 
 
 @register("layerskip")

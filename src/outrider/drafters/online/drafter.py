@@ -58,15 +58,14 @@ class Online(Drafter):
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
         self.inner = BareTap(space)
-        self.rollout: Any = self.inner.rollout  # a `StateKeeping`
-        network: Any = self.rollout.network
-        self.frozen = network.frozen
+        self.rollout = self.inner.rollout
+        self.frozen = self.rollout.tap.frozen
         plan = plan_of(space, LearningPlan())
         weights = self.frozen.initial(plan.rank)
         if (folder := space.option("learn_from", default=None)) is not None:
             weights = store.load(folder, self.frozen, weights)
         self.learner = Learner(self.frozen, weights, plan)
-        network.live = lambda: self.learner.live
+        self.rollout.tap.live = lambda: self.learner.live
         self.proposals: dict[int, Proposal] = {}
         if space.option("learn", default=True):
             warm(self.learner)
@@ -84,7 +83,7 @@ class Online(Drafter):
         self.learner.swap()
         self.rollout.states.clear()
         self.rollout.scored.clear()
-        draft: Draft = self.inner.draft(request)
+        draft = self.inner.draft(request)
         if self.learner.report.state == "on":
             for seq, tree in zip(request.seqs, draft.trees, strict=True):
                 states = self.rollout.states.get(seq.id, [])

@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ...types import Draft, Sequence, Step
 from .. import Drafter, DraftRequest, Traits, Workspace
 from .._learning.adapter import FrozenOutput, Weights
-from .._rollout import DraftVocabularyRollout, Growth, Rollout
+from .._rollout import DraftVocabularyRollout, Growth
 from .._trained import DraftVocabulary
 
 Live = Callable[[], Weights]  # the weights that draft now
@@ -55,26 +55,22 @@ class Tap(DraftVocabulary):
         return summed(self.product(adapted.normed.to(self.compute))).to(self.stream), adapted.stream
 
 
-class StateKeeping(Rollout):
-    """A rollout that keeps the state behind each drafted token. Its network appends to `scored`."""
+class TapRollout(DraftVocabularyRollout):
+    """Drafting from a bare tap, without a plane. It keeps the state behind each drafted token."""
 
-    scored: deque[tuple[Tensor, int]]  # state [H] of each scored row, and the token before it
-    states: dict[int, list[tuple[Tensor, int]]]  # the same by sequence, for each of its nodes
+    keeps_kv = False  # there is none
+
+    def __init__(self, tap: Tap, cache: Cache, last: LastStates) -> None:
+        super().__init__(tap, None, cache, None, source="online")
+        self.tap, self.last = tap, last
+        self.scored = tap.scored  # state [H] of each scored row, and the token before it
+        self.states: dict[int, list[tuple[Tensor, int]]] = {}  # the same by sequence, for each of its nodes
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the state of its children
 
     def _extend(self, growth: Growth, logits: Tensor) -> None:
         super()._extend(growth, logits)
         if self.scored:
             self.states.setdefault(growth.seq.id, []).append(self.scored.popleft())
-
-
-class TapRollout(StateKeeping, DraftVocabularyRollout):
-    """Drafting from a bare tap, without a plane."""
-
-    def __init__(self, tap: Tap, cache: Cache, last: LastStates) -> None:
-        super().__init__(tap, None, cache, None, source="online")
-        self.tap, self.last, self.scored = tap, last, tap.scored
-        self.outputs: dict[int, dict[int, Tensor]] = {}  # sequence -> node -> [H] the state of its children
-        self.states = {}
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         state = torch.stack([self.last.at(seq, len(seq.tokens) - 2) for seq in seqs])  # [B, H]
@@ -89,9 +85,6 @@ class TapRollout(StateKeeping, DraftVocabularyRollout):
         for (growth, node), output in zip(rows, outputs, strict=True):
             self.outputs[growth.seq.id][node] = output
         return scores.cpu()
-
-    def _keep(self, seq: Sequence, nodes: Any) -> None:
-        """Nothing: there is no plane."""
 
 
 class LastStates:
@@ -145,7 +138,7 @@ class BareTap(Drafter):
 
 
 def _vocabulary(space: Workspace) -> Tensor:
-    """What a bare tap can draft [D]: a tokenizer's first ids, which are the most frequent tokens, and end tokens."""
+    """The draft vocabulary of a bare tap [D]: the first ids, which are the most frequent tokens, and end tokens."""
     c = space.target.config
     size = int(space.option("draft_vocab", default=0)) or _VOCABULARY.get(space.target.device.type, _VOCABULARY["cpu"])
     if not size >= 1:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...backends import WHOLE, Model
 from ...engine.batch import BatchBuilder
-from ...engine.sampling import DRAFT, draw, key, law, ranked
+from ...engine.sampling import DRAFT, distribution, draw, key, ranked
 from ...errors import ConfigError
 from ...types import Draft, Sequence, Tree, chain
 from .. import Workspace
@@ -128,7 +128,7 @@ class IntersectionRollout(TranslatedRollout):
                 growth.budget = len(growth.tokens)  # no common token is possible here
             return
         origin, emitted = self._in_target(growth.seq, growth.tokens)
-        q = law(self._target_logits(logits)[0], origin, emitted)  # [V]
+        q = distribution(self._target_logits(logits)[0], origin, emitted)  # [V]
         token = draw(q, key(origin.seed, len(emitted), DRAFT, len(origin.tokens)))
         if token in self.to_draft:
             growth.q.append(q)

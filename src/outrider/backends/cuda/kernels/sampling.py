@@ -1,9 +1,9 @@
 """Sampling on the GPU: the next token of many rows at once, the one that `engine.sampling.choose` takes.
 
-Promise: a row's choice is a pure function of its logits and its law. It does not depend on other rows, the batch size
-or the order of threads: noise is hashed as in `engine.sampling`, floats are reduced in an order that only the
-vocabulary size decides, and what torch sums is integers, whose sums do not depend on the order. Nothing here waits for
-the device or reads its values on the host, so a call can be captured in a CUDA graph.
+Promise: a row's choice is a pure function of its logits and its sampling parameters. It does not depend on other rows,
+the batch size or the order of threads: noise is hashed as in `engine.sampling`, floats are reduced in an order that
+only the vocabulary size decides, and what torch sums is integers, whose sums do not depend on the order. Nothing here
+waits for the device or reads its values on the host, so a call can be captured in a CUDA graph.
 
 It knows temperature, top-k, top-p, min-p and a seed; it knows no bias, penalties, bans or sequences.
 """

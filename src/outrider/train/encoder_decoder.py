@@ -26,7 +26,7 @@ from .objectives import ModelObjective
 _TABLES = ("embed_tokens.weight", "embed_positions.weight", "lm_head.weight", "lm_head.bias")
 
 
-class PairNet(nn.Module):
+class EncoderDecoderNet(nn.Module):
     """An encoder–decoder by its configuration; tensors have Outrider's names, as `expected` lists them."""
 
     def __init__(
@@ -47,8 +47,8 @@ class PairNet(nn.Module):
     def has(self, name: str) -> bool:
         return _key(name) in self.tensors
 
-    def trainable(self, embedding: bool) -> PairNet:
-        """With its decoder's layers to be trained, and its embedding and output matrix if wanted."""
+    def trainable(self, embedding: bool) -> EncoderDecoderNet:
+        """Make its decoder's layers trainable, and with `embedding` its embedding and output matrix."""
         for key, tensor in self.tensors.items():
             name = key.replace("/", ".")
             tensor.requires_grad_(not name.startswith("encoder.") and (embedding or name not in _TABLES))
@@ -141,30 +141,30 @@ class PairNet(nn.Module):
         return table[:, distance.clamp(min=0)]
 
 
-class PairObjective(ModelObjective):
-    """As of a small model; both decoders read the target's encoder, which is the small model's too."""
+class EncoderDecoderObjective(ModelObjective):
+    """As for a small model; both decoders read the output of the target's encoder."""
 
     _read: tuple[Batch, Tensor] | None = None  # the last batch, and its sources' states
 
-    def _logits(self, net: PairNet, batch: Batch) -> Tensor:  # type: ignore[override]
+    def _logits(self, net: EncoderDecoderNet, batch: Batch) -> Tensor:  # type: ignore[override]
         """[M, V]"""
         last = net(batch.tokens[:, 1:], self._states(batch), batch.source_lengths)  # [B, n-1, H]
         return net.logits(last.flatten(0, 1)[batch.rows])
 
     @torch.no_grad()
     def _states(self, batch: Batch) -> Tensor:
-        target: PairNet = self.target  # type: ignore[assignment]
+        target: EncoderDecoderNet = self.target  # type: ignore[assignment]
         if self._read is None or self._read[0] is not batch:
             self._read = batch, target.states(batch.sources, batch.source_lengths)
         return self._read[1]
 
 
-def cut_pair(
+def cut_encoder_decoder(
     config: ModelConfig, weights: WeightSource, layers: int, train_embedding: bool, device: torch.device | str
-) -> PairNet:
+) -> EncoderDecoderNet:
     """A trainable float32 model with so many of the decoder's layers, chosen as `cut_target` does."""
     chosen = chosen_layers(config, layers)
-    net = PairNet(cut_config(config, chosen), LayerSubset(weights, chosen), torch.float32, device)
+    net = EncoderDecoderNet(cut_config(config, chosen), LayerSubset(weights, chosen), torch.float32, device)
     return net.trainable(train_embedding)
 
 

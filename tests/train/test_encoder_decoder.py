@@ -14,11 +14,11 @@ import transformers
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.encoder_decoder import write_pair
+from outrider.models.encoder_decoder import write_encoder_decoder
 from outrider.models.weights import LayerSubset, cut_config
 from outrider.train.answers import Answer
 from outrider.train.batches import collate
-from outrider.train.pairs import PairNet, PairObjective
+from outrider.train.encoder_decoder import EncoderDecoderNet, EncoderDecoderObjective
 from outrider.train.run import train
 
 from support import foreign
@@ -31,7 +31,7 @@ from support.training import QUICK, WORDS, Recipe
 def test_the_module_computes_what_the_target_computes(case: str) -> None:
     """Texts and sources of two lengths in one batch, padded."""
     theirs, config, weights = pair(case)
-    net = PairNet(config, weights, torch.float32, "cpu")
+    net = EncoderDecoderNet(config, weights, torch.float32, "cpu")
     pairs = [(source(30), text(20)), (source(9, salt=5), text(13))]
     sources, tokens = torch.zeros(2, 32, dtype=torch.long), torch.zeros(2, 24, dtype=torch.long)
     for i, (read, said) in enumerate(pairs):
@@ -50,14 +50,14 @@ def test_a_written_folder_is_the_cut_model(kind: str, tmp_path: Path) -> None:
     whole = open_checkpoint(foreign.save(tmp_path / "whole", kind))
     some = LayerSubset(whole.weights, [0, 2])
     config = cut_config(whole.config, [0, 2])
-    write_pair(tmp_path / "cut", whole.path, config, some, whole.tokenizer, torch.float32)
+    write_encoder_decoder(tmp_path / "cut", whole.path, config, some, whole.tokenizer, torch.float32)
     cut = open_checkpoint(tmp_path / "cut")
     assert cut.config.layers == 2
     assert cut.config.eos_ids == whole.config.eos_ids
     for name in cut.weights.names():
         assert torch.equal(cut.weights.get(name, torch.float32), some.get(name, torch.float32)), name
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "cut")
-    net = PairNet(cut.config, cut.weights, torch.float32, "cpu")
+    net = EncoderDecoderNet(cut.config, cut.weights, torch.float32, "cpu")
     length = torch.tensor([9])
     got = net.logits(net(torch.tensor([text(7)]), net.states(torch.tensor([source(9)]), length), length))[0]
     torch.testing.assert_close(got, their_logits(theirs, source(9), text(7)), atol=3e-4, rtol=3e-4)
@@ -66,11 +66,11 @@ def test_a_written_folder_is_the_cut_model(kind: str, tmp_path: Path) -> None:
 def test_rows_of_a_batch_predict_every_token_of_an_answer() -> None:
     """The first one too, which other drafters get from the target's pass over the prompt."""
     _, config, weights = pair("marian")
-    net = PairNet(config, weights, torch.float32, "cpu")
+    net = EncoderDecoderNet(config, weights, torch.float32, "cpu")
     answers = [Answer(0, "x", False, [2], text(9), 0.0, 0, source(7)), Answer(1, "x", False, [2], text(4), 0.0, 0, [5])]
     batch = collate(answers, 0, random.Random(0))
     assert batch.next_tokens.tolist() == text(9) + text(4)
-    objective: Any = PairObjective
+    objective: Any = EncoderDecoderObjective
     got = objective(net, net, 4)._logits(net, batch)
     for answer, logits in zip(answers, got.split([9, 4]), strict=True):
         length = torch.tensor([len(answer.source)])
