@@ -185,7 +185,7 @@ _METAVARS: dict[Any, str] = {
 
 
 _PANELS = {
-    "Model": ("model", "dtype", "device", "draft_device", "set_"),
+    "Model": ("model", "dtype", "kv_dtype", "device", "draft_device", "set_"),
     "Drafting": (
         "drafter", "draft_model", "k", "learn", "learn_from", "learn_to", "speculative_config", "profile", "sweep_k",
     ),

@@ -40,7 +40,7 @@ THREADS: tuple[str, ...] = ("-fopenmp",) if sys.platform == "linux" else ("-DOWN
 WINDOWS = ("-Wa,-muse-unaligned-vector-move", "-static-libgcc")
 THREADS += WINDOWS if sys.platform == "win32" else ()
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-# A compiler that is older than the processor schedules for a predecessor: up to 10 % slower where 512 bits are full speed.
+# A compiler older than the processor schedules for a predecessor: up to 10 % slower where 512 bits run at full speed.
 SCHEDULE = ("-mtune=skylake-avx512",)
 TUNED = ("-march=native", *(SCHEDULE if MACHINE == "x86_64" else ()))
 # By machine, the worst first: for the libraries of a wheel, and what OUTRIDER_NATIVE forces (0: no native kernels).
