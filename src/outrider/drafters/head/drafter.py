@@ -136,11 +136,13 @@ class TrainedHead(Drafter):
         self.features: FeatureCache
         graphs: Any = None
         taps = tuple[int, ...]()
-        if passes is None and (attends or head.device.type != "cuda"):
+        observes = passes is None and (attends or head.device.type != "cuda")
+        if observes and not space.target.keeps_streams:
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
-            space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
+            dtype = torch.float32 if observes else head.compute  # that of the passes' residual stream
+            space.plane.keep_streams(config.taps, config.target_hidden_size, dtype)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
         if passes is not None:
             from .captured import HeadGraphs  # these need triton
