@@ -277,6 +277,8 @@ class Adaptive(Controller):
     # ------------------------------------------------------------ after the pass
 
     def observe(self, step: Step) -> None:
+        if not any(turn.budget for turn in step.turns):
+            return self._learn_gain(step, 0.0)
         self._learn_gain(step, self._learn_drafting(step))
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
         for (turn, tree), verdict, missed in zip(pairs, step.verdicts, step.untaken, strict=True):
@@ -313,10 +315,11 @@ class Adaptive(Controller):
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
-        batch, nodes = len(step.turns), sum(step.draft_rows)
-        fed, verdicts = step.rows - nodes, [verdict for verdict in step.verdicts if verdict is not None]
+        batch, nodes, fed = len(step.turns), sum(step.draft_rows), sum([turn.feed for turn in step.turns])
+        verdicts = [verdict for verdict in step.verdicts if verdict is not None]
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
-        plain, speed = self.costs(fed, batch), batch / self.costs(batch, batch)
+        plain = self.costs(fed, batch)
+        speed = batch / (plain if fed == batch else self.costs(batch, batch))
         gain, lead = 0.0, 1.0
         if verdicts and (nodes or drafting):
             expected = self.costs(fed + nodes, batch)
