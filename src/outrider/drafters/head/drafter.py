@@ -211,8 +211,9 @@ class TrainedHead(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
         self.reads = any(_backlog(self.rollout.plane, seq) > PROMPT for seq in request.seqs)
-        for seq in request.seqs if self.vocabulary is not None else ():
-            self.vocabulary.follow(seq)
+        if self.vocabulary is not None:
+            for seq in request.seqs:
+                self.vocabulary.follow(seq)
         if self.learning is not None:
             self.learning.choose(request.seqs)
         if request.in_round:
