@@ -305,9 +305,11 @@ def test_parts_and_fewer_ids(use_backend: Use) -> None:
 def test_passes_leave_the_layers_that_are_kept_in_the_slots_of_their_rows(use_backend: Use) -> None:
     use_backend("tuned")
     config = MODELS["super"][0]
-    model, rows, plane = _model("super"), _chain(_tokens(config, 9), 2, 9), _plane(config)
+    tokens, model, plane = _tokens(config, 9), _model("super"), _plane(config)
     assert model.keeps_streams
-    shown = model.forward(rows, _plane(config), taps=(0, 1)).hidden
+    model.forward(_chain(tokens, 0, 2), plane)
+    rows = _chain(tokens, 2, 9)
+    shown = model.forward(rows, plane, taps=(0, 1)).hidden
     plane.keep_streams((1,), config.hidden_size, torch.float32)
     plane.streams[1].fill_(7.0)
     assert not model.forward(rows, plane).hidden
