@@ -301,6 +301,26 @@ def test_parts_and_fewer_ids(use_backend: Use) -> None:
         model.forward(dataclasses.replace(rows, tokens=rows.tokens + 10**6), _plane(config))
 
 
+@needs_compiler
+def test_passes_leave_the_layers_that_are_kept_in_the_slots_of_their_rows(use_backend: Use) -> None:
+    use_backend("tuned")
+    config = MODELS["super"][0]
+    tokens, model, plane = _tokens(config, 9), _model("super"), _plane(config)
+    assert model.keeps_streams
+    model.forward(_chain(tokens, 0, 2), plane)
+    rows = _chain(tokens, 2, 9)
+    shown = model.forward(rows, plane, taps=(0, 1)).hidden
+    plane.keep_streams((1,), config.hidden_size, torch.float32)
+    plane.streams[1].fill_(7.0)
+    assert not model.forward(rows, plane).hidden
+    assert _same(plane.streams[1][rows.slots], shown[1])
+    assert (plane.streams[1][:2] == 7).all()
+    assert (plane.streams[1][9:] == 7).all()
+    plane.keep_streams((0,), config.hidden_size, torch.float32)  # one more, later
+    model.forward(rows, plane)
+    assert _same(plane.streams[0][rows.slots], shown[0])
+
+
 def _problems() -> Iterator[tuple[str, bytes, int]]:
     """A product in every type and for many numbers of rows, with outliers among the inputs."""
     for rows in (1, 2, 3, 4, 5, 8, 10, 13):

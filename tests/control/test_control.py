@@ -19,9 +19,9 @@ import pytest
 from outrider.backends.pass_costs import EACH, EDGE, MOST_ROWS, ROWS
 from outrider.control.adaptive import Adaptive
 from outrider.control.draft_costs import Line
-from outrider.control.expectation import expected_tokens
 from outrider.control.pass_costs import PassCosts
 from outrider.drafters import Traits
+from outrider.drafters._expectation import expected_tokens
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, Verdict, chain
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

@@ -15,7 +15,7 @@ from outrider import drafters
 from outrider.backends.rows import rows_of
 from outrider.backends.toy import VOCABULARY
 from outrider.config import Config
-from outrider.drafters import Drafter, DraftRequest, Workspace, lookup
+from outrider.drafters import Drafter, DraftRequest, Traits, Workspace, lookup
 from outrider.llm import build_engine
 from outrider.testing import SCENARIOS, Scenario, check_drafter, decode, meddled, prompts
 from outrider.types import Draft, SamplingParams, Sequence, Step, Tree, chain
@@ -320,6 +320,30 @@ def test_meddling_is_real() -> None:
     decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=40))
     assert len(calls) != engine.index
     assert any("may crash" in failure for failure in engine.failures)
+
+
+@pytest.mark.parametrize("watches", [True, False])
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_drafter_that_need_not_watch_sees_only_steps_with_a_budget(watches: bool, k: int) -> None:
+    calls: list[int] = []
+
+    class Counted(Drafter):
+        name = "counted"
+        traits = Traits(watches=watches)
+
+        def draft(self, request: DraftRequest) -> Draft:
+            return Draft.empty(len(request.seqs))
+
+        def observe(self, step: Step) -> None:
+            calls.append(step.index)
+
+    engine = build_engine(TARGET, Config(drafter=Counted, k=k))
+    decode(engine, Scenario("alone", batch=1), SamplingParams(max_tokens=8))
+    if watches:
+        assert len(calls) == engine.index
+    else:
+        assert bool(calls) == bool(k)
+        assert len(calls) < engine.index  # the last token has no room for a draft
 
 
 def test_nan_logits_are_a_sentence() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Draft, Drafter, register
-from outrider.control.expectation import break_even, expected_tokens
 from outrider.drafters import DraftRequest
+from outrider.drafters._expectation import break_even, expected_tokens
 from outrider.measure.bench import PLAIN, Bench, BenchPlan, EncodedPrompt, encode_prompts, measure, result
 from outrider.measure.plots import ticks
 from outrider.measure.report import html

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.control.expectation import break_even, expected_tokens
+from outrider.drafters._expectation import break_even, expected_tokens
 from outrider.engine.trace import Line, Trace, read, recorded
 from outrider.types import Stats, Tree
 from outrider.web import examples, read_lines

@@ -71,6 +71,7 @@ class Model(ABC):
     kv_dtype: torch.dtype | None = None  # of K and V, on a CPU; None: that of the residual stream
     weights_device: torch.device | None = None  # where the weights are on another device
     has_layers = True  # can run a part of its layers and resume from a hidden state
+    keeps_streams = False  # passes on a CPU leave the layers of `plane.streams` there, in the slots of their rows
     block = 1  # positions that a pass computes together: budgets end where a block does
     description = ""  # one sentence about the implementation, where there was a choice
     encoder = False  # an encoder reads the prompt, and answers start with the tokens `starts`

@@ -13,11 +13,12 @@ reached, and none where none is worth more than a margin:
 t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (`draft_costs`), survival from verdicts
 (`acceptance`); λ is the speed of plain decoding times the recent lead over it.
 
-Estimates may be wrong, so no draft costs more than the credit, as if every node were rejected: what can be lost is
-bounded, and drafts grow with their success. Where nothing is expected to pay but a right draft would, the same credit
-pays for trials of one node. It also pays for requests of drafters on the host, which cost little and often find
-nothing. `budget` decides before anything is drafted, by what is usual; `prune` again, by the survival of what was
-drafted. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
+Estimates may be wrong, so no draft costs more than half of the credit, as if every node were rejected: what can be
+lost is bounded, one mistake leaves as much for the next draft, and drafts grow with their success. Where nothing is
+expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for requests of
+drafters on the host, which cost little and often find nothing. `budget` decides before anything is drafted, by what is
+usual; `prune` again, by the survival of what was drafted. Nothing here knows whether a step ran on a CPU or in a GPU's
+round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -158,9 +159,9 @@ class Adaptive(Controller):
         return True
 
     def _refuse(self, reason: str, least: float = math.inf) -> dict[int, int]:
-        """Nothing is drafted before the credit pays this price, HELD steps are over or the batch changes."""
+        """Nothing is drafted before this price is within the limit, HELD steps are over or the batch changes."""
         self._explain(f"{self.name} is not used: {reason}")
-        self.refused, self.least, self.held, self.refusal = len(self.turns), least / self.lead, self.HELD, self.why
+        self.refused, self.least, self.held, self.refusal = len(self.turns), 2 * least / self.lead, self.HELD, self.why
         return {}
 
     def _rooms(self, free: int) -> dict[int, int]:
@@ -192,7 +193,7 @@ class Adaptive(Controller):
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
-        right draft would, one node is tried if that costs less than half of what may be lost."""
+        right draft would, one node is tried if that costs less than half of the limit."""
         rooms = self._plan(seqs, line)
         count = len(rooms or seqs)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
@@ -277,7 +278,12 @@ class Adaptive(Controller):
     # ------------------------------------------------------------ after the pass
 
     def observe(self, step: Step) -> None:
-        self._learn_gain(step, self._learn_drafting(step))
+        asked = any(turn.budget for turn in step.turns)
+        self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
+        if asked:
+            self._learn_acceptance(step)
+
+    def _learn_acceptance(self, step: Step) -> None:
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
         for (turn, tree), verdict, missed in zip(pairs, step.verdicts, step.untaken, strict=True):
             if verdict is not None and tree.tokens:
@@ -313,10 +319,11 @@ class Adaptive(Controller):
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
         """The tokens that drafts gained, less those that plain decoding would have made in their time."""
-        batch, nodes = len(step.turns), sum(step.draft_rows)
-        fed, verdicts = step.rows - nodes, [verdict for verdict in step.verdicts if verdict is not None]
+        batch, nodes, fed = len(step.turns), sum(step.draft_rows), sum([turn.feed for turn in step.turns])
+        verdicts = [verdict for verdict in step.verdicts if verdict is not None]
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
-        plain, speed = self.costs(fed, batch), batch / self.costs(batch, batch)
+        plain = self.costs(fed, batch)
+        speed = batch / (plain if fed == batch else self.costs(batch, batch))
         gain, lead = 0.0, 1.0
         if verdicts and (nodes or drafting):
             expected = self.costs(fed + nodes, batch)

@@ -105,7 +105,8 @@ class StepPrices:
         deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
         self.speed = lead * deciding / costs(deciding, deciding)  # λ
         self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
-        self.limit = lead * max(credit, 0.0)  # of a price: a token of plain decoding is worth `lead` of these
+        # Of a price. A token of plain decoding is worth `lead` of these; half of what may be lost is for later drafts.
+        self.limit = lead * max(credit, 0.0) / 2
 
     def price(self, rows: int, seconds: float = 0.0) -> float:
         """λ · (t(rows of the step + rows) − t(rows of the step) + seconds of drafting)."""

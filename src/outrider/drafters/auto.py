@@ -312,11 +312,11 @@ class Auto(Cascade):
             self.trust_in[name] = Trust(FORESEEN, 0.9 * FORESEEN)
 
     def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
-        """For one sequence, that with least to read, where reading should cost less than half of what may be lost: a
-        batch must not read all its prompts, nor a short answer pay for a drafter that it will not use."""
+        """For one sequence, that with least to read, where reading should cost no more than any draft may: a batch must
+        not read all its prompts, nor a short answer pay for a drafter that it will not use."""
         at = min(range(len(seqs)), key=lambda i: drafter.traits.backlog(seqs[i]))
         reading = READ_GUESS * self.prices.price(1) * drafter.traits.backlog(seqs[at])
-        return [at] if 2 * reading <= self.prices.limit else []
+        return [at] if reading <= self.prices.limit else []
 
     def _trial(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """No call is expected to pay: try the drafter where its backoff is over, if the trial is affordable."""

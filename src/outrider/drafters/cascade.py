@@ -40,7 +40,7 @@ class Cascade(Drafter):
     def _merge_traits(self) -> None:
         """Called after members drafted or observed, when they may have replaced their traits."""
         each = [drafter.traits for drafter in self.drafters]
-        if [*map(id, each)] != [*map(id, self._merged)]:
+        if each != self._merged:  # as a rule these are the same objects, which takes no comparison
             self._merged, self.traits = each, self._traits(each)
 
     def _traits(self, each: list[Traits]) -> Traits:
@@ -50,6 +50,7 @@ class Cascade(Drafter):
             dry=bool(self.free),
             late=all(traits.late for traits in each),
             self_limiting=bool(self.costly) and all(drafter.traits.self_limiting for drafter in self.costly),
+            watches=any(traits.watches for traits in each),
             overlaps=any(traits.overlaps for traits in each),
             members=tuple(drafter.name for drafter in self.drafters),
             learning=next((traits.learning for traits in each if traits.learning is not None), None),

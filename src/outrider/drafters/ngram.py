@@ -30,7 +30,7 @@ class NGram(Drafter):
 
     traits = Traits(
         options=("ngram_max", "ngram_min", "prompt_lookup_max", "prompt_lookup_min"), dry=True, late=True,
-        auto=lambda workspace: True,
+        watches=False, auto=lambda workspace: True,
     )  # fmt: skip
 
     def __init__(self, space: Workspace) -> None:

@@ -13,7 +13,7 @@ from . import Drafter, DraftRequest, Traits, register
 class Off(Drafter):
     """No options."""
 
-    traits = Traits(options=(), late=True)
+    traits = Traits(options=(), late=True, watches=False)
 
     def draft(self, request: DraftRequest) -> Draft:
         return Draft.empty(len(request.seqs))

@@ -40,7 +40,7 @@ class Suffix(Drafter):
 
     traits = Traits(
         options=("suffix_min_survival", "suffix_decoding_min_token_prob", "suffix_shared_tokens", "tree"),
-        dry=True, late=True,
+        dry=True, late=True, watches=False,
         auto=lambda workspace: True,
     )  # fmt: skip
 

@@ -96,6 +96,7 @@ class Traits:
     self_limiting: bool = False  # ends a chain by itself where going on does not pay: takes any budget
     weighs_cost: bool = False  # runs its costly parts only where they pay: may be called in every step
     unread: bool = False  # leaves its tokens on the device: claims no survival and always uses its whole budget
+    watches: bool = True  # its `observe` sees every step; False: those in which somebody may draft
     overlaps: bool = False  # does something in `overlap`, so that the target runs in another thread
     mode: str = ""  # drafting mode, where it has several: the cost of each is learnt separately
     members: tuple[str, ...] = ()  # drafters that it wraps; a sequence may select one (`Sequence.only`)
@@ -135,7 +136,7 @@ class Drafter:
         """The target verifies this draft meanwhile: work done here costs no time."""
 
     def observe(self, step: Step) -> None:
-        """The target has verified; the sequences already hold what was emitted."""
+        """The target has verified; the sequences already hold what was emitted. See `Traits.watches`."""
 
     def end(self, seq: Sequence) -> None:
         """A sequence finished or was cancelled."""

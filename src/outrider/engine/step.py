@@ -374,7 +374,8 @@ class Engine:
             for phase, seconds in spent:
                 stats.seconds[phase] = stats.seconds.get(phase, 0.0) + seconds
             stats.why, stats.failures = step.why, stats.failures + failed
-        self._notify("observe", step)
+        if self.drafter.traits.watches or any(turn.budget for turn in step.turns):
+            self._notify("observe", step)
         self.controller.observe(step)
         for listener in self.listeners:
             listener.observe(step)

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import drafters
-from ..control.expectation import expected_tokens
 from ..control.pass_costs import PassCosts
+from ..drafters._expectation import expected_tokens
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint
 from ..models.foreign import ForeignWeights

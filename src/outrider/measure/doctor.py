@@ -19,9 +19,9 @@ import torch
 
 from ..backends.loaded_weights import pass_bytes, weight_bytes
 from ..backends.machine import free_memory
-from ..control.expectation import break_even
 from ..control.pass_costs import PassCosts
 from ..drafters import Workspace, make, names
+from ..drafters._expectation import break_even
 from ..engine.cache import Cache
 from ..errors import OutriderError
 from ..llm import LLM

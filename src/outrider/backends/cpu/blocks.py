@@ -302,6 +302,7 @@ class BlockTransformer(Model):
     dtype = compute = torch.int8  # of rows; weights have the file's types
     exact = True
     precision = "gguf"
+    keeps_streams = True
 
     def __init__(self, config: ModelConfig, weights: FileWeights, tensors: Tensors, length: int | None = None) -> None:
         """tensors: as made by `repacked`; length: positions of the longest sequence."""

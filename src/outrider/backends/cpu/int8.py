@@ -51,6 +51,7 @@ class Int8Transformer(Model):
         kernels = ops._loaded().kernels
         self.native = None if kernels is None else NativePass(self, kernels)
         self.torch = TorchPass(self) if kernels is None else None
+        self.keeps_streams = kernels is not None
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -85,6 +86,7 @@ class Addresses:
     def __init__(self, *held: object) -> None:
         self._held: list[object] = [*held]
         self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
 
     def _addresses(self, plane: Plane) -> int:
         """The address of the addresses of each layer's k and v."""
@@ -92,6 +94,16 @@ class Addresses:
         if held is None or held[0] != ops.plane_address(plane.k[0]):
             pairs = zip(plane.k, plane.v, strict=True)
             held = self._planes[plane] = array("q", [ops.plane_address(t) for pair in pairs for t in pair])
+        return held.buffer_info()[0]
+
+    def _stream_addresses(self, plane: Plane) -> int:
+        """The address of the addresses of each layer's stream, which are never moved; 0: none is kept."""
+        if not plane.streams:
+            return 0
+        held = self._streams.get(plane)
+        if held is None or len(held) - held.count(0) != len(plane.streams):
+            kept = (plane.streams.get(i) for i in range(len(plane.k)))
+            held = self._streams[plane] = array("q", ops.addresses_of(*kept))
         return held.buffer_info()[0]
 
     def _keep(self, data: bytes) -> int:
@@ -181,7 +193,8 @@ class NativePass(Addresses):
             skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
         self.kernels.int8_pass(
             self._models[ids], *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
-            logits.data_ptr() if part.head else 0, *(0 if a is None else a.buffer_info()[0] for a in (tapped, skips)),
+            logits.data_ptr() if part.head else 0, 0 if tapped is None else tapped.buffer_info()[0],
+            self._stream_addresses(plane), 0 if skips is None else skips.buffer_info()[0],
             inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, logits.shape[0], part.start, stop,
             torch.get_num_threads(),
         )  # fmt: skip
@@ -460,5 +473,6 @@ class NativeProduct(Addresses):
         out = torch.empty(rows, outputs)
         zeros, every = _indices(rows)
         inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
-        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 1, 0, 1, rows, rows, 0, 0, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads)
         return out

@@ -136,11 +136,13 @@ class TrainedHead(Drafter):
         self.features: FeatureCache
         graphs: Any = None
         taps = tuple[int, ...]()
-        if passes is None and (attends or head.device.type != "cuda"):
+        observes = passes is None and (attends or head.device.type != "cuda")
+        if observes and not space.target.keeps_streams:
             taps = config.taps
             self.features = ObservedFeatures(taps)
         else:  # the target's passes leave their hidden states in the plane: no taps are needed
-            space.plane.keep_streams(config.taps, config.target_hidden_size, head.compute)
+            dtype = torch.float32 if observes else head.compute  # that of the passes' residual stream
+            space.plane.keep_streams(config.taps, config.target_hidden_size, dtype)
             self.features = StreamFeatures(config.taps, space.cache, space.plane)
         if passes is not None:
             from .captured import HeadGraphs  # these need triton
@@ -169,6 +171,7 @@ class TrainedHead(Drafter):
         self.traits = replace(
             self.traits,
             taps=taps,
+            watches=bool(taps),
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
             backlog=partial(_backlog, plane),  # traits that refer to `self` would keep it beyond its last user
@@ -190,7 +193,7 @@ class TrainedHead(Drafter):
         if not isinstance(head, Head) or not learns or not isinstance(rollout, HeadRollout):
             raise ConfigError(f"{self.about.format} cannot learn while it serves: leave learn out.")
         learning = HeadLearning(head, rollout, space)
-        self.traits = replace(self.traits, learning=learning)
+        self.traits = replace(self.traits, learning=learning, watches=True)
         return learning
 
     def record(self, rounds: Any) -> None:
@@ -208,6 +211,9 @@ class TrainedHead(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
         self.reads = any(_backlog(self.rollout.plane, seq) > PROMPT for seq in request.seqs)
+        if self.vocabulary is not None:
+            for seq in request.seqs:
+                self.vocabulary.follow(seq)
         if self.learning is not None:
             self.learning.choose(request.seqs)
         if request.in_round:
@@ -256,8 +262,6 @@ class TrainedHead(Drafter):
         self.rollout.passes_run = 0
         self.features.observe(step)
         self.features.retain(self.space.cache.rows.keys())
-        if self.vocabulary is not None:
-            self.vocabulary.observe(step)
         if self.learning is not None:
             self.learning.observe(step)
             if self.learning.due != self.traits.overlaps:
@@ -279,6 +283,8 @@ class TrainedHead(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self.features.drop(seq.id)
+        if self.vocabulary is not None:
+            self.vocabulary.end(seq)
         if self.learning is not None:
             self.learning.end(seq)
 

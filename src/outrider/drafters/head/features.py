@@ -164,7 +164,10 @@ class StreamFeatures(FeatureCache):
         row = self.cache.rows.get(seq_id)
         if row is None or len(row.slots) < stop:  # the sequence ended while another thread was reading it
             return like.new_zeros(stop - start, like.shape[1])
-        slots = torch.tensor(row.slots[start:stop]).to(like.device)  # [m]
+        taken: list[int] = row.slots[start:stop]
+        if taken and taken == list(range(taken[0], taken[0] + len(taken))):  # nothing but a copy, as a rule
+            return torch.cat([stream[taken[0] : taken[-1] + 1] for stream in self.streams], 1).to(like.dtype)
+        slots = torch.tensor(taken).to(like.device)  # [m]
         return torch.cat([stream[slots] for stream in self.streams], 1).to(like.dtype)  # [m, taps * H]
 
 

@@ -17,7 +17,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from ...types import Sequence, Step
+from ...types import Sequence
 from .network import Head
 
 _SHARE, _MOST = 8, 2048  # at most one of eight draft ids, and at most so many, stand for learnt tokens
@@ -38,17 +38,24 @@ class LearntVocabulary:
         rarest = sorted((i for i, token in enumerate(ids) if token not in protected), key=lambda i: -ids[i])
         self.free = rarest[:most][::-1]  # places that no learnt token has taken, the rarest last
         self.learnt: OrderedDict[int, int] = OrderedDict()  # token -> its place, least recently seen first
+        self.followed: dict[int, int] = {}  # sequence -> its tokens that were looked at, where it is drafted for
 
     def begin(self, seq: Sequence) -> None:
         """A new request: its prompt's tokens are likely in its answer."""
         if seq.params.learn and seq.speculate:
             self.see(seq.tokens[-_PROMPT:])
 
-    def observe(self, step: Step) -> None:
-        """What the target has emitted."""
-        for turn, verdict in zip(step.turns, step.verdicts, strict=True):
-            if verdict is not None and turn.seq.params.learn and turn.seq.speculate:
-                self.see(verdict.tokens)
+    def follow(self, seq: Sequence) -> None:
+        """A draft is wanted: look at what the target has emitted since the last one."""
+        if seq.params.learn:
+            self.see(seq.tokens[self.followed.get(seq.id, seq.prompt_len) :])
+        self.followed[seq.id] = len(seq.tokens)
+
+    def end(self, seq: Sequence) -> None:
+        """The rest of an answer is for the others, unless nobody drafted here."""
+        if seq.id in self.followed:
+            self.follow(seq)
+            del self.followed[seq.id]
 
     def see(self, tokens: Iterable[int]) -> None:
         """Tokens that occurred. Those outside the draft vocabulary replace the ones not seen for longest."""

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ...backends import WHOLE, Model, Part
 from ...backends.rows import Rows, rows_of
-from ...control.expectation import expected_tokens
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
 from ...types import Sequence
+from .._expectation import expected_tokens
 
 NOTE = "skip"  # the name under which the set of a target is stored
 MAX_ROWS = 256  # positions in a scoring pass

@@ -47,6 +47,7 @@ typedef struct {
     void *const *planes; /* [layers][2] k and v [S, kv_heads, d], as in vectors.h */
     float *logits; /* [R, V], or NULL: no head */
     float *const *taps; /* [stop] where the stream after a layer goes [T, H], or NULL; all of it may be NULL */
+    float *const *streams; /* the same [S, H], each row in its slot; of ordinary decoders */
     const uint8_t *skips; /* [stop] 1: no attention, 2: no mlp; or NULL */
     int64_t table_stride, depth, slot_count, rows, wanted, start, stop, threads;
 } Pass;
@@ -207,13 +208,14 @@ static int embed_row(const void *job, int64_t t) {
 
 typedef struct {
     const State8 *s;
-    float *out; /* [T, H] */
+    float *out; /* [T, H], or with slots [S, H] */
+    const int64_t *slots;
 } Tap;
 
 static int tap_row(const void *job, int64_t t) {
     const Tap *a = job;
     const int64_t n = a->s->p->model->hidden;
-    memcpy(a->out + t * n, a->s->x + t * n, (size_t)n * sizeof *a->out);
+    memcpy(a->out + (a->slots ? a->slots[t] : t) * n, a->s->x + t * n, (size_t)n * sizeof *a->out);
     return 0;
 }
 
@@ -308,7 +310,8 @@ static int run(Member *m, const void *opaque) {
         const int skips = p->skips ? p->skips[i] : 0;
         if (!(skips & 1)) failed |= attention(m, s, model->layers + i, p->planes + 2 * i);
         if (!(skips & 2)) failed |= mlp(m, s, model->layers + i);
-        if (p->taps && p->taps[i]) failed |= each(m, tap_row, &(Tap){s, p->taps[i]}, p->rows);
+        if (p->taps && p->taps[i]) failed |= each(m, tap_row, &(Tap){s, p->taps[i], NULL}, p->rows);
+        if (p->streams && p->streams[i]) failed |= each(m, tap_row, &(Tap){s, p->streams[i], p->slots}, p->rows);
     }
     if (!p->logits || !p->wanted) return failed;
     const Packing last = {s, &model->head, s->x, model->norm, p->want, model->hidden};
