@@ -34,7 +34,6 @@ from .backends.pass_costs import CostFile, target_costs
 from .config import Config, config_from, from_hugging_face, from_speculative_config
 from .control import Controller
 from .control.adaptive import Adaptive, Fixed
-from .control.pass_costs import PassCosts
 from .drafters import Drafter, Workspace, about, make
 from .drafters._drift import Monitor
 from .engine.cache import Cache, Plane
@@ -525,10 +524,10 @@ def make_controller(
         controller = Fixed(0 if drafter.name == "off" else int(config.k), model.block)
     else:
         counts = tuple(2**i for i in range(config.max_batch.bit_length()))  # batch sizes whose passes are measured
-        known = (costs or CostFile()).get(lambda: target_costs(runner, cache, counts), counts)
         gpu = model.device.type == "cuda"
+        known = (costs or CostFile()).refined(lambda: target_costs(runner, cache, counts), counts, padded=gpu)
         longest = 31 if gpu else 16  # nodes of a draft: with its root a pass of 32 rows, nearly as cheap as one
-        controller = Adaptive(PassCosts(known, padded=gpu), longest, drafter.name, model.block)
+        controller = Adaptive(known, longest, drafter.name, model.block)
     return controller
 
 

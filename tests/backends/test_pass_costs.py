@@ -118,6 +118,15 @@ def test_costs_of_several_sequences_are_kept_and_measured_when_they_are_missing(
     assert by_rows({1: 0.5, 2: 0.6}) == {1: 0.5, 2: 0.6}
 
 
+def test_engines_of_a_target_share_what_steps_have_refined() -> None:
+    costs = CostFile("model")
+    first = build_engine(toy(), Config(drafter="ngram"), costs=costs).controller.costs  # type: ignore[attr-defined]
+    first.refine(1, 10.0)
+    assert build_engine(toy(), Config(drafter="ngram"), costs=costs).controller.costs is first  # type: ignore[attr-defined]
+    other = build_engine(toy(), Config(drafter="ngram"), costs=CostFile("model"))  # another process
+    assert other.controller.costs(1) < first(1)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("damage", ['{"1,": 2}', '{"1,2,3": 2}', "", "[1]", '{"a": 1}', '{"1": null}', "{"])
 def test_a_damaged_note_is_measured_again(damage: str) -> None:
     costs = CostFile("model")

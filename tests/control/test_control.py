@@ -374,6 +374,17 @@ def test_more_rows_never_cost_less() -> None:
         assert line == sorted(line)
 
 
+def test_the_first_plain_passes_correct_costs_of_another_time() -> None:
+    costs = PassCosts({1: 0.010, 8: 0.012})
+    for _ in range(3):
+        costs.refine(1, 0.007)  # the memory is faster now
+    assert costs(1) == pytest.approx(0.007, rel=0.08)
+    for _ in range(50):
+        costs.refine(1, 0.007)
+    costs.refine(1, 0.010)  # one slow pass among many does little
+    assert costs(1) < 0.0074
+
+
 def test_costs_follow_the_passes_of_a_sequence_count() -> None:
     costs = measured(slope)
     for _ in range(300):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..control.pass_costs import Seconds
+from ..control.pass_costs import PassCosts, Seconds
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache
 from ..engine.step import Runner
@@ -164,6 +164,15 @@ class CostFile:
         file = f"costs-{name}-{torch.get_num_threads()}-{fingerprint()}-{native.version()}.json"
         self.path = cache_folder() / "profiles" / file if names else None
         self.seconds: Seconds | None = None
+        self._refined: tuple[Seconds, PassCosts] | None = None
+
+    def refined(self, measure: Callable[[], Seconds], sequences: Iterable[int], padded: bool) -> PassCosts:
+        """The costs that steps refine: one object for all engines of a target, so that a new engine knows what the
+        others have seen since the costs were measured."""
+        seconds = self.get(measure, sequences)
+        if self._refined is None or self._refined[0] is not seconds:
+            self._refined = seconds, PassCosts(seconds, padded)
+        return self._refined[1]
 
     def get(self, measure: Callable[[], Seconds], sequences: Iterable[int] = (1,)) -> Seconds:
         """The stored costs, if they cover these numbers of sequences, or else those that are measured now."""

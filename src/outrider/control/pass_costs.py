@@ -24,7 +24,8 @@ class PassCosts:
     and between sequence counts with as many rows each. Passes refine scale and tilt.
     """
 
-    RATE = 0.08  # how far the error of a prediction moves the next one: a dozen passes
+    RATE = 0.08  # how far the error of a prediction moves the next one: a dozen passes. The first plain ones move it
+    # further: costs were measured at another time, and a shared machine's memory is slower or faster by half
     CLIP = 0.5  # the largest error that counts: a thread that was descheduled says nothing
 
     def __init__(self, seconds: Seconds, padded: bool = True) -> None:
@@ -38,6 +39,7 @@ class PassCosts:
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
         self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
+        self._plain = [0 for _ in self._counts]  # passes without drafts so far
         self._known: dict[tuple[int, int, bool], float] = {}  # of `measured`, by its arguments
 
     def __call__(self, rows: int, sequences: int = 1) -> float:
@@ -47,7 +49,10 @@ class PassCosts:
 
     def correction(self, sequences: int) -> list[float]:
         """Scale and tilt: those of the next measured number of sequences."""
-        return self._corrections[min(bisect_left(self._counts, sequences), len(self._counts) - 1)]
+        return self._corrections[self._index(sequences)]
+
+    def _index(self, sequences: int) -> int:
+        return min(bisect_left(self._counts, sequences), len(self._counts) - 1)
 
     def measured(self, rows: int, sequences: int, planned: bool = False) -> float:
         """Without corrections. planned: in a padded batch, any row count costs what the next measured one does, because
@@ -76,11 +81,13 @@ class PassCosts:
         if seconds < self(sequences, sequences):  # more rows never cost less: that was the plain pass's cost, at most
             rows = sequences
         cost, drafted, correction = self(rows, sequences), rows - sequences, self.correction(sequences)
-        error = self.RATE * min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
+        error = min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
         if drafted > 0:
-            correction[1] += error * cost / correction[0] / drafted
-        else:
-            correction[0] *= 1 + error
+            correction[1] += self.RATE * error * cost / correction[0] / drafted
+            return
+        index = self._index(sequences)
+        self._plain[index] += 1
+        correction[0] *= 1 + error * max(self.RATE, 1 / (1 + self._plain[index]))
 
 
 def _around(xs: list[int], x: float) -> list[tuple[int, float]]:
