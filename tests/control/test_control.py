@@ -376,9 +376,9 @@ def test_more_rows_never_cost_less() -> None:
 
 def test_the_first_plain_passes_correct_costs_of_another_time() -> None:
     costs = PassCosts({1: 0.010, 8: 0.012})
-    for _ in range(3):
+    for _ in range(6):
         costs.refine(1, 0.007)  # the memory is faster now
-    assert costs(1) == pytest.approx(0.007, rel=0.08)
+    assert costs(1) < 0.0075  # with the usual rate it would be 0.0088
     for _ in range(50):
         costs.refine(1, 0.007)
     costs.refine(1, 0.010)  # one slow pass among many does little
