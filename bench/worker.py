@@ -57,6 +57,7 @@ class Outrider(Engine):
         self._context: tuple[Any, ...] = ()
 
     def prepare(self) -> None:
+        self.fresh = None  # else two engines would be in memory
         self.fresh = self.llm.using(**self.options)  # no memory of earlier prompts
 
     def generate(self, ids: list[int], tokens: int) -> Iterator[list[int]]:

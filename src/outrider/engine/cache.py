@@ -30,7 +30,7 @@ import torch
 
 from ..types import Sequence, common_prefix
 
-TOUCHED = 1024  # slots of a plane on a CPU whose memory is there before the first answer takes them
+TOUCHED = 512  # slots of a plane on a CPU whose memory is there before the first answer takes them: a usual request's
 AHEAD = 16  # slots that a sequence on a device gets beyond those that it needs, while half of them are free
 
 

@@ -39,15 +39,12 @@ THREADS: tuple[str, ...] = ("-fopenmp",) if sys.platform == "linux" else ("-DOWN
 # gcc for Windows aligns no vectors on the stack, so no instruction may need it; its library need not be installed.
 WINDOWS = ("-Wa,-muse-unaligned-vector-move", "-static-libgcc")
 THREADS += WINDOWS if sys.platform == "win32" else ()
-MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-# A compiler older than the processor schedules for a predecessor: up to 10 % slower where 512 bits run at full speed.
-SCHEDULE = ("-mtune=skylake-avx512",)
-TUNED = ("-march=native", *(SCHEDULE if MACHINE == "x86_64" else ()))
+TUNED = ("-march=native",)
 # By machine, the worst first: for the libraries of a wheel, and what OUTRIDER_NATIVE forces (0: no native kernels).
 INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "plain": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx-vnni": ("-march=x86-64-v3", "-mavxvnni"),
-        "avx512": ("-march=x86-64-v4", "-mavx512vnni", *SCHEDULE),
+        "avx512": ("-march=x86-64-v4", "-mavx512vnni"),
     },
     "aarch64": {
         "plain": ("-march=armv8-a",), "neon": ("-march=armv8.2-a+dotprod",),
@@ -60,6 +57,7 @@ FEATURES = {
     "avx2": _V3, "avx-vnni": (*_V3, "avx_vnni"), "neon": ("asimddp",), "i8mm": ("asimddp", "i8mm"),
     "avx512": (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"),
 }  # fmt: skip
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 PREBUILT = Path(__file__).parent / "prebuilt"  # in a wheel (`hatch_build.py`): MACHINE-INSTRUCTIONS.so
 SECONDS_TO_BUILD, SECONDS_TO_CHECK = 120, 60
 announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # around a build; whoever loads may set it
