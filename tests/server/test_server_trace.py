@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
-from outrider.engine.trace import Line, Recorder, Trace, recorded, replay, tokens_of
+from outrider.engine.trace import Line, Note, Recorder, Trace, recorded, replay, tokens_of
 from outrider.server import notes
 
 from support.serving import HELLO, client, events
@@ -109,6 +110,21 @@ def test_texts_and_pieces_come_with_the_lines_that_need_them(web: TestClient) ->
             assert len(line.get("texts", [])) == (len(line["emitted"]) if "nodes" in line else 0)
         texts = [text for line in chunk["trace"] for text in line.get("texts", [])]
         assert "".join(texts) == chunk["choices"][0]["delta"]["content"]
+
+
+def test_pieces_stay_in_order_where_lines_are_slower_than_steps(
+    web: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Note.line
+
+    def slow(note: Note) -> Line:  # until more rows wait than may
+        time.sleep(0.02)
+        return compute(note)
+
+    monkeypatch.setattr(Note, "line", slow)
+    traced = chunks(web, speculation={"drafter": "layerskip", "trace": "full"})
+    assert ids_of(traced) == ids_of(chunks(web))
+    assert any("chose" not in line for line in lines_of(traced))
 
 
 def test_a_trace_changes_no_text(web: TestClient) -> None:

@@ -261,17 +261,16 @@ class EngineHost:
                 column.append(0)
             return
         note = None if entry.notes is None else _note(entry.notes, step, i)
-        late = note is not None and note.rows > 0
-        if late:  # its lines take a while: it gets a message of its own, and the others do not wait for it
+        late = entry.notes is not None and entry.notes.level == "full"
+        if late:  # its lines take a while: it gets messages of its own, all in one queue, and the others do not wait
             progress = Progress(clock=step.clock, why=step.why, failed=bool(step.failure), counted=False)
         tree = step.draft.trees[i]
         rejected = _rejected_at(tree.parents, verdict) if REJECTED in verdict.fates else -1
         self._report(progress, entry, verdict.tokens, len(verdict.path), len(tree.tokens), rejected)
-        if entry.notes is not None and note is not None:
-            if late:
-                self._lines.submit(self._send_late, progress, entry, entry.notes, note)
-            else:
-                progress.lines[entry.seq.id] = note.line()
+        if late:
+            self._lines.submit(self._send_late, progress, entry, note)
+        elif note is not None:
+            progress.lines[entry.seq.id] = note.line()
 
     def _report(
         self, progress: Progress, entry: Entry, tokens: list[int], accepted: int, drafted: int, rejected_at: int
@@ -295,9 +294,10 @@ class EngineHost:
             with self._changed:
                 self._running.pop(seq.id, None)
 
-    def _send_late(self, progress: Progress, entry: Entry, notes: StepNotes, note: Note) -> None:
+    def _send_late(self, progress: Progress, entry: Entry, note: Note | None) -> None:
         try:
-            progress.lines[entry.seq.id] = notes.line(note)
+            if entry.notes is not None and note is not None:
+                progress.lines[entry.seq.id] = entry.notes.line(note)
         except Exception:
             log.exception("note_failed")
         self.send(progress)
