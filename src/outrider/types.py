@@ -129,6 +129,7 @@ class Output:
     choices: list[int] = field(default_factory=list)  # [R] the token chosen there; -1 where that is open
     tokens: list[int] | None = None  # [T] the ids that ran, if some were unread
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, if a device measured them itself
+    leaders: list[int] = field(default_factory=list)  # [R] the first index of `highest`, where the pass has found it
 
 
 class Verdict(NamedTuple):

@@ -203,11 +203,30 @@ def test_numbers_that_are_none_stay_visible(backend: str) -> None:
     part = Part(start=config.layers)
     for bad in (float("nan"), float("inf")):
         x[1, 5] = bad
-        logits = model.forward(rows, _plane(config), part, x).logits
-        assert logits[1].isnan().all()
-        assert not logits[[0, 2]].isnan().any()
+        output = model.forward(rows, _plane(config), part, x)
+        assert output.logits[1].isnan().all()
+        assert not output.logits[[0, 2]].isnan().any()
+        assert not output.highest or [number != number for number in output.highest] == [False, True, False]
     x.zero_()
     assert not model.forward(rows, _plane(config), part, x).logits.isnan().any()
+
+
+@pytest.mark.parametrize("vocabulary", [30, 2048, 5000])
+def test_a_native_pass_finds_each_rows_largest_logit(vocabulary: int) -> None:
+    config = _config("llama", vocab_size=vocabulary)
+    tensors = _tensors(config)
+    tensors["head.scale"][vocabulary // 2 :] *= 0  # ties, and nothing larger behind them
+    model, total = Int8Transformer(config, tensors), 9
+    if model.native is None:
+        pytest.skip("no native kernels here")
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        output = model.forward(_chain(_tokens(config, total), 0, total), _plane(config))
+        highest, leaders = output.logits.max(-1)
+        assert output.highest == highest.tolist()
+        assert output.leaders == leaders.tolist()
+    output = model.forward(_chain(_tokens(config, total), 0, total), _plane(config), Part(head=False))
+    assert output.highest == output.leaders == []
 
 
 # ------------------------------------------------------------ the same bits

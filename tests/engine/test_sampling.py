@@ -68,7 +68,7 @@ def test_a_backends_own_choices_are_the_same(width: int, seed: int, temperature:
     rows[2, 1:] = -math.inf
     seq = sequence(seed=seed, temperature=temperature)
     keys = [key(seed, len(seq.tokens), CHOICE)] * 4
-    chosen = ops.choose(rows, rows.argmax(-1), keys, [temperature] * 3 + [0.0])
+    chosen = ops.choose(rows, rows.argmax(-1).tolist(), keys, [temperature] * 3 + [0.0])
     if chosen is None:
         pytest.skip("there are no native kernels here")
     assert chosen == [*(choose(row, seq, []) for row in rows[:3]), int(rows[3].argmax())]
@@ -83,7 +83,7 @@ def test_a_backends_own_choices_are_the_same(width: int, seed: int, temperature:
 )  # fmt: skip
 def test_the_backend_chooses_where_temperature_and_noise_decide(params: dict[str, object], known: bool) -> None:
     """Judging then costs a table lookup; it took half as long as the passes."""
-    if ops.choose(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), [1], [1.0]) is None:
+    if ops.choose(torch.zeros(1, 2), [0], [1], [1.0]) is None:
         pytest.skip("there are no native kernels here")
     outputs: list[Output] = []
     config = toy().config

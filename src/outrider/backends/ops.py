@@ -227,7 +227,7 @@ def _top(logits: Tensor, shares: bool) -> tuple[Tensor, Tensor, Tensor]:
     return highest, index, share
 
 
-def choose(logits: Tensor, leaders: Tensor, keys: list[int], temperatures: list[float]) -> list[int] | None:
+def choose(logits: Tensor, leaders: list[int], keys: list[int], temperatures: list[float]) -> list[int] | None:
     """The index of the largest logit / T + noise in each row of [R, V], as `engine.sampling.choose` finds it.
 
     leaders [R]: the first index of each row's largest logit, which stays where T is 0. keys: 64 bits of noise each.
@@ -236,7 +236,7 @@ def choose(logits: Tensor, leaders: Tensor, keys: list[int], temperatures: list[
     kernels = _kernels() if logits.dtype is torch.float32 and logits.device.type == "cpu" else None
     if kernels is None:
         return None
-    logits, chosen = logits.contiguous(), leaders.clone()
+    logits, chosen = logits.contiguous(), torch.tensor(leaders)
     packed = torch.tensor([key - (key >> 63 << 64) for key in keys])  # [R] int64
     each = torch.tensor(temperatures, dtype=torch.float64)  # [R]
     kernels.choose(*addresses_of(logits, packed, each, chosen), *logits.shape, torch.get_num_threads())

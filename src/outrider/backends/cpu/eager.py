@@ -49,8 +49,10 @@ class Eager:
                 output = self.first_layers.finish(batch, taps)
             else:
                 output = self.model.forward(rows_of(batch), self.plane, taps=taps)
-            highest, greedy = ops.top(output.logits)
-            return replace(output, highest=highest.tolist(), choices=_choices(batch, output.logits, greedy))
+            if not output.leaders:
+                highest, leaders = ops.top(output.logits)
+                output = replace(output, highest=highest.tolist(), leaders=leaders.tolist())
+            return replace(output, choices=_choices(batch, output.logits, output.leaders))
 
         if not overlapped:
             return PendingPass(run)
@@ -59,16 +61,17 @@ class Eager:
         return PendingPass(self._worker.submit(run).result)
 
 
-def _choices(batch: Batch, logits: Tensor, greedy: Tensor) -> list[int]:
+def _choices(batch: Batch, logits: Tensor, leaders: list[int]) -> list[int]:
     """[R] what each row's sequence chooses there, where that takes no more than temperature and noise; else -1."""
-    plain = [not (adjusts(seq) or filters(seq)) for seq in batch.choosers]
-    temperatures = [seq.params.temperature if bare else 0.0 for seq, bare in zip(batch.choosers, plain, strict=True)]
-    chosen: list[int] | None = greedy.tolist()
+    choosers = batch.choosers
+    plain = [not (adjusts(seq) or filters(seq)) for seq in choosers]
+    temperatures = [seq.params.temperature if bare else 0.0 for seq, bare in zip(choosers, plain, strict=True)]
+    chosen: list[int] | None = leaders
     if any(temperatures):
         keys = [key(batch.owners[row].seed, batch.positions[row] + 1, CHOICE) for row in batch.want]
-        chosen = ops.choose(logits, greedy, keys, temperatures)
+        chosen = ops.choose(logits, leaders, keys, temperatures)
     if chosen is None:  # greedy ones are known
-        chosen, plain = greedy.tolist(), [b and not t for b, t in zip(plain, temperatures, strict=True)]
+        chosen, plain = leaders, [b and not t for b, t in zip(plain, temperatures, strict=True)]
     return [token if bare else -1 for token, bare in zip(chosen, plain, strict=True)]
 
 

@@ -185,7 +185,8 @@ class NativePass(Addresses):
         ids = min(part.vocab or c.vocab_size, c.vocab_size)
         if ids not in self._models:
             self._models[ids] = self._pack_model(ids)
-        logits = torch.empty(len(inputs.lists[-1]) if part.head else 0, ids)  # [R, V]
+        wanted = len(inputs.lists[-1]) if part.head else 0
+        logits, highest, leaders = torch.empty(wanted, ids), array("f", bytes(4 * wanted)), array("q", bytes(8 * wanted))
         hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
         skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
@@ -193,12 +194,14 @@ class NativePass(Addresses):
             skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
         self.kernels.int8_pass(
             self._models[ids], *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
-            logits.data_ptr() if part.head else 0, 0 if tapped is None else tapped.buffer_info()[0],
+            *((logits.data_ptr(), highest.buffer_info()[0], leaders.buffer_info()[0]) if wanted else (0, 0, 0)),
+            0 if tapped is None else tapped.buffer_info()[0],
             self._stream_addresses(plane), 0 if skips is None else skips.buffer_info()[0],
-            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, logits.shape[0], part.start, stop,
+            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, wanted, part.start, stop,
             torch.get_num_threads(),
         )  # fmt: skip
-        return Output(logits if part.head else logits.new_zeros(0), hidden)
+        scores = logits if part.head else logits.new_zeros(0)
+        return Output(scores, hidden, highest.tolist(), leaders=leaders.tolist())
 
     def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
         """The fields of a product's `Linear`, or of its first outputs."""
@@ -472,7 +475,7 @@ class NativeProduct(Addresses):
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]
         out = torch.empty(rows, outputs)
         zeros, every = _indices(rows)
-        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
+        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr(), 0, 0]
         threads = torch.get_num_threads()
         self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads)
         return out

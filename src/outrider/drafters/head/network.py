@@ -482,7 +482,7 @@ class Int8Head(Addresses):
         self.kernels.int8_pass(
             self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
-            scores.data_ptr() if wanted else 0, taps.buffer_info()[0], 0, 0, length, inputs.depth, plane.k[0].shape[0],
+            scores.data_ptr() if wanted else 0, 0, 0, taps.buffer_info()[0], 0, 0, length, inputs.depth, plane.k[0].shape[0],
             count, wanted, 0, self.layers, torch.get_num_threads(),
         )  # fmt: skip
         return scores, outputs
@@ -501,7 +501,7 @@ class Int8Head(Addresses):
         self.kernels.chain(
             self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
-            0, 0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
+            0, 0, 0, 0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
             inputs.count, count, 0, self.layers, torch.get_num_threads(),
             at, places.buffer_info()[0], head.ids.data_ptr(),
             *((0, 0) if others is None else ops.addresses_of(others.rows, others.places)),

@@ -65,7 +65,7 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
-STRUCTS |= {"int8_pass": "16P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
+STRUCTS |= {"int8_pass": "18P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
 STRUCTS |= {"chain": STRUCTS["int8_pass"] + "8P3q2d"}
 COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
@@ -435,7 +435,7 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     inputs = [_address(each) for each in (zero, zero, zero, zero, one, zero, table)]
     given, made = ([_address(each) for each in group] for group in ((budget, slots, ids), (tokens, survival, lengths)))
     kernels.chain(
-        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
+        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
         *given, 0, 0, *made, 0, length, 0, 0.0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
@@ -482,9 +482,13 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     zeros, lengths, want = _int64s([0] * rows), _int64s([1] * rows), _int64s(range(rows))
     table = (ctypes.c_int32 * 1)(0)
     inputs = [_address(zeros)] * 4 + [_address(each) for each in (lengths, want, table)]
+    highest, leaders = _floats([0.0] * rows), _int64s([0] * rows)
     kernels.int8_pass(
-        _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, 2
-    )
+        _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), _address(highest), _address(leaders),
+        0, 0, 0, 1, 0, 1, rows, rows, 0, 0, 2,
+    )  # fmt: skip
+    tops = [out[t * outputs : (t + 1) * outputs] for t in range(rows)]
+    _compare("int8_pass", [*highest, *leaders], [*map(max, tops), *(top.index(max(top)) for top in tops)])
     return out
 
 

@@ -35,11 +35,6 @@ typedef struct { /* a pass, with what it reads */
     int64_t *chains; /* [rows] which sequence's chain a row continues */
 } Depth;
 
-typedef struct { /* of a row's scores */
-    Best best;
-    float weight;
-} Piece8;
-
 typedef struct {
     const Chain *c;
     State8 reading; /* fuses what the target has shown */
@@ -49,7 +44,8 @@ typedef struct {
     float *features; /* [T, H] of committed rows */
     float *x; /* [R, H] what the rows of a depth continue from */
     float *scores, *normed, *other_scores; /* [R, D], [R, H], [R, others] */
-    Piece8 *pieces; /* [R, piece_count] */
+    Best *bests; /* [R, piece_count] of pieces of scores */
+    float *weights; /* the same */
     int64_t piece_count;
     char *memory; /* of the pass that runs */
 } Drafting;
@@ -146,13 +142,9 @@ static int open_depth(Depth *depth, char *memory) {
 static void choose(const Drafting *d, int64_t depth, int64_t row) {
     const Chain *c = d->c;
     const int64_t chain = d->depths[depth].chains[row], token = chain * c->longest + depth;
-    const Piece8 *pieces = d->pieces + row * d->piece_count;
-    Best best = pieces[0].best;
+    const Best best = best_of_row(d->bests + row * d->piece_count, d->piece_count);
     float total = 0.0f;
-    for (int64_t i = 0; i < d->piece_count; i++) {
-        best = better(best, pieces[i].best);
-        total += pieces[i].weight;
-    }
+    for (int64_t i = 0; i < d->piece_count; i++) total += d->weights[row * d->piece_count + i];
     c->tokens[token] = c->ids[best.place];
     c->survival[token] = (double)(1.0f / total) * (depth ? c->survival[token - 1] : 1.0);
     c->lengths[chain] = depth + 1;
@@ -203,16 +195,15 @@ static int search_piece(const void *job, int64_t part) {
             x[c->other_places[i]] = d->other_scores[row * c->others + i];
     if (c->scale != 1.0)
         for (int64_t i = from; i < end; i++) x[i] *= (float)c->scale;
-    d->pieces[part].best = best_of_piece(x, from, width);
+    d->bests[part] = best_of_piece(x, from, width);
     return 0;
 }
 
 static int weigh_piece(const void *job, int64_t part) {
     const Drafting *d = ((const At *)job)->d;
     const int64_t width = d->c->committed.model->vocabulary, row = part / d->piece_count;
-    Best best = d->pieces[row * d->piece_count].best;
-    for (int64_t i = 1; i < d->piece_count; i++) best = better(best, d->pieces[row * d->piece_count + i].best);
-    d->pieces[part].weight = weight_of_piece(d->scores + row * width, part % d->piece_count * PIECE, width, best.top);
+    const float top = best_of_row(d->bests + row * d->piece_count, d->piece_count).top;
+    d->weights[part] = weight_of_piece(d->scores + row * width, part % d->piece_count * PIECE, width, top);
     return 0;
 }
 
@@ -258,8 +249,9 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     d->normed = cut(&at, 4 * count * n);
     d->scores = cut(&at, 4 * count * p->model->vocabulary);
     d->other_scores = cut(&at, 4 * count * d->c->others);
-    d->piece_count = (p->model->vocabulary + PIECE - 1) / PIECE;
-    d->pieces = cut(&at, count * d->piece_count * (int64_t)sizeof *d->pieces);
+    d->piece_count = pieces_of(p->model->vocabulary);
+    d->bests = cut(&at, count * d->piece_count * (int64_t)sizeof *d->bests);
+    d->weights = cut(&at, count * d->piece_count * (int64_t)sizeof *d->weights);
     d->memory = at;
     d->reading.p = p;
     d->reading.own = p->rows <= OWN_ROWS;

@@ -152,6 +152,14 @@ typedef struct {
 
 INLINE Best better(Best first, Best second) { return first.top != first.top || second.top <= first.top ? first : second; }
 
+INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
+
+INLINE Best best_of_row(const Best *pieces, int64_t count) {
+    Best best = pieces[0];
+    for (int64_t i = 1; i < count; i++) best = better(best, pieces[i]);
+    return best;
+}
+
 INLINE int64_t end_of_piece(int64_t from, int64_t width) { return least(from + PIECE, width); }
 
 /* Of the piece of a row that begins at `from`. */

@@ -46,6 +46,8 @@ typedef struct {
     const float *shown; /* [T, inputs of `fuse`], or NULL: x is fused already */
     void *const *planes; /* [layers][2] k and v [S, kv_heads, d], as in vectors.h */
     float *logits; /* [R, V], or NULL: no head */
+    float *highest; /* [R] each row's largest logit, NaN if there is one; or NULL */
+    int64_t *leaders; /* [R] its first index */
     float *const *taps; /* [stop] where the stream after a layer goes [T, H], or NULL; all of it may be NULL */
     float *const *streams; /* the same [S, H], each row in its slot; of ordinary decoders */
     const uint8_t *skips; /* [stop] 1: no attention, 2: no mlp; or NULL */
@@ -59,6 +61,7 @@ typedef struct {
     int own; /* each has its own */
     float *fused; /* [2T, H]: products of the high bytes of `shown`, and of the low bytes */
     float *x, *qkv, *q, *mixed, *middle, *cos, *sin; /* [T, H], [T, (heads + 2 kv_heads) d], [T, heads d] twice, ... */
+    Best *bests; /* [R, pieces of a row of logits], where `highest` is wanted */
     int64_t middle_stride;
 } State8;
 
@@ -296,6 +299,13 @@ static int mlp(Member *m, const State8 *s, const Layer *layer) {
     return failed | multiply(m, s, &layer->down, rows, s->x, hidden, ADD);
 }
 
+static int search_logits(const void *job, int64_t part) {
+    const State8 *s = job;
+    const int64_t width = s->p->model->vocabulary, pieces = pieces_of(width);
+    s->bests[part] = best_of_piece(s->p->logits + part / pieces * width, part % pieces * PIECE, width);
+    return 0;
+}
+
 static int run(Member *m, const void *opaque) {
     State8 mine, *const s = &mine;
     int failed = own_state(s, opaque);
@@ -316,7 +326,9 @@ static int run(Member *m, const void *opaque) {
     if (!p->logits || !p->wanted) return failed;
     const Packing last = {s, &model->head, s->x, model->norm, p->want, model->hidden};
     failed |= pack(m, s, pack_row, &last, p->wanted);
-    return failed | multiply(m, s, &model->head, p->wanted, p->logits, model->vocabulary, STORE);
+    failed |= multiply(m, s, &model->head, p->wanted, p->logits, model->vocabulary, STORE);
+    if (!p->highest) return failed;
+    return failed | each(m, search_logits, s, p->wanted * pieces_of(model->vocabulary));
 }
 
 /* ---------------------------------------------------------------- before the first layer */
@@ -346,6 +358,7 @@ static int64_t furnish(State8 *s, char *memory) {
     s->middle = cut(&at, 4 * rows * s->middle_stride);
     s->cos = cut(&at, 4 * rows * model->half);
     s->sin = cut(&at, 4 * rows * model->half);
+    s->bests = cut(&at, s->p->highest ? s->p->wanted * pieces_of(model->vocabulary) * (int64_t)sizeof *s->bests : 0);
     furnish_packed(s, &at, packed_rows(s->p));
     return at - memory;
 }
@@ -383,6 +396,12 @@ static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its
     int64_t *plan_memory;
     int failed = plan_attention(&s, &a, &plan_memory) || together(run, &s, p->threads);
     free(plan_memory);
+    for (int64_t row = 0; p->highest && row < p->wanted; row++) {
+        const int64_t pieces = pieces_of(p->model->vocabulary);
+        const Best best = best_of_row(s.bests + row * pieces, pieces);
+        p->highest[row] = best.top;
+        p->leaders[row] = best.place;
+    }
     return failed;
 }
 
