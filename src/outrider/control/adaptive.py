@@ -322,17 +322,18 @@ class Adaptive(Controller):
         batch, nodes, fed = len(step.turns), sum(step.draft_rows), sum([turn.feed for turn in step.turns])
         verdicts = [verdict for verdict in step.verdicts if verdict is not None]
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
-        plain = self.costs(fed, batch)
-        speed = batch / (plain if fed == batch else self.costs(batch, batch))
-        gain, lead = 0.0, 1.0
+        plain, made, gain, lead = 0.0, float(batch), 0.0, 1.0  # made: by plain decoding in the time without drafts
+        if nodes or drafting or fed > batch:
+            plain = self.costs(fed, batch)
+            made = batch * plain / self.costs(batch, batch)
         if verdicts and (nodes or drafting):
-            expected = self.costs(fed + nodes, batch)
+            expected, speed = self.costs(fed + nodes, batch), made / plain
             verify = min(step.clock["verify"], self.OUTLIER * expected) if timed else expected
             more = drafting + (verify - plain if nodes else 0.0)  # seconds
             accepted = sum(len(verdict.path) for verdict in verdicts)
             gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
             self.price_of_full = speed * (self.costs(fed + batch * self.k_max, batch) - plain + drafting)
-        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
+        self.credit.add(self.credit.SHARE * made + gain, most=self.price_of_full / batch + self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
             self.costs.refine(fed + nodes, step.clock["verify"], batch)

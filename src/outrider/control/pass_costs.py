@@ -78,16 +78,17 @@ class PassCosts:
     def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
         """A pass took this long. A plain one moves all costs of its sequence count alike: contexts grow, and other work
         slows every pass down, which says nothing about one more row. A pass with drafts moves what its rows add."""
-        if seconds < self(sequences, sequences):  # more rows never cost less: that was the plain pass's cost, at most
-            rows = sequences
-        cost, drafted, correction = self(rows, sequences), rows - sequences, self.correction(sequences)
-        error = min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
-        if drafted > 0:
-            correction[1] += self.RATE * error * cost / correction[0] / drafted
+        index, plain = self._index(sequences), self(sequences, sequences)
+        correction, drafted = self._corrections[index], rows - sequences
+        if drafted > 0 and seconds > plain:  # more rows never cost less: else that was the plain pass's cost, at most
+            cost = self(rows, sequences)
+            correction[1] += self.RATE * self._error(seconds, cost) * cost / correction[0] / drafted
             return
-        index = self._index(sequences)
         self._plain[index] += 1
-        correction[0] *= 1 + error * max(self.RATE, 1 / (1 + self._plain[index]))
+        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + self._plain[index]))
+
+    def _error(self, seconds: float, cost: float) -> float:
+        return min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
 
 
 def _around(xs: list[int], x: float) -> list[tuple[int, float]]:

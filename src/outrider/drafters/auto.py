@@ -185,6 +185,7 @@ class Auto(Cascade):
         self.lengths: dict[str, int] = {}  # costly drafter -> tokens drafted for each sequence
         self.unread: Tensor | None = None
         self.prices: Prices = NoPrices()
+        self.row_prices: list[float] = []  # of 1, 2, … rows of a sequence in this step, as far as somebody has asked
         self.worthwhile = False  # whether a costly drafter is expected to pay, not only tried
         self.idle_steps = self.largest_batch = 0  # since the last worthwhile call
         self.batch_limit = NO_LIMIT  # sequences from which on no call is expected to pay
@@ -207,12 +208,12 @@ class Auto(Cascade):
         self.proposed, self.calls, self.unread = {seq.id: {} for seq in seqs}, {}, None
         self.worthwhile, self.lengths, self._failures = False, {}, []
         self.lengths_then = {seq.id: len(seq.tokens) for seq in seqs}
-        self.prices = NoPrices() if request.prices is None else request.prices
+        self.prices, self.row_prices = NoPrices() if request.prices is None else request.prices, []
         for drafter in self.free:
             allowed = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
             if allowed:
                 begin = self.now()
-                self._propose(drafter, request if len(allowed) == len(seqs) else request.select(allowed))
+                self._propose(drafter, request.select(allowed))
                 self.free_seconds[drafter.name].add((self.now() - begin) / len(allowed))
         for drafter in self.costly:
             self._call(drafter, request)
@@ -255,7 +256,10 @@ class Auto(Cascade):
 
     def _row_price(self, rows: int) -> float:
         """Of so many rows of a sequence, as if every sequence had as many."""
-        return self.prices.price(rows * len(self.proposed)) / len(self.proposed)
+        known, count = self.row_prices, len(self.proposed)
+        while len(known) < rows:
+            known.append(self.prices.price((len(known) + 1) * count) / count)
+        return known[rows - 1]
 
     def _trust(self, seq: Sequence, name: str) -> Trust:
         """That in a drafter for a sequence; of a new one, a little of what others have left."""
@@ -284,7 +288,8 @@ class Auto(Cascade):
         self.calls[name] = len(chosen), sum(drafter.traits.backlog(seqs[i]) for i in chosen)
         part = request.select(chosen)
         self.lengths[name] = longest = self._length(drafter, max(part.budgets), len(chosen))
-        part = replace(part, budgets=[min(budget, longest) for budget in part.budgets])
+        if longest < max(part.budgets):
+            part = replace(part, budgets=[min(budget, longest) for budget in part.budgets])
         self._propose(drafter, part)
 
     def _worth_calling(self, drafter: Drafter, request: DraftRequest) -> list[int]:
@@ -439,10 +444,12 @@ class Auto(Cascade):
 
 def value(survival: list[float], trust: float, price: Callable[[int], float]) -> float:
     """Expected tokens of the best prefix of a draft, net of the price of its rows; 0 where no prefix pays."""
-    best = tokens = 0.0
+    best, tokens, all_tokens = 0.0, 0.0, trust * sum(survival)
     for rows, chance in enumerate(survival, start=1):
-        tokens += trust * chance
-        best = max(best, tokens - price(rows))
+        tokens, cost = tokens + trust * chance, price(rows)
+        best = max(best, tokens - cost)
+        if all_tokens - cost <= best:
+            break  # more rows never cost less
     return best
 
 

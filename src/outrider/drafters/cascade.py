@@ -29,6 +29,7 @@ class Cascade(Drafter):
         self.drafters = [make(name, workspace) for name in names]
         self.free = [drafter for drafter in self.drafters if drafter.traits.dry]
         self.costly = [drafter for drafter in self.drafters if not drafter.traits.dry]
+        self._observers = [drafter for drafter in self.drafters if type(drafter).observe is not Drafter.observe]
         self._failures: list[str] = []  # of members, in the current draft
         self._merged: list[Traits] = []  # the members' traits that `traits` was made from
         self._merge_traits()
@@ -93,7 +94,7 @@ class Cascade(Drafter):
         self._each(lambda drafter: drafter.overlap(seqs, draft))
 
     def observe(self, step: Step) -> None:
-        self._each(lambda drafter: drafter.observe(step))
+        self._each(lambda drafter: drafter.observe(step), self._observers)
         self._merge_traits()
 
     def end(self, seq: Sequence) -> None:
@@ -107,10 +108,10 @@ class Cascade(Drafter):
             drafter.inherit(before)
         self._merge_traits()
 
-    def _each(self, call: Callable[[Drafter], None]) -> None:
-        """Call every member; the first error is raised when all have been called."""
+    def _each(self, call: Callable[[Drafter], None], members: list[Drafter] | None = None) -> None:
+        """Call every member, or some; the first error is raised when all have been called."""
         errors = []
-        for drafter in self.drafters:
+        for drafter in self.drafters if members is None else members:
             try:
                 call(drafter)
             except Exception as error:

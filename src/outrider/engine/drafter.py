@@ -43,8 +43,10 @@ class DraftRequest:
         return Draft.pack(trees, unread)
 
     def select(self, indices: Iterable[int]) -> DraftRequest:
-        """The same request for some of its sequences."""
+        """The same request for some of its sequences, in order."""
         chosen = list(indices)
+        if len(chosen) == len(self.seqs):
+            return self
         return replace(self, seqs=[self.seqs[i] for i in chosen], budgets=[self.budgets[i] for i in chosen])
 
     def answer(self, indices: Iterable[int], draft: Callable[[DraftRequest], Draft]) -> Draft:

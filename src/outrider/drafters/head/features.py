@@ -259,8 +259,8 @@ class CommittedRows:
             start, stop = self._catch_up(seq, most), len(seq.tokens) - 1
             packed.committed(seq, start, stop, want=True)
             features.append(self.features.between(self.seq_id(seq), start, stop, self.blank))
-            packed.masks(seq, more)
             if more:
+                packed.masks(seq, more)
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
         return packed, features[0] if len(features) == 1 else torch.cat(features)
 
