@@ -186,7 +186,8 @@ class NativePass(Addresses):
         if ids not in self._models:
             self._models[ids] = self._pack_model(ids)
         wanted = len(inputs.lists[-1]) if part.head else 0
-        logits, highest, leaders = torch.empty(wanted, ids), array("f", bytes(4 * wanted)), array("q", bytes(8 * wanted))
+        logits = torch.empty(wanted, ids)  # [R, V]
+        highest, leaders = array("f", bytes(4 * wanted)), array("q", bytes(8 * wanted))
         hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
         skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
@@ -475,7 +476,7 @@ class NativeProduct(Addresses):
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]
         out = torch.empty(rows, outputs)
         zeros, every = _indices(rows)
-        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr(), 0, 0]
+        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
         threads = torch.get_num_threads()
-        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads)
+        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads)
         return out

@@ -482,8 +482,8 @@ class Int8Head(Addresses):
         self.kernels.int8_pass(
             self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
-            scores.data_ptr() if wanted else 0, 0, 0, taps.buffer_info()[0], 0, 0, length, inputs.depth, plane.k[0].shape[0],
-            count, wanted, 0, self.layers, torch.get_num_threads(),
+            scores.data_ptr() if wanted else 0, 0, 0, taps.buffer_info()[0], 0, 0,
+            length, inputs.depth, plane.k[0].shape[0], count, wanted, 0, self.layers, torch.get_num_threads(),
         )  # fmt: skip
         return scores, outputs
 
