@@ -15,7 +15,7 @@ from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
 from outrider.drafters.head import features
-from outrider.drafters.head.drafter import SHIPPED
+from outrider.drafters.head.drafter import SHIPPED, Pace
 from outrider.drafters.head.features import HeadBatch, ObservedFeatures, Piece
 from outrider.drafters.head.network import Head, read_head
 from outrider.drafters.head.rollout import HeadRollout
@@ -97,6 +97,18 @@ def test_chains_end_at_the_floor(floor: float, sequences: int, monkeypatch: pyte
     assert len({len(tree.tokens) for tree in at_once if tree.tokens}) > 1 or floor == 1.0
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_every_length_has_a_floor_of_its_own(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    floors = [0.0, 0.02, 0.003, 1.0]
+    monkeypatch.setattr(Pace, "floors", lambda *_: floors)
+    at_once, stepped = both(monkeypatch, head_of, sequences)
+    assert at_once == stepped
+    for tree in at_once:
+        passed = [claim >= floor for claim, floor in zip(tree.survival or (), floors, strict=False)]
+        assert all(passed[:-1])
+    assert {len(tree.tokens) for tree in at_once} >= {2, 4}
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = drafts(head_of(), 3)
@@ -165,7 +177,7 @@ def test_what_is_out_of_range_is_an_error(budget: int) -> None:
     packed.committed(state.seq, 0, 11, want=True)
     slots = [1 << 30] * budget if budget < 100 else [0] * budget
     with pytest.raises(IndexError, match="out of range"):
-        state.head.chains(rows_of(packed), state.plane, shown_to(state.head, 11), [slots], [budget], 0.0)
+        state.head.chains(rows_of(packed), state.plane, shown_to(state.head, 11), [slots], [budget], (0.0,))
 
 
 def test_the_shipped_head_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ SCRATCH = -2_000_000  # id of the sequence whose passes are timed at the start
 SCRATCH_ROWS, SCRATCH_PASSES = 64, 4
 PACKING = 2  # of a head's products in the cache; a change makes old files be built again
 PROMPT = 32  # tokens that a head has not read, from which on they are a prompt
-ROWS = 4  # the cost of one more row is averaged over this many: the first ones may be free
+ROWS = 2  # the cost of one more row is averaged over this many: the next one may begin a new tile
 
 
 class Pace:
@@ -80,17 +80,22 @@ class Pace:
         """What one more token costs."""
         return self.drafts.slope if self.drafts.n else None
 
-    def floor(self, prices: Prices | None) -> float:
-        """The survival that the last token must have for the next one to be worth its pass."""
+    def floors(self, prices: Prices | None, longest: int, sequences: int = 1) -> list[float]:
+        """The survival that the last of 1, 2, … tokens must have for the next one to be worth its pass and its row.
+
+        The first rows may be free and later ones dear, so that each length has its own floor.
+        """
         if self.fixed is not None:
-            return self.fixed
+            return [self.fixed]
         if prices is None:
-            return 0.0
+            return [0.0]
         seconds = self.seconds
         if seconds is None:
-            return INITIAL_FLOOR
-        cost = prices.speed * seconds + prices.price(ROWS) / ROWS
-        return min(cost / max(self.confidence, 0.05), 1.0)
+            return [INITIAL_FLOOR]
+        drafting, confidence = prices.speed * seconds, max(self.confidence, 0.05)
+        rows = [prices.price(sequences * n) / sequences for n in range(1, longest + ROWS + 1)]  # of 1, 2, … for each
+        costs = (drafting + (after - now) / ROWS for now, after in zip(rows, rows[ROWS:], strict=False))
+        return [min(cost / confidence, 1.0) for cost in costs]
 
     def observe(self, step: Step, passes: int) -> None:
         """Time the passes of this step's draft; steps that also read a prompt are left out."""
@@ -297,7 +302,8 @@ class TrainedHead(Drafter):
         self.rollout.stop_below = request.stop_below
         if self.tree and all(seq.rule == "match" for seq in request.seqs):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
-        self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)
+        prices = request.prices if self.traits.self_limiting else None
+        self.rollout.floors = self.pace.floors(prices, max(request.budgets), len(request.seqs))
         return self.rollout.chains(request.seqs, request.budgets)
 
 
@@ -319,7 +325,7 @@ def _seconds(committed: CommittedRows, seq: Sequence, rows: int, tokens: int) ->
     for _ in range(SCRATCH_PASSES):
         begin = time.perf_counter()
         if head.drafts_chains:
-            head.chains(rows_of(batch), plane, states, slots, [tokens], 0.0)
+            head.chains(rows_of(batch), plane, states, slots, [tokens], (0.0,))
         else:
             for _ in range(tokens):
                 head.read(rows_of(batch), plane, states)

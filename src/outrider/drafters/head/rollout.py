@@ -58,7 +58,7 @@ class HeadRollout(DraftVocabularyRollout):
             self._all_fed(seqs)
             return draft
         if self._drafts_at_once(seqs):
-            drafted = self.committed.chains(seqs, budget, max(self.floor, self.stop_below))
+            drafted = self.committed.chains(seqs, budget, [max(floor, self.stop_below) for floor in self.floors])
             self.passes_run += max(len(tokens) for tokens, _ in drafted)
             if self.memory is not None:
                 agreed = [self.memory.agrees(seq, *each) for seq, each in zip(seqs, drafted, strict=True)]

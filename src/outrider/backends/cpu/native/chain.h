@@ -2,7 +2,7 @@
  * outputs, token by token, for several sequences at once, with one team of threads.
  *
  * Promise: the same tokens and survival as by a pass for each depth, bit for bit. A chain ends at its budget, or where the
- * survival of its last token is below `floor`.
+ * survival of its last token is below the floor of its length.
  *
  * Nothing but K and V of a committed row is ever read, so the last layer computes no more of it; only each sequence's last
  * one, which its draft begins with, runs through to its scores.
@@ -18,13 +18,14 @@ typedef struct {
     const int64_t *budgets; /* [R] tokens, at least one */
     const int32_t *slots; /* [R, longest] where the rows of drafted tokens go */
     const int64_t *ids; /* [D] the target's id of each draft id */
+    const double *floors; /* [longest] the survival that a chain of 1, 2, … tokens needs to go on */
     const float *other_rows; /* [blocks, H, 16] as in product.h: output rows instead of the model's own, */
     const int64_t *other_places; /* [others] of these draft ids */
     int64_t *tokens; /* [R, longest] */
     double *survival; /* [R, longest] */
     int64_t *lengths; /* [R] */
     int64_t others, longest, continues_normed; /* the last: drafted tokens continue from the output after the last norm */
-    double floor, scale; /* scale: of scores */
+    double scale; /* of scores */
 } Chain;
 
 typedef struct { /* a pass, with what it reads */
@@ -120,7 +121,7 @@ typedef struct {
 
 INLINE int goes_on(const Chain *c, int64_t chain, int64_t length) {
     const int64_t at = chain * c->longest + length - 1, token = c->tokens[at];
-    return length < c->budgets[chain] && c->survival[at] >= c->floor && token >= 0 && token < c->committed.model->words;
+    return length < c->budgets[chain] && c->survival[at] >= c->floors[length - 1] && token >= 0 && token < c->committed.model->words;
 }
 
 /* Where the row of a chain at this depth is: the last committed one, then drafted ones. */
