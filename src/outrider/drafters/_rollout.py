@@ -251,7 +251,7 @@ class DraftVocabularyRollout(Rollout):
     def __init__(self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, source: str = "") -> None:
         super().__init__(model, cache, plane, source=source)
         self.network = network
-        self.floors: Listing[float] = (0.0,)  # survival below which a chain of 1, 2, … tokens ends; the last: longer ones
+        self.floors: Listing[float] = (0.0,)  # survival below which a chain of 1, 2, … tokens, or of more, ends
 
     def _goes_on(self, growth: Growth) -> bool:
         floor = self.floors[min(len(growth.tokens), len(self.floors)) - 1]

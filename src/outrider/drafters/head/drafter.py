@@ -9,6 +9,7 @@ the target's slots. Missed features cost acceptance, never correctness.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,10 +104,12 @@ class Pace:
             self.drafts.add(passes, step.clock["draft"])
 
     def drafted(self, tree: Tree) -> None:
-        """Update the mean confidence with the tokens after the first."""
-        for before, after in zip(tree.survival or (), (tree.survival or ())[1:], strict=False):
-            if before > 0:
-                self.confidence += 0.02 * (after / before - self.confidence)
+        """Update the mean confidence with the tokens after the first: each node's first child is its likeliest."""
+        survival, parents = tree.survival or [], {-1}
+        for parent, after in zip(tree.parents, survival, strict=False):
+            if parent not in parents and survival[parent] > 0:
+                self.confidence += 0.02 * (after / survival[parent] - self.confidence)
+            parents.add(parent)
 
 
 ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a token of a chain does
@@ -304,6 +307,8 @@ class TrainedHead(Drafter):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
         prices = request.prices if self.traits.self_limiting else None
         self.rollout.floors = self.pace.floors(prices, max(request.budgets), len(request.seqs))
+        if isinstance(self.rollout, HeadRollout):
+            self.rollout.others_above = math.inf if prices is None else prices.price(ROWS) / ROWS
         return self.rollout.chains(request.seqs, request.budgets)
 
 

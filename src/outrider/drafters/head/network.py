@@ -16,7 +16,7 @@ import struct
 from array import array
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,17 @@ from ...models.speculators import (
 )
 from .._trained import DraftVocabulary
 
-Chain = tuple[list[int], list[float]]  # tokens, and the survival of each
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
+
+
+class Chain(NamedTuple):
+    """Drafted tokens, the second-likeliest token in the place of each, and the survival of all of them."""
+
+    tokens: list[int]
+    survival: list[float]
+    others: list[int]
+    others_survival: list[float]
 
 
 @dataclass(frozen=True)
@@ -498,8 +506,9 @@ class Int8Head(Addresses):
         inputs, count, longest = NativeRows(rows), len(budgets), max(budgets, default=0)
         features, others = features.to(torch.float32).contiguous(), head._other_rows
         places = array("i", [slot for each in slots for slot in (*each, *[0] * (longest - len(each)))])
-        numbers = array("q", [*budgets, *[0] * (count + count * longest)])  # then lengths, then tokens
-        survival = array("d", bytes(8 * count * longest))
+        size = count * longest
+        numbers = array("q", [*budgets, *[0] * (count + 2 * size)])  # then lengths, then tokens
+        survival = array("d", bytes(16 * size))
         ends = array("d", [*floors[:longest], *[floors[-1]] * (longest - len(floors))])
         at = numbers.buffer_info()[0]
         self.kernels.chain(
@@ -514,8 +523,12 @@ class Int8Head(Addresses):
             head.config.logit_scale,
         )  # fmt: skip
         lengths, tokens = numbers[count : 2 * count], numbers[2 * count :]
-        starts = range(0, count * longest, max(longest, 1))
-        return [(list(tokens[i : i + n]), list(survival[i : i + n])) for i, n in zip(starts, lengths, strict=True)]
+        starts = range(0, size, max(longest, 1))
+        slices = [(slice(i, i + n), slice(i + size, i + size + n)) for i, n in zip(starts, lengths, strict=True)]
+        return [
+            Chain(tokens[own].tolist(), survival[own].tolist(), tokens[other].tolist(), survival[other].tolist())
+            for own, other in slices
+        ]
 
     def _pack(self, head: Head) -> int:
         c, words = head.config, self._words()

@@ -431,7 +431,8 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     model, stream = ctypes.create_string_buffer(struct.pack(MODEL, *fields)), _floats(x)
     zero, one, budget, ids = _int64s([0]), _int64s([1]), _int64s([length]), _int64s(range(10, 10 + outputs))
     table, slots, lengths = (ctypes.c_int32 * 1)(0), (ctypes.c_int32 * length)(), _int64s([0])
-    tokens, survival, floors = _int64s([0] * length), (ctypes.c_double * length)(), (ctypes.c_double * length)()
+    tokens, survival = _int64s([0] * 2 * length), (ctypes.c_double * (2 * length))()
+    floors = (ctypes.c_double * length)()
     inputs = [_address(each) for each in (zero, zero, zero, zero, one, zero, table)]
     groups = (budget, slots, ids, floors), (tokens, survival, lengths)
     given, made = ([_address(each) for each in group] for group in groups)
@@ -440,7 +441,10 @@ def _check_chain(kernels: Kernels, d: int) -> None:
         *given, 0, 0, *made, 0, length, 0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
-    _compare("chain", [*tokens, *survival, *lengths], [10.0 + best] * length + [share**i for i in (1, 2, 3, 4)] + [4.0])
+    likely = [share**i for i in range(length + 1)]
+    claims = likely[1:] + [before * (1 - share) / (outputs - 1) for before in likely[:length]]
+    expected = [10.0 + best] * length + [10.0] * length + claims + [float(length)]
+    _compare("chain", [*tokens, *survival, *lengths], expected)
 
 
 def _check_blocks(kernels: Kernels) -> None:

@@ -21,8 +21,8 @@ typedef struct {
     const double *floors; /* [longest] the survival that a chain of 1, 2, … tokens needs to go on */
     const float *other_rows; /* [blocks, H, 16] as in product.h: output rows instead of the model's own, */
     const int64_t *other_places; /* [others] of these draft ids */
-    int64_t *tokens; /* [R, longest] */
-    double *survival; /* [R, longest] */
+    int64_t *tokens; /* [2, R, longest] the likeliest at each place, which go on, and the second-likeliest, which end there */
+    double *survival; /* [2, R, longest] */
     int64_t *lengths; /* [R] */
     int64_t others, longest, continues_normed; /* the last: drafted tokens continue from the output after the last norm */
     double scale; /* of scores */
@@ -143,19 +143,36 @@ static int open_depth(Depth *depth, char *memory) {
     return plan_attention(&depth->state, &depth->attend, &depth->plan);
 }
 
-/* Chooses a chain's token of a depth, from the pieces of its row. */
+static Best best_piece(const Piece8 *pieces, int64_t count) {
+    Best best = pieces[0].best;
+    for (int64_t i = 1; i < count; i++) best = better(best, pieces[i].best);
+    return best;
+}
+
+/* The best but one: the best once that one's score is gone. */
+static Best second_best(const Drafting *d, int64_t row, Best best) {
+    const int64_t width = d->c->committed.model->vocabulary, piece = best.place / PIECE;
+    Piece8 *pieces = d->pieces + row * d->piece_count;
+    float *x = d->scores + row * width;
+    x[best.place] = -INFINITY;
+    pieces[piece].best = best_of_piece(x, piece * PIECE, width);
+    return best_piece(pieces, d->piece_count);
+}
+
+/* Chooses a chain's tokens of a depth, from the pieces of its row. */
 static void choose(const Drafting *d, int64_t depth, int64_t row) {
     const Chain *c = d->c;
     const int64_t chain = d->depths[depth].chains[row], token = chain * c->longest + depth;
+    const int64_t second = token + c->committed.wanted * c->longest;
     const Piece8 *pieces = d->pieces + row * d->piece_count;
-    Best best = pieces[0].best;
+    const double before = depth ? c->survival[token - 1] : 1.0;
     float total = 0.0f;
-    for (int64_t i = 0; i < d->piece_count; i++) {
-        best = better(best, pieces[i].best);
-        total += pieces[i].weight;
-    }
+    for (int64_t i = 0; i < d->piece_count; i++) total += pieces[i].weight;
+    const Best best = best_piece(pieces, d->piece_count), other = second_best(d, row, best);
     c->tokens[token] = c->ids[best.place];
-    c->survival[token] = (double)(1.0f / total) * (depth ? c->survival[token - 1] : 1.0);
+    c->survival[token] = (double)(1.0f / total) * before;
+    c->tokens[second] = c->ids[other.place];
+    c->survival[second] = (double)(expf(other.top - best.top) / total) * before;
     c->lengths[chain] = depth + 1;
 }
 
@@ -211,8 +228,7 @@ static int search_piece(const void *job, int64_t part) {
 static int weigh_piece(const void *job, int64_t part) {
     const Drafting *d = ((const At *)job)->d;
     const int64_t width = d->c->committed.model->vocabulary, row = part / d->piece_count;
-    Best best = d->pieces[row * d->piece_count].best;
-    for (int64_t i = 1; i < d->piece_count; i++) best = better(best, d->pieces[row * d->piece_count + i].best);
+    const Best best = best_piece(d->pieces + row * d->piece_count, d->piece_count);
     d->pieces[part].weight = weight_of_piece(d->scores + row * width, part % d->piece_count * PIECE, width, best.top);
     return 0;
 }
