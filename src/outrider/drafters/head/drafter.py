@@ -28,6 +28,7 @@ from ...backends.rows import rows_of
 from ...control.draft_costs import Line
 from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
+from ...models.blocks import narrowed
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
 from ...models.speculators import (
@@ -62,6 +63,7 @@ SCRATCH = -2_000_000  # id of the sequence whose passes are timed at the start
 SCRATCH_ROWS, SCRATCH_PASSES = 64, 4
 PACKING = 2  # of a head's products in the cache; a change makes old files be built again
 PROMPT = 32  # tokens that a head has not read, from which on they are a prompt
+OUTPUT = "Q4_K"  # of output rows from a target in larger blocks: they are most of what a drafted token reads
 ROWS = 2  # the cost of one more row is averaged over this many: the next one may begin a new tile
 
 
@@ -483,8 +485,9 @@ def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) ->
     if config.own_output or config.draft_vocab_size == config.vocab_size:
         return tensors
     ids = target_ids(tensors["d2t"])
-    rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
-    return tensors | {"lm_head.weight": rows}
+    if isinstance(target, BlockTransformer):
+        return tensors | {"lm_head.weight": narrowed(target.output_blocks(ids), OUTPUT)}
+    return tensors | {"lm_head.weight": output_rows(target, ids)}  # [D, H]
 
 
 def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntVocabulary | None:
