@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings, strategies as st
 
 from outrider.errors import ModelError
-from outrider.models.blocks import FORMATS, BlockTensor, block_size, encode
+from outrider.models.blocks import FORMATS, BlockTensor, UnreadBlocks, block_size, encode, narrowed
 
 
 def weights(seed: int, rows: int = 24, inputs: int = 512, tail: float = 1.0) -> torch.Tensor:
@@ -69,3 +69,22 @@ def test_what_is_not_in_whole_blocks_is_refused() -> None:
     for raw in (torch.zeros(3, 17, dtype=torch.uint8), torch.zeros(3, 18), torch.zeros(18, dtype=torch.uint8)):
         with pytest.raises(ModelError, match="w is not in whole blocks of Q4_0"):
             BlockTensor.checked(raw, "Q4_0", "w")
+
+
+def test_blocks_are_narrowed_when_their_bytes_are_used() -> None:
+    wide, reads = encode(weights(1), "Q8_0"), list[int]()
+
+    def read() -> torch.Tensor:
+        reads.append(1)
+        return wide.raw
+
+    narrow = narrowed(UnreadBlocks(read, "Q8_0", wide.shape), "Q4_K")
+    assert (narrow.kind, narrow.shape, reads) == ("Q4_K", wide.shape, [])
+    assert torch.equal(narrow.raw, encode(wide.float(), "Q4_K").raw)
+    assert reads == [1]
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("Q4_0", 512), ("Q4_K", 512), ("Q8_0", 96)])
+def test_blocks_that_are_as_small_or_no_whole_ones_stay(kind: str, inputs: int) -> None:
+    tensor = encode(weights(1, inputs=inputs), kind)
+    assert narrowed(tensor, "Q4_K") is tensor

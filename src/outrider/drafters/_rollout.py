@@ -8,7 +8,7 @@ the target's parameters and noise, so that a good model is right even at high te
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as Listing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -251,10 +251,11 @@ class DraftVocabularyRollout(Rollout):
     def __init__(self, network: DraftVocabulary, model: Any, cache: Cache, plane: Any, source: str = "") -> None:
         super().__init__(model, cache, plane, source=source)
         self.network = network
-        self.floor = 0.0  # survival below which a chain ends
+        self.floors: Listing[float] = (0.0,)  # survival below which a chain of 1, 2, … tokens, or of more, ends
 
     def _goes_on(self, growth: Growth) -> bool:
-        above = growth.seq.rule != "match" or growth.survival[-1] >= self.floor
+        floor = self.floors[min(len(growth.tokens), len(self.floors)) - 1]
+        above = growth.seq.rule != "match" or growth.survival[-1] >= floor
         return above and super()._goes_on(growth)
 
     def _ranked(self, logits: Tensor, seq: Sequence, emitted: list[int], width: int, spare: int = 0) -> Ranking:

@@ -107,6 +107,19 @@ def encode(weight: Tensor, kind: str, moments: Tensor | None = None) -> BlockTen
     return BlockTensor(torch.cat(parts).cpu().contiguous(), kind)
 
 
+def narrowed(tensor: BlockTensor, kind: str) -> BlockTensor:
+    """The same in blocks of this kind, once its bytes are used; itself where that saves nothing or does not fit."""
+    (inputs, size), (old_inputs, old_size) = block_size(kind), block_size(tensor.kind)
+    if tensor.shape[1] % inputs or size * old_inputs >= old_size * inputs:
+        return tensor
+
+    def read() -> Tensor:
+        parts = tensor.raw.split(_ROWS)  # their floats take several times the memory
+        return torch.cat([encode(BlockTensor(part, tensor.kind).float(), kind).raw for part in parts])
+
+    return UnreadBlocks(read, kind, tensor.shape)
+
+
 def _feedback(moments: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse moments [K, K]: row j says how later columns make good an error in j."""
     own = moments.diagonal().double()

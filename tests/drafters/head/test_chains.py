@@ -14,11 +14,12 @@ from outrider.backends.rows import rows_of
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
+from outrider.drafters import DraftRequest
 from outrider.drafters.head import features
-from outrider.drafters.head.drafter import SHIPPED
-from outrider.drafters.head.features import HeadBatch, ObservedFeatures, Piece
-from outrider.drafters.head.network import Head, read_head
-from outrider.drafters.head.rollout import HeadRollout
+from outrider.drafters.head.drafter import SHIPPED, Pace
+from outrider.drafters.head.features import CommittedRows, HeadBatch, ObservedFeatures, Piece
+from outrider.drafters.head.network import Chain, Head, read_head
+from outrider.drafters.head.rollout import HeadRollout, with_others
 from outrider.engine.cache import Cache
 from outrider.llm import build_engine
 from outrider.models.speculators import random_head
@@ -97,6 +98,18 @@ def test_chains_end_at_the_floor(floor: float, sequences: int, monkeypatch: pyte
     assert len({len(tree.tokens) for tree in at_once if tree.tokens}) > 1 or floor == 1.0
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_every_length_has_a_floor_of_its_own(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    floors = [0.0, 0.02, 0.003, 1.0]
+    monkeypatch.setattr(Pace, "floors", lambda *_: floors)
+    at_once, stepped = both(monkeypatch, head_of, sequences)
+    assert at_once == stepped
+    for tree in at_once:
+        passed = [claim >= floor for claim, floor in zip(tree.survival or (), floors, strict=False)]
+        assert all(passed[:-1])
+    assert {len(tree.tokens) for tree in at_once} >= {2, 4}
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = drafts(head_of(), 3)
@@ -158,6 +171,65 @@ def test_where_more_than_the_likeliest_token_is_needed_passes_draft(temperature:
         assert rollout._drafts_at_once([seq]) == (temperature == 0 and not record)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_second_likeliest_tokens_come_with_a_chain(
+    sequences: int, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is what a pass of that depth ranks second, with its probability times the survival of the ones before."""
+    drafted: list[Chain] = []
+    ranked: dict[int, list[Any]] = {}
+    at_once, choices = CommittedRows.chains, HeadRollout._choices
+
+    def kept(rows: CommittedRows, *arguments: Any) -> list[Chain]:
+        drafted.extend(found := at_once(rows, *arguments))
+        return found
+
+    def two(rollout: HeadRollout, growth: Any, node: int, logits: torch.Tensor, width: int) -> Any:
+        found = choices(rollout, growth, node, logits, 2)
+        ranked.setdefault(id(growth), []).append((growth, found))
+        return found[:width]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CommittedRows, "chains", kept)
+        drafts(head_of(**VARIANTS[variant]), sequences, 4)
+    with monkeypatch.context() as patch:
+        step_by_step(patch)
+        patch.setattr(HeadRollout, "_choices", two)
+        drafts(head_of(**VARIANTS[variant]), sequences, 4)
+    assert len(drafted) == len(ranked) > 5
+    for chain, levels in zip(drafted, ranked.values(), strict=True):
+        before = [1.0, *chain.survival]
+        assert chain.tokens == [found[0][0] for _, found in levels]
+        assert chain.others == [found[1][0] for _, found in levels]
+        shares = [found[1][1] * s for (_, found), s in zip(levels, before, strict=False)]
+        assert chain.others_survival == pytest.approx(shares, rel=1e-4)
+
+
+def test_a_chain_and_its_second_likeliest_tokens_are_one_tree() -> None:
+    drafted = Chain([1, 2, 3], [0.9, 0.4, 0.3], [4, 5, 6], [0.05, 0.35, 0.1])
+    assert with_others(drafted, 0.1, 16) == Tree([1, 2, 5, 3, 6], [-1, 0, 0, 1, 1], [0.9, 0.4, 0.35, 0.3, 0.1])
+    assert with_others(drafted, 0.0, 4) == Tree([1, 2, 5, 3], [-1, 0, 0, 1], [0.9, 0.4, 0.35, 0.3])
+    certain = Chain([1, 2], [1.0, 1.0], [4, 5], [0.0, 1.0])
+    assert with_others(certain, 0.5, 16) == Tree([1, 2, 5], [-1, 0, 0], [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("row", "guided", "branches"), [(0.01, False, True), (0.01, True, False), (1.0, False, False)])
+def test_second_likeliest_tokens_are_drafted_where_a_row_is_cheap(row: float, guided: bool, branches: bool) -> None:
+    """A fixed K stays a chain, and so does what a guide continues."""
+    engine = build_engine(TARGET, Config(drafter="head", options={"head": head_of()}))
+    seq = Sequence(1, [5, 6, 7, 8], SamplingParams(max_tokens=12))
+    engine.add(seq)
+    engine.step()
+    assert engine.cache.reserve(seq, len(seq.tokens), 6)
+    seq.matcher = SimpleNamespace() if guided else None  # type: ignore[assignment]
+    prices = SimpleNamespace(speed=1.0, limit=9.0, price=lambda rows: row * rows)
+    (tree,) = engine.drafter.draft(DraftRequest([seq], [6], prices)).trees
+    assert tree.tokens
+    assert tree.is_chain != branches
+    assert engine.drafter.draft(DraftRequest([seq], [6])).trees[0].is_chain
+
+
 @pytest.mark.parametrize("budget", [0, 9, 300])
 def test_what_is_out_of_range_is_an_error(budget: int) -> None:
     state = Rig(head_of(), list(range(12)))
@@ -165,7 +237,7 @@ def test_what_is_out_of_range_is_an_error(budget: int) -> None:
     packed.committed(state.seq, 0, 11, want=True)
     slots = [1 << 30] * budget if budget < 100 else [0] * budget
     with pytest.raises(IndexError, match="out of range"):
-        state.head.chains(rows_of(packed), state.plane, shown_to(state.head, 11), [slots], [budget], 0.0)
+        state.head.chains(rows_of(packed), state.plane, shown_to(state.head, 11), [slots], [budget], (0.0,))
 
 
 def test_the_shipped_head_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:

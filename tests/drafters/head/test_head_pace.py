@@ -71,21 +71,36 @@ def priced(speed: float = 200.0, row: float = 0.05) -> Any:
     return SimpleNamespace(speed=speed, limit=math.inf, price=lambda more: row * more)
 
 
-def test_the_floor_is_what_one_more_token_costs() -> None:
-    pace = Pace()
-    assert pace.floor(None) == 0.0  # K is fixed: nobody counts
-    assert pace.floor(priced()) == INITIAL_FLOOR  # nothing is known yet
-    turns = [SimpleNamespace(feed=1)]
+def timed_pace() -> Pace:
+    """A token takes half a millisecond, and .8 of those after the first are right."""
+    pace, turns = Pace(), [SimpleNamespace(feed=1)]
     for _ in range(100):
         pace.observe(SimpleNamespace(clock={"draft": 0.002}, turns=turns), passes=4)  # type: ignore[arg-type]
         pace.drafted(chain([1, 2, 3], survival=[0.5, 0.4, 0.32]))
+    return pace
+
+
+def test_the_floor_is_what_one_more_token_costs() -> None:
+    assert Pace().floors(None, 4) == [0.0]  # K is fixed: nobody counts
+    assert Pace().floors(priced(), 4) == [INITIAL_FLOOR]  # nothing is known yet
+    pace = timed_pace()
     assert pace.seconds == pytest.approx(0.0005)
     assert pace.confidence == pytest.approx(0.8, abs=0.01)
-    assert pace.floor(priced()) == pytest.approx((200 * 0.0005 + 0.05) / 0.8, rel=0.02)
-    assert pace.floor(priced(speed=10**6)) == 1.0
+    assert pace.floors(priced(), 4) == pytest.approx([(200 * 0.0005 + 0.05) / 0.8] * 4, rel=0.02)
+    assert pace.floors(priced(speed=10**6), 2) == [1.0, 1.0]
     pace.observe(SimpleNamespace(clock={"draft": 1.0}, turns=[SimpleNamespace(feed=9)]), 1)  # type: ignore[arg-type]
     assert pace.seconds == pytest.approx(0.0005)  # a prompt was read: that is no price
-    assert Pace(0.25).floor(priced()) == 0.25
+    assert Pace(0.25).floors(priced(), 4) == [0.25]
+
+
+def test_each_length_has_the_price_of_its_own_next_rows() -> None:
+    """Three rows beside the root are nearly free, then each costs as much as the head's token, or three times that."""
+    prices = priced()
+    prices.price = [0.0, 0.01, 0.02, 0.03, 0.13, 0.23, 0.53, 0.83, 1.13].__getitem__
+    floors = timed_pace().floors(prices, 6)
+    assert floors == pytest.approx([(0.1 + row) / 0.8 for row in (0.01, 0.055, 0.1, 0.2, 0.3, 0.3)], rel=0.02)
+    prices.price = lambda rows: 0.05 * (rows // 3)  # three sequences: each more of all takes the next stair
+    assert timed_pace().floors(prices, 2, 3) == pytest.approx([(0.1 + 0.05 / 3) / 0.8] * 2, rel=0.02)
 
 
 def test_the_request_carries_the_prices_of_whichever_controller_is_at_work() -> None:

@@ -9,6 +9,7 @@ the target's slots. Missed features cost acceptance, never correctness.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from ...backends.rows import rows_of
 from ...control.draft_costs import Line
 from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
+from ...models.blocks import narrowed
 from ...models.paths import cache_folder
 from ...models.published import PerPositionConfig, PublishedHead, Reading, head_folder, is_own, read_published
 from ...models.speculators import (
@@ -61,7 +63,8 @@ SCRATCH = -2_000_000  # id of the sequence whose passes are timed at the start
 SCRATCH_ROWS, SCRATCH_PASSES = 64, 4
 PACKING = 2  # of a head's products in the cache; a change makes old files be built again
 PROMPT = 32  # tokens that a head has not read, from which on they are a prompt
-ROWS = 4  # the cost of one more row is averaged over this many: the first ones may be free
+OUTPUT = "Q4_K"  # of output rows from a target in larger blocks: they are most of what a drafted token reads
+ROWS = 2  # the cost of one more row is averaged over this many: the next one may begin a new tile
 
 
 class Pace:
@@ -80,17 +83,25 @@ class Pace:
         """What one more token costs."""
         return self.drafts.slope if self.drafts.n else None
 
-    def floor(self, prices: Prices | None) -> float:
-        """The survival that the last token must have for the next one to be worth its pass."""
+    def floors(self, prices: Prices | None, longest: int, sequences: int = 1) -> list[float]:
+        """The survival that the last of 1, 2, … tokens must have for the next one to be worth its pass and its row.
+
+        The first rows may be free and later ones dear, so that each length has its own floor.
+        """
         if self.fixed is not None:
-            return self.fixed
+            return [self.fixed]
         if prices is None:
-            return 0.0
+            return [0.0]
         seconds = self.seconds
         if seconds is None:
-            return INITIAL_FLOOR
-        cost = prices.speed * seconds + prices.price(ROWS) / ROWS
-        return min(cost / max(self.confidence, 0.05), 1.0)
+            return [INITIAL_FLOOR]
+        drafting, confidence = prices.speed * seconds, max(self.confidence, 0.05)
+        rows = list[float]()  # price of 1, 2, … rows for each sequence, as far as it may be paid
+        while len(rows) < longest + ROWS and (not rows or rows[-1] * sequences <= prices.limit):
+            rows.append(prices.price(sequences * (len(rows) + 1)) / sequences)
+        costs = (drafting + (after - now) / ROWS for now, after in zip(rows, rows[ROWS:], strict=False))
+        floors = [min(cost / confidence, 1.0) for cost in costs]
+        return floors if len(floors) == longest else [*floors, 1.0]
 
     def observe(self, step: Step, passes: int) -> None:
         """Time the passes of this step's draft; steps that also read a prompt are left out."""
@@ -98,10 +109,12 @@ class Pace:
             self.drafts.add(passes, step.clock["draft"])
 
     def drafted(self, tree: Tree) -> None:
-        """Update the mean confidence with the tokens after the first."""
-        for before, after in zip(tree.survival or (), (tree.survival or ())[1:], strict=False):
-            if before > 0:
-                self.confidence += 0.02 * (after / before - self.confidence)
+        """Update the mean confidence with the tokens after the first: each node's first child is its likeliest."""
+        survival, parents = tree.survival or [], {-1}
+        for parent, after in zip(tree.parents, survival, strict=False):
+            if parent not in parents and survival[parent] > 0:
+                self.confidence += 0.02 * (after / survival[parent] - self.confidence)
+            parents.add(parent)
 
 
 ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a token of a chain does
@@ -297,7 +310,10 @@ class TrainedHead(Drafter):
         self.rollout.stop_below = request.stop_below
         if self.tree and all(seq.rule == "match" for seq in request.seqs):
             return self.rollout.trees(request.seqs, request.budgets, self.width, self.depth)
-        self.rollout.floor = self.pace.floor(request.prices if self.traits.self_limiting else None)
+        prices = request.prices if self.traits.self_limiting else None
+        self.rollout.floors = self.pace.floors(prices, max(request.budgets), len(request.seqs))
+        if isinstance(self.rollout, HeadRollout):
+            self.rollout.others_above = math.inf if prices is None else prices.price(ROWS) / ROWS
         return self.rollout.chains(request.seqs, request.budgets)
 
 
@@ -319,7 +335,7 @@ def _seconds(committed: CommittedRows, seq: Sequence, rows: int, tokens: int) ->
     for _ in range(SCRATCH_PASSES):
         begin = time.perf_counter()
         if head.drafts_chains:
-            head.chains(rows_of(batch), plane, states, slots, [tokens], 0.0)
+            head.chains(rows_of(batch), plane, states, slots, [tokens], (0.0,))
         else:
             for _ in range(tokens):
                 head.read(rows_of(batch), plane, states)
@@ -472,8 +488,9 @@ def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) ->
     if config.own_output or config.draft_vocab_size == config.vocab_size:
         return tensors
     ids = target_ids(tensors["d2t"])
-    rows = target.output_blocks(ids) if isinstance(target, BlockTransformer) else output_rows(target, ids)  # [D, H]
-    return tensors | {"lm_head.weight": rows}
+    if isinstance(target, BlockTransformer):
+        return tensors | {"lm_head.weight": narrowed(target.output_blocks(ids), OUTPUT)}
+    return tensors | {"lm_head.weight": output_rows(target, ids)}  # [D, H]
 
 
 def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntVocabulary | None:

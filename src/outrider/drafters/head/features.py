@@ -13,7 +13,7 @@ acceptance). Missing features are zeros. This file knows rows and hidden states,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence as Listing, Set
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -243,11 +243,11 @@ class CommittedRows:
         self._advance_all(seqs)
         return scores, outputs[packed.want]
 
-    def chains(self, seqs: list[Sequence], budgets: list[int], floor: float) -> list[Chain]:
+    def chains(self, seqs: list[Sequence], budgets: list[int], floors: Listing[float]) -> list[Chain]:
         """Feed committed rows and draft after each, as `Head.chains` does."""
         packed, features = self._pack(seqs, [0] * len(seqs), CHUNK)
         slots = [packed.scratch(seq, range(budget - 1)) for seq, budget in zip(seqs, budgets, strict=True)]
-        drafted = self.head.chains(rows_of(packed), self.plane, features, slots, budgets, floor)
+        drafted = self.head.chains(rows_of(packed), self.plane, features, slots, budgets, floors)
         self._advance_all(seqs)
         return drafted
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import struct
 from array import array
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +47,17 @@ from ...models.speculators import (
 )
 from .._trained import DraftVocabulary
 
-Chain = tuple[list[int], list[float]]  # tokens, and the survival of each
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
+
+
+class Chain(NamedTuple):
+    """Drafted tokens, the second-likeliest token in the place of each, and the survival of all of them."""
+
+    tokens: list[int]
+    survival: list[float]
+    others: list[int]
+    others_survival: list[float]
 
 
 @dataclass(frozen=True)
@@ -228,19 +237,21 @@ class Head(DraftVocabulary):
     def keep(self, rows: Rows, plane: Plane, hidden: Tensor) -> None:
         """Write the K/V of rows with the target's hidden states [T, taps * H]; no more is computed than that takes."""
         if self.native is not None and self.config.kind != EAGLE1:
-            self.chains(rows, plane, hidden, [], [], 0.0)
+            self.chains(rows, plane, hidden, [], [], (0.0,))
         else:
             self.read(rows, plane, hidden)
 
     def chains(
-        self, rows: Rows, plane: Plane, hidden: Tensor, slots: list[list[int]], budgets: list[int], floor: float
-    ) -> list[Chain]:
+        self, rows: Rows, plane: Plane, hidden: Tensor, slots: list[list[int]], budgets: list[int],
+        floors: Listing[float],
+    ) -> list[Chain]:  # fmt: skip
         """Write the K/V of committed rows with the target's hidden states [T, taps * H]; then, after each wanted one,
-        the likeliest tokens, budgets[i] at most, fed into slots[i], until a chain's survival is below the floor."""
+        the likeliest tokens, budgets[i] at most, fed into slots[i], until the survival of a chain of 1, 2, … tokens
+        is below floors[0], floors[1], …; the last one holds for longer chains."""
         assert self.native is not None
         fused = not self._fuses_natively
         features = self.fuse([hidden]) if fused else self._normed(hidden)
-        return self.native.chains(rows, plane, features, fused, self, slots, budgets, floor)
+        return self.native.chains(rows, plane, features, fused, self, slots, budgets, floors)
 
     def forward(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None
@@ -489,29 +500,35 @@ class Int8Head(Addresses):
 
     def chains(
         self, rows: Rows, plane: Plane, features: Tensor, fused: bool, head: Head, slots: list[list[int]],
-        budgets: list[int], floor: float,
+        budgets: list[int], floors: Listing[float],
     ) -> list[Chain]:  # fmt: skip
         """As `Head.chains`. features [T, H]; with `fused` false, hidden states [T, taps * H]."""
         inputs, count, longest = NativeRows(rows), len(budgets), max(budgets, default=0)
         features, others = features.to(torch.float32).contiguous(), head._other_rows
         places = array("i", [slot for each in slots for slot in (*each, *[0] * (longest - len(each)))])
-        numbers = array("q", [*budgets, *[0] * (count + count * longest)])  # then lengths, then tokens
-        survival = array("d", bytes(8 * count * longest))
+        size = count * longest
+        numbers = array("q", [*budgets, *[0] * (count + 2 * size)])  # then lengths, then tokens
+        survival = array("d", bytes(16 * size))
+        ends = array("d", [*floors[:longest], *[floors[-1]] * (longest - len(floors))])
         at = numbers.buffer_info()[0]
         self.kernels.chain(
             self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
             0, 0, 0, 0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
             inputs.count, count, 0, self.layers, torch.get_num_threads(),
-            at, places.buffer_info()[0], head.ids.data_ptr(),
+            at, places.buffer_info()[0], head.ids.data_ptr(), ends.buffer_info()[0],
             *((0, 0) if others is None else ops.addresses_of(others.rows, others.places)),
             at + 16 * count, survival.buffer_info()[0], at + 8 * count,
             0 if others is None else len(others.index), longest, head.config.norm_output,
-            floor, head.config.logit_scale,
+            head.config.logit_scale,
         )  # fmt: skip
         lengths, tokens = numbers[count : 2 * count], numbers[2 * count :]
-        starts = range(0, count * longest, max(longest, 1))
-        return [(list(tokens[i : i + n]), list(survival[i : i + n])) for i, n in zip(starts, lengths, strict=True)]
+        starts = range(0, size, max(longest, 1))
+        slices = [(slice(i, i + n), slice(i + size, i + size + n)) for i, n in zip(starts, lengths, strict=True)]
+        return [
+            Chain(tokens[own].tolist(), survival[own].tolist(), tokens[other].tolist(), survival[other].tolist())
+            for own, other in slices
+        ]
 
     def _pack(self, head: Head) -> int:
         c, words = head.config, self._words()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ...backends.rows import rows_of
 from ...engine.cache import Cache, Plane
-from ...types import Draft, Sequence, chain
+from ...types import Draft, Sequence, Tree, chain
 from .._rollout import DraftVocabularyRollout, Growth, Ranking
 from .features import CommittedRows, FeatureCache, HeadBatch
 
 if TYPE_CHECKING:
     from .captured import HeadGraphs
-    from .network import Head
+    from .network import Chain, Head
     from .phrases import PhraseMemory
 
 
@@ -42,6 +42,7 @@ class HeadRollout(DraftVocabularyRollout):
         self._keeps: Callable[[Sequence], bool] | None = None
         self.memory: PhraseMemory | None = None  # may put another token in the place of the head's, in chains
         self.passes_run = 0  # eager passes of the current draft
+        self.others_above = math.inf  # survival from which on the second-likeliest tokens are drafted too, in chains
         self.in_order = False  # a block's scores depend on the tokens chosen before
 
     def keep_states(self, of: Callable[[Sequence], bool]) -> None:
@@ -58,13 +59,13 @@ class HeadRollout(DraftVocabularyRollout):
             self._all_fed(seqs)
             return draft
         if self._drafts_at_once(seqs):
-            drafted = self.committed.chains(seqs, budget, max(self.floor, self.stop_below))
-            self.passes_run += max(len(tokens) for tokens, _ in drafted)
+            drafted = self.committed.chains(seqs, budget, [max(floor, self.stop_below) for floor in self.floors])
+            self.passes_run += max(len(each.tokens) for each in drafted)
             if self.memory is not None:
-                agreed = [self.memory.agrees(seq, *each) for seq, each in zip(seqs, drafted, strict=True)]
+                agreed = [self.memory.agrees(seq, *each[:2]) for seq, each in zip(seqs, drafted, strict=True)]
                 if not all(agreed):  # what follows the memory's token is the head's again: token by token
                     return super().chains(seqs, budget)
-            return Draft.pack(chain(tokens, survival, source=self.source) for tokens, survival in drafted)
+            return Draft.pack(map(self._with_others, seqs, budget, drafted))
         if not block:
             return super().chains(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
@@ -78,6 +79,14 @@ class HeadRollout(DraftVocabularyRollout):
                     before = growth.tokens[-1] if growth.tokens else growth.seq.tokens[-1]
                     self._extend(growth, self._after(row, before))
         return Draft.pack(g.tree(self.source) for g in grown)
+
+    def _with_others(self, seq: Sequence, budget: int, drafted: Chain) -> Tree:
+        """A chain, with the second-likeliest tokens that are likely enough: these cost a row each, and no pass. Guides
+        continue chains alone, and a memory learns from them."""
+        chains_only = seq.matcher is not None or self.memory is not None
+        if chains_only or max(drafted.others_survival) < self.others_above:
+            return chain(drafted.tokens, drafted.survival, source=self.source)
+        return with_others(drafted, self.others_above, budget)._replace(source=self.source)
 
     def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
         """Whether one native call drafts for these: where nothing but the likeliest token of each pass is needed."""
@@ -187,6 +196,17 @@ class HeadRollout(DraftVocabularyRollout):
         self.passes_run += 1
         scores, outputs = self.committed.read(seqs, masks)
         return scores.cpu(), outputs
+
+
+def with_others(drafted: Chain, least: float, most: int) -> Tree:
+    """A chain and the second-likeliest tokens beside it that survive this often, the likeliest first, `most` in all."""
+    nodes = [(-s, depth, False, token) for depth, (token, s) in enumerate(zip(*drafted[:2], strict=True))]
+    others = enumerate(zip(*drafted[2:], strict=True))
+    nodes += [(-s, depth, True, token) for depth, (token, s) in others if s >= least]
+    nodes = sorted(nodes)[:most]  # of equal ones the first in the chain: parents come before children
+    number = {-1: -1}  # depth in the chain -> node
+    number |= {depth: node for node, (_, depth, other, _) in enumerate(nodes) if not other}
+    return Tree([n[3] for n in nodes], [number[n[1] - 1] for n in nodes], [-n[0] for n in nodes])
 
 
 def best_first(growth: Growth, levels: list[Ranking]) -> None:

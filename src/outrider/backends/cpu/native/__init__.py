@@ -66,7 +66,7 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
 STRUCTS |= {"int8_pass": "18P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
-STRUCTS |= {"chain": STRUCTS["int8_pass"] + "8P3q2d"}
+STRUCTS |= {"chain": STRUCTS["int8_pass"] + "9P3qd"}
 COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "5P3qP"
@@ -431,15 +431,20 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     model, stream = ctypes.create_string_buffer(struct.pack(MODEL, *fields)), _floats(x)
     zero, one, budget, ids = _int64s([0]), _int64s([1]), _int64s([length]), _int64s(range(10, 10 + outputs))
     table, slots, lengths = (ctypes.c_int32 * 1)(0), (ctypes.c_int32 * length)(), _int64s([0])
-    tokens, survival = _int64s([0] * length), (ctypes.c_double * length)()
+    tokens, survival = _int64s([0] * 2 * length), (ctypes.c_double * (2 * length))()
+    floors = (ctypes.c_double * length)()
     inputs = [_address(each) for each in (zero, zero, zero, zero, one, zero, table)]
-    given, made = ([_address(each) for each in group] for group in ((budget, slots, ids), (tokens, survival, lengths)))
+    groups = (budget, slots, ids, floors), (tokens, survival, lengths)
+    given, made = ([_address(each) for each in group] for group in groups)
     kernels.chain(
         _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
-        *given, 0, 0, *made, 0, length, 0, 0.0, 1.0,
+        *given, 0, 0, *made, 0, length, 0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
-    _compare("chain", [*tokens, *survival, *lengths], [10.0 + best] * length + [share**i for i in (1, 2, 3, 4)] + [4.0])
+    likely = [share**i for i in range(length + 1)]
+    claims = likely[1:] + [before * (1 - share) / (outputs - 1) for before in likely[:length]]
+    expected = [10.0 + best] * length + [10.0] * length + claims + [float(length)]
+    _compare("chain", [*tokens, *survival, *lengths], expected)
 
 
 def _check_blocks(kernels: Kernels) -> None:

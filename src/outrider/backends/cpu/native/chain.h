@@ -2,7 +2,7 @@
  * outputs, token by token, for several sequences at once, with one team of threads.
  *
  * Promise: the same tokens and survival as by a pass for each depth, bit for bit. A chain ends at its budget, or where the
- * survival of its last token is below `floor`.
+ * survival of its last token is below the floor of its length.
  *
  * Nothing but K and V of a committed row is ever read, so the last layer computes no more of it; only each sequence's last
  * one, which its draft begins with, runs through to its scores.
@@ -18,13 +18,14 @@ typedef struct {
     const int64_t *budgets; /* [R] tokens, at least one */
     const int32_t *slots; /* [R, longest] where the rows of drafted tokens go */
     const int64_t *ids; /* [D] the target's id of each draft id */
+    const double *floors; /* [longest] the survival that a chain of 1, 2, … tokens needs to go on */
     const float *other_rows; /* [blocks, H, 16] as in product.h: output rows instead of the model's own, */
     const int64_t *other_places; /* [others] of these draft ids */
-    int64_t *tokens; /* [R, longest] */
-    double *survival; /* [R, longest] */
+    int64_t *tokens; /* [2, R, longest] the likeliest at each place, which go on, and the second-likeliest, which end there */
+    double *survival; /* [2, R, longest] */
     int64_t *lengths; /* [R] */
     int64_t others, longest, continues_normed; /* the last: drafted tokens continue from the output after the last norm */
-    double floor, scale; /* scale: of scores */
+    double scale; /* of scores */
 } Chain;
 
 typedef struct { /* a pass, with what it reads */
@@ -116,7 +117,8 @@ typedef struct {
 
 INLINE int goes_on(const Chain *c, int64_t chain, int64_t length) {
     const int64_t at = chain * c->longest + length - 1, token = c->tokens[at];
-    return length < c->budgets[chain] && c->survival[at] >= c->floor && token >= 0 && token < c->committed.model->words;
+    const int known = token >= 0 && token < c->committed.model->words;
+    return length < c->budgets[chain] && c->survival[at] >= c->floors[length - 1] && known;
 }
 
 /* Where the row of a chain at this depth is: the last committed one, then drafted ones. */
@@ -138,15 +140,29 @@ static int open_depth(Depth *depth, char *memory) {
     return plan_attention(&depth->state, &depth->attend, &depth->plan);
 }
 
-/* Chooses a chain's token of a depth, from the pieces of its row. */
+/* The best but one: the best once that one's score is gone. */
+static Best second_best(const Drafting *d, int64_t row, Best best) {
+    const int64_t width = d->c->committed.model->vocabulary, piece = best.place / PIECE;
+    Best *bests = d->bests + row * d->piece_count;
+    float *x = d->scores + row * width;
+    x[best.place] = -INFINITY;
+    bests[piece] = best_of_piece(x, piece * PIECE, width);
+    return best_of_row(bests, d->piece_count);
+}
+
+/* Chooses a chain's tokens of a depth, from the pieces of its row. */
 static void choose(const Drafting *d, int64_t depth, int64_t row) {
     const Chain *c = d->c;
     const int64_t chain = d->depths[depth].chains[row], token = chain * c->longest + depth;
-    const Best best = best_of_row(d->bests + row * d->piece_count, d->piece_count);
+    const int64_t second = token + c->committed.wanted * c->longest;
+    const double before = depth ? c->survival[token - 1] : 1.0;
     float total = 0.0f;
     for (int64_t i = 0; i < d->piece_count; i++) total += d->weights[row * d->piece_count + i];
+    const Best best = best_of_row(d->bests + row * d->piece_count, d->piece_count), other = second_best(d, row, best);
     c->tokens[token] = c->ids[best.place];
-    c->survival[token] = (double)(1.0f / total) * (depth ? c->survival[token - 1] : 1.0);
+    c->survival[token] = (double)(1.0f / total) * before;
+    c->tokens[second] = c->ids[other.place];
+    c->survival[second] = (double)(expf(other.top - best.top) / total) * before;
     c->lengths[chain] = depth + 1;
 }
 
