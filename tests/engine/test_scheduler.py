@@ -221,7 +221,8 @@ def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
     budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(200)]
     assert not any(budgets)
     controller.credit.tokens = 4.0  # enough for a trial, which may cost a quarter of it
-    assert controller.budget([turn()], Traits())[0].budget == 1
+    budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(Adaptive.REST + 1)]
+    assert next(filter(None, budgets)) == 1
 
 
 def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:

@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from functools import partial
 from itertools import accumulate
 from operator import add
+from statistics import median
 
 from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
@@ -105,7 +106,7 @@ class Adaptive(Controller):
     OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
-    HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
+    REST = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
@@ -120,10 +121,9 @@ class Adaptive(Controller):
         self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
-        # For so many sequences nothing is drafted up to this credit, for so many steps; the reason.
-        self.refused, self.least, self.held, self.refusal = 0, 0.0, 0, ""
-        # Seconds of requests after which nothing was drafted, and steps since the last request of a cheap drafter.
-        self.in_vain, self.idle = 0.0, 0
+        self.rest, self.rests_for = 0, 0  # further steps in which nobody looks, while there are so many sequences
+        self.plain, self.plain_for = list[float](), 0  # seconds of plain steps, with so many sequences, to learn from
+        self.is_cheap, self.in_vain = False, 0.0  # the last: seconds of requests after which nothing was drafted
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -132,43 +132,43 @@ class Adaptive(Controller):
     # ------------------------------------------------------------ before drafting
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        self.turns, self.traits, self.tried, self.stop_below = turns, traits, set(), 0.0
-        self.credit.admit(len(turns), traits.forecast is not None)
         own = [turn.seq.id for turn in turns if turn.seq.has_request_drafts]
-        refused = self._is_refused(len(turns))
-        if refused and not own:
+        rests = self.rest > 0 and len(turns) == self.rests_for
+        self.rest -= 1
+        if rests and not own:
             return turns
+        self._learn_plain()
+        self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
+        self.credit.admit(len(turns), traits.forecast is not None)
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = {} if refused else self._rooms(free)
+        rooms = {} if rests else self._rooms(free)
         own = [seq_id for seq_id in own if seq_id not in rooms]
         if not (rooms or own):
             return turns
         rooms |= dict.fromkeys(own, free)
         return [_allow(turn, rooms.get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
 
-    def _is_refused(self, batch: int) -> bool:
-        """Whether nothing is drafted without looking again: nothing else tells more than a higher credit."""
-        self.held -= 1
-        if self.credit.tokens <= 0:
-            self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
-        elif batch == self.refused and self.held > 0 and self.credit.tokens <= self.least:
-            self.why = self.refusal
-        else:
-            return False
-        return True
+    def _refuse(self, reason: str, price: float = math.inf) -> dict[int, int]:
+        """Nothing is drafted before this price is within the limit; what is expected is looked at now and then."""
+        self._rest(min(self._steps_to(2 * price / self.lead), self.REST))
+        return self._explain(f"{self.name} is not used: {reason}")
 
-    def _refuse(self, reason: str, least: float = math.inf) -> dict[int, int]:
-        """Nothing is drafted before this price is within the limit, HELD steps are over or the batch changes."""
-        self._explain(f"{self.name} is not used: {reason}")
-        self.refused, self.least, self.held, self.refusal = len(self.turns), 2 * least / self.lead, self.HELD, self.why
-        return {}
+    def _rest(self, steps: float) -> None:
+        """For so many steps nobody looks, unless the batch changes: nothing but the credit does, and that is known."""
+        self.rest, self.rests_for = math.ceil(max(steps, 0.0)), len(self.turns)
+
+    def _steps_to(self, credit: float) -> float:
+        """In which the share brings this credit."""
+        return (credit - self.credit.tokens) / (self.credit.SHARE * len(self.turns))
 
     def _rooms(self, free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
-        drafters are asked in every step while more than half of the first credit is there, else so seldom that requests
-        in vain take half of the share: the rest is for drafts."""
+        drafters are asked in every step, unless they have found little lately (`_learn_vain`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
+        if self.credit.tokens <= 0:
+            self._rest(self._steps_to(0.0))
+            return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
         seqs = [turn.seq for turn in self.turns if room_for(turn, 1) and not (known and turn.feed > 1)]
@@ -184,11 +184,7 @@ class Adaptive(Controller):
                 return self._costly_rooms(seqs, line)
         if not self.prices.can_pay(len(seqs) * free):
             return self._refuse(HOPELESS)
-        self.idle += 1
-        low = self.credit.tokens < self.credit.first * batch / 2
-        if low and self.prices.price(0, self.in_vain) > self.idle * batch * self.credit.SHARE / 2:
-            return self._explain(f"{self.name} has found little lately and is asked now and then")
-        self.idle = 0
+        self.is_cheap = True
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
@@ -278,10 +274,42 @@ class Adaptive(Controller):
     # ------------------------------------------------------------ after the pass
 
     def observe(self, step: Step) -> None:
-        asked = any(turn.budget for turn in step.turns)
+        turns, asked = step.turns, any(turn.budget for turn in step.turns)
+        prompts = step.partial or None in step.verdicts or sum([turn.feed for turn in turns]) > len(turns)
+        if not (asked or prompts):
+            if len(turns) != self.plain_for:
+                self._learn_plain()
+            self.plain_for = len(turns)
+            self.plain.append(step.clock["verify"])
+            return
         self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
         if asked:
             self._learn_acceptance(step)
+            self._learn_request(step, len(turns))
+
+    def _learn_request(self, step: Step, batch: int) -> None:
+        """How long requests took after which nothing was drafted. Below half of the first credit, a cheap drafter is
+        asked only as often as such take half of the share: the rest is for drafts."""
+        if not (any(tree.tokens for tree in step.draft.trees) or any(step.untaken)):
+            seconds = step.clock.get("draft", 0.0) + step.clock.get("read", 0.0)
+            usual = self.in_vain or seconds
+            self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
+        low = self.credit.first * batch / 2
+        if self.credit.tokens < low and self.is_cheap:
+            every = 2 * self.in_vain / self.costs(batch, batch) / self.credit.SHARE  # steps
+            self._rest(min(every - 1, self._steps_to(low)))
+            self._explain(f"{self.name} has found little lately and is asked now and then")
+
+    def _learn_plain(self) -> None:
+        """From the steps since the last look in which nothing was drafted: together, so that each costs next to
+        nothing."""
+        if not self.plain:
+            return
+        count, batch = len(self.plain), self.plain_for
+        self.credit.add(self.credit.SHARE * batch * count, most=self.price_of_full / batch + self.credit.SAVED)
+        self.lead = 1 + (self.lead - 1) * (1 - self.RECENT) ** count
+        self.costs.refine(batch, median(self.plain), batch, count)
+        self.plain = []
 
     def _learn_acceptance(self, step: Step) -> None:
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
@@ -306,9 +334,6 @@ class Adaptive(Controller):
             new = {i: seq for i, seq in new.items() if 0 < 2 * self.traits.backlog(seq) < len(seq.tokens)}
         self.asked.update(new)
         plain, seconds = self.costs(batch, batch), read + drafting
-        if not any(tree.tokens for tree in step.draft.trees) and not any(step.untaken):
-            usual = self.in_vain or seconds
-            self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
         if new and seconds > self.CHEAP * plain:
             self.reading.add(sum(len(seq.tokens) for seq in new.values()), read or drafting)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
@@ -322,18 +347,16 @@ class Adaptive(Controller):
         batch, nodes, fed = len(step.turns), sum(step.draft_rows), sum([turn.feed for turn in step.turns])
         verdicts = [verdict for verdict in step.verdicts if verdict is not None]
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
-        plain, made, gain, lead = 0.0, float(batch), 0.0, 1.0  # made: by plain decoding in the time without drafts
-        if nodes or drafting or fed > batch:
-            plain = self.costs(fed, batch)
-            made = batch * plain / self.costs(batch, batch)
+        plain, gain, lead = self.costs(fed, batch), 0.0, 1.0
+        speed = batch / (plain if fed == batch else self.costs(batch, batch))
         if verdicts and (nodes or drafting):
-            expected, speed = self.costs(fed + nodes, batch), made / plain
+            expected = self.costs(fed + nodes, batch)
             verify = min(step.clock["verify"], self.OUTLIER * expected) if timed else expected
             more = drafting + (verify - plain if nodes else 0.0)  # seconds
             accepted = sum(len(verdict.path) for verdict in verdicts)
             gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
             self.price_of_full = speed * (self.costs(fed + batch * self.k_max, batch) - plain + drafting)
-        self.credit.add(self.credit.SHARE * made + gain, most=self.price_of_full / batch + self.credit.SAVED)
+        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
             self.costs.refine(fed + nodes, step.clock["verify"], batch)

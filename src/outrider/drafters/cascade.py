@@ -30,6 +30,7 @@ class Cascade(Drafter):
         self.free = [drafter for drafter in self.drafters if drafter.traits.dry]
         self.costly = [drafter for drafter in self.drafters if not drafter.traits.dry]
         self._observers = [drafter for drafter in self.drafters if type(drafter).observe is not Drafter.observe]
+        self._overlapping = [drafter for drafter in self.drafters if type(drafter).overlap is not Drafter.overlap]
         self._failures: list[str] = []  # of members, in the current draft
         self._merged: list[Traits] = []  # the members' traits that `traits` was made from
         self._merge_traits()
@@ -91,7 +92,7 @@ class Cascade(Drafter):
         self._each(lambda drafter: drafter.begin(seq))
 
     def overlap(self, seqs: list[Sequence], draft: Draft) -> None:
-        self._each(lambda drafter: drafter.overlap(seqs, draft))
+        self._each(lambda drafter: drafter.overlap(seqs, draft), self._overlapping)
 
     def observe(self, step: Step) -> None:
         self._each(lambda drafter: drafter.observe(step), self._observers)
