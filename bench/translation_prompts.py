@@ -1,11 +1,11 @@
 """Passages to train a translator's drafter on: a few sentences each, from instruction data.
 
     python bench/translation_prompts.py alpaca.json gsm8k_train.jsonl … --out passages.jsonl
-    python bench/translation_prompts.py --through EN_FR --sources passages.jsonl --out french.jsonl --threads 1
+    python bench/translation_prompts.py --through EN_FR --answers DRAFTER/training/answers.jsonl --out french.jsonl
 
 FILES are JSON lists or JSONL; every text of a record is used (questions and answers), but no code: a paragraph with few
-letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The second form translates
-passages by a model, plain and greedily, for the other direction. The same files and seed give the same passages.
+letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The second form makes
+sources of the other direction: the answers of `outrider train` for the model EN_FR, which are its plain translations. The same files and seed give the same passages.
 Evaluation sets must not be among the files; `outrider train --exclude` leaves their prompts out too.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 
 FIELDS = ("instruction", "input", "output", "response", "question", "answer", "prompt", "text", "content")
 LETTERS = 0.7  # share of letters and spaces in a paragraph of prose
-BATCH = 32  # texts that are translated together
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -83,15 +82,14 @@ def made(files: list[Path], longest: int, seed: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def translated(folder: Path, sources: list[tuple[str, str]], threads: int | None) -> Iterator[tuple[str, str]]:
-    from outrider import LLM, SamplingParams
+def answered(folder: Path, answers: Path) -> Iterator[tuple[str, str]]:
+    """The texts of a model's answers, which `outrider train` has written; unfinished ones are left out."""
+    from outrider.models.checkpoint import open_checkpoint
 
-    llm = LLM(folder, drafter="off", dtype="int8", max_length=512, max_batch=BATCH, threads=threads)
-    params = SamplingParams(max_tokens=256, temperature=0)
-    for start in range(0, len(sources), 8 * BATCH):
-        some = sources[start : start + 8 * BATCH]
-        outputs = llm.generate([text for _, text in some], params)
-        yield from ((kind, out.text) for (kind, _), out in zip(some, outputs, strict=True) if out.text.strip())
+    checkpoint = open_checkpoint(folder)
+    for answer in read_records(answers)[1:]:  # the first line is a header
+        if answer["answer"] and answer["answer"][-1] in checkpoint.config.eos_ids:
+            yield answer["kind"], checkpoint.tokenizer.decode(answer["answer"][:-1]).strip()
 
 
 def main() -> None:
@@ -101,15 +99,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=400, help="characters of a passage")
     parser.add_argument("--limit", type=int, default=0, help="passages; 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--through", type=Path, help="a model that translates --sources")
-    parser.add_argument("--sources", type=Path, help="passages that this script has written")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--through", type=Path, help="a model that has translated passages")
+    parser.add_argument("--answers", type=Path, help="its answers, as `outrider train` writes them")
     given = parser.parse_args()
-    if given.through:
-        lines = read_records(given.sources)[: given.limit or None]
-        pairs = translated(given.through, [(line["category"], line["turns"][0]) for line in lines], given.threads)
-    else:
-        pairs = iter(made(given.files, given.longest, given.seed)[: given.limit or None])
+    found = list(answered(given.through, given.answers)) if given.through else made(given.files, given.longest, given.seed)
+    pairs = [(kind, passage) for kind, passage in found[: given.limit or None] if passage]
     with open(given.out, "w", encoding="utf-8") as file:
         for kind, passage in pairs:
             file.write(json.dumps({"category": kind, "turns": [passage]}, ensure_ascii=False) + "\n")

@@ -35,6 +35,7 @@ class Part:
 
 
 WHOLE = Part()
+Chain = tuple[list[int], list[float]]  # drafted tokens, and the survival of each
 
 
 class PlaneShape(NamedTuple):
@@ -80,6 +81,8 @@ class Model(ABC):
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
     reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
     mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
+    drafts_chains = False  # `chains` runs a whole draft in one call
+    draft_ids: Tensor | None = None  # [D] the ids that its logits are of, where it has a part of its output rows
 
     @property
     @abstractmethod
@@ -91,6 +94,17 @@ class Model(ABC):
     ) -> Output:
         """One pass, which calls `plane.count_pass()`. x [T, H]: the residual stream to resume from at `part.start`;
         taps: layers whose output stream [T, H] is returned."""
+
+    def chains(
+        self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
+    ) -> list[Chain]:
+        """Feed these rows; then, after each wanted one, the likeliest tokens, budgets[i] at most, fed into slots[i],
+        until a chain's survival is below the floor. vocab: as in `Part`."""
+        raise NotImplementedError
+
+    def shorten(self, ids: Tensor) -> bool:
+        """Keep the output rows of these ids [D] only: logits are [R, D] from then on. False: it cannot, and has all."""
+        return False
 
     @property
     def precision(self) -> str:

@@ -11,14 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..backends import Model, Part
 from ..backends.loaded_weights import weight_bytes
 from ..backends.machine import choose_device
+from ..backends.rows import rows_of
+from ..engine.batch import BatchBuilder
+from ..engine.cache import Cache, Plane
 from ..errors import ConfigError
+from ..models.encoder_decoder import DraftFacts
 from ..models.precision import NAMES
 from ..types import Draft, Sequence
 from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
-from ._rollout import Rollout, draft_vocab
+from ._rollout import DraftVocabularyRollout, Rollout, draft_vocab
+from ._trained import DraftVocabulary
 from .translate.alignment import same_vocabulary, tokenizer_of
 from .translate.rollout import TOKENS_PER_TARGET_TOKEN, TranslatedRollout, make_rollout
 
@@ -56,8 +64,11 @@ class SmallModel(Drafter):
         else:
             plane = space.cache.add_plane(*self.model.plane_shape, device=self.model.device)
             passes = space.passes(self.model, plane)
-            part = Part(vocab=draft_vocab(space, self.model.config.vocab_size))
-            self.rollout = Rollout(self.model, space.cache, plane, part, source="model", passes=passes)
+            if self.model.draft_ids is not None:
+                self.rollout = ShortListRollout(self.model, space.cache, plane)
+            else:
+                part = Part(vocab=draft_vocab(space, self.model.config.vocab_size))
+                self.rollout = Rollout(self.model, space.cache, plane, part, source="model", passes=passes)
         self.padded = self.model.config.vocab_size < space.target.config.vocab_size
         self.rollout.record_guesses = space.record_guesses
         self.unread: Any = None  # the device's drafts, where its rounds make them
@@ -102,6 +113,22 @@ class SmallModel(Drafter):
         return {} if self.translated is None else {"model": {"draft_model": self.model_name} | self.translated.facts()}
 
 
+class _ShortList(DraftVocabulary):
+    def __init__(self, model: Model) -> None:
+        assert model.draft_ids is not None
+        self.ids, self.vocab_size = model.draft_ids, model.config.vocab_size
+
+
+class ShortListRollout(DraftVocabularyRollout):
+    """A model that has the output rows of some ids only."""
+
+    def __init__(self, model: Model, cache: Cache, plane: Plane) -> None:
+        super().__init__(_ShortList(model), model, cache, plane, source="model")
+
+    def _forward(self, packed: BatchBuilder, part: Part) -> Tensor:
+        return self.model.forward(rows_of(packed), self.plane, part).logits
+
+
 def load_draft_model(space: Workspace) -> Model:
     """The draft model of the options, for a drafter that cannot translate: it must have the target's vocabulary."""
     model, tokenizer, name = _draft_model(space)
@@ -134,7 +161,9 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     from ..models.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(wanted)
-    dtype = str(space.option("draft_dtype", default=space.target.compute)).removeprefix("torch.")
+    target = space.target
+    usual = target.dtype if (target.dtype, target.device.type) == (torch.int8, "cpu") else target.compute
+    dtype = str(space.option("draft_dtype", default=usual)).removeprefix("torch.")
     if dtype not in NAMES:
         raise ConfigError(f"There is no draft_dtype '{dtype}'. Choose one of: {', '.join(NAMES)}.")
     device = choose_device(str(space.option("draft_device", default=space.target.device)))
@@ -143,7 +172,20 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     if space.tokenizer is not None and not same_vocabulary(tokenizer, space.tokenizer):
         length = min(TOKENS_PER_TARGET_TOKEN * length, checkpoint.config.context_length)
     loaded: Any = load_model(checkpoint, dtype, length, device=device)
+    if checkpoint.config.encoder is not None and loaded.reader is not None:
+        _fit_to_target(loaded, DraftFacts.of(checkpoint.path, checkpoint.config.vocab_size), space)
     return loaded.as_drafter(), tokenizer, checkpoint.name
+
+
+def _fit_to_target(model: Model, facts: DraftFacts, space: Workspace) -> None:
+    """A smaller decoder of this target reads with the target's encoder, and on a CPU drafts from its short list."""
+    target, host = space.target, torch.device("cpu")
+    if target.reader is None or not model.device == target.device == host or model.dtype != target.dtype:
+        return
+    if facts.target_hash is not None and facts.target_hash == target.identity():
+        model.reader.share(target.reader)
+    if facts.draft_ids and not int(space.option("draft_vocab", default=0)):
+        model.shorten(torch.tensor(facts.draft_ids))
 
 
 def _needs_translation(model: Model, tokenizer: Any, space: Workspace) -> bool:
