@@ -241,7 +241,7 @@ class Adaptive(Controller):
 
     def _reading(self, seq: Sequence) -> float:
         """Tokens that reading its prompt costs, once for all steps until the answer ends: LASTS are counted at most."""
-        unread = 0 if seq.id in self.asked or not self.reading.n else len(seq.tokens)
+        unread = 0 if seq.id in self.asked or not self.reading.n else _prompt_length(seq)
         return self.prices.speed * self.reading.slope * unread if unread else 0.0
 
     def _expected(self, seq: Sequence) -> list[float]:
@@ -303,14 +303,15 @@ class Adaptive(Controller):
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
         new = {turn.seq.id: turn.seq for turn in asked if turn.seq.id not in self.asked}
         if not step.in_round:  # has it read most of the sequence? Of a drafter that does not say so, nothing is left
-            new = {i: seq for i, seq in new.items() if 0 < 2 * self.traits.backlog(seq) < len(seq.tokens)}
+            unread = self.traits.backlog  # a source is read with the first request
+            new = {i: seq for i, seq in new.items() if seq.source or 0 < 2 * unread(seq) < len(seq.tokens)}
         self.asked.update(new)
         plain, seconds = self.costs(batch, batch), read + drafting
         if not any(tree.tokens for tree in step.draft.trees) and not any(step.untaken):
             usual = self.in_vain or seconds
             self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
         if new and seconds > self.CHEAP * plain:
-            self.reading.add(sum(len(seq.tokens) for seq in new.values()), read or drafting)
+            self.reading.add(sum(map(_prompt_length, new.values())), read or drafting)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
@@ -351,6 +352,11 @@ class Adaptive(Controller):
     def _expect(self, drafted: str, accepted: float) -> None:
         each = " for each" if len(self.turns) > 1 else ""
         self._explain(f"{drafted}: about {1 + accepted / len(self.turns):.1f} tokens expected{each}")
+
+
+def _prompt_length(seq: Sequence) -> int:
+    """Tokens that a drafter reads before its first draft: of the source, or else of the text."""
+    return len(seq.source) or len(seq.tokens)
 
 
 def _odds(survival: float, break_even: float) -> str:

@@ -7,7 +7,11 @@ of its own, and its drafts are translated (`translate/`).
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +28,7 @@ from ..errors import ConfigError
 from ..models.encoder_decoder import DraftFacts
 from ..models.precision import NAMES
 from ..types import Draft, Sequence
-from . import Drafter, DraftRequest, Memory, Traits, Workspace, register
+from . import Drafter, DraftRequest, Forecast, Memory, Traits, Workspace, register
 from ._rollout import DraftVocabularyRollout, Rollout, draft_vocab
 from ._trained import DraftVocabulary
 from .translate.alignment import same_vocabulary, tokenizer_of
@@ -32,6 +36,11 @@ from .translate.rollout import TOKENS_PER_TARGET_TOKEN, TranslatedRollout, make_
 
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
+
+
+SCRATCH = -3_000_000  # id of the sequence that passes are timed with
+SCRATCH_CALLS = 3
+FORESEEN = 3  # tokens of a draft that is timed: a usual number
 
 
 @register("model")
@@ -51,7 +60,7 @@ class SmallModel(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.model, tokenizer, self.model_name = _draft_model(space)
+        self.model, tokenizer, self.model_name, self.acceptance = _draft_model(space)
         self.translated: TranslatedRollout | None = None
         if _needs_translation(self.model, tokenizer, space):
             if self.model.encoder:
@@ -80,7 +89,25 @@ class SmallModel(Drafter):
             unread=self.rollout.recorded is not None and not self.tree,
             backlog=self._backlog,
             memory=lambda: Memory(weight_bytes(self.model, excluding=space.target), self.rollout.plane.bytes),
+            forecast=self._forecast() if self.model.drafts_chains and self.translated is None else None,
         )
+
+    def _forecast(self) -> Forecast | None:
+        """Its acceptance as its folder states it, and the seconds of its calls, measured with a scratch token. They
+        bring its weights into memory, too: the first draft of a text would seem slower than it is."""
+        cache, seq, seconds = self.space.cache, Sequence(SCRATCH, [1]), math.inf
+        cache.open(seq)
+        try:
+            if not cache.reserve(seq, 1, FORESEEN - 1):
+                return None
+            for _ in range(SCRATCH_CALLS):
+                begin = time.perf_counter()
+                self.rollout.chains([seq], [FORESEEN])
+                seconds = min(seconds, time.perf_counter() - begin)
+        finally:
+            cache.free(seq)
+        survival = tuple(accumulate(self.acceptance, mul))
+        return Forecast(survival, seconds, 0.0) if survival else None
 
     def record(self, rounds: Any) -> None:
         if self.traits.unread and not self.padded:
@@ -131,7 +158,7 @@ class ShortListRollout(DraftVocabularyRollout):
 
 def load_draft_model(space: Workspace) -> Model:
     """The draft model of the options, for a drafter that cannot translate: it must have the target's vocabulary."""
-    model, tokenizer, name = _draft_model(space)
+    model, tokenizer, name, _ = _draft_model(space)
     if tokenizer is None:
         _check_sizes(model, space)
     else:
@@ -148,15 +175,15 @@ def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
-    """The draft model, its tokenizer (None if unknown) and its name."""
+def _draft_model(space: Workspace) -> tuple[Model, Any, str, tuple[float, ...]]:
+    """The draft model, its tokenizer (None if unknown), its name, and its acceptance by depth (empty if unknown)."""
     wanted = space.option("draft_model", "assistant_model", default=None)
     if wanted is None:
         raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
     tokenizer = space.option("draft_tokenizer", "assistant_tokenizer", default=None)
     tokenizer = None if tokenizer is None else tokenizer_of(tokenizer)
     if not isinstance(wanted, str) and hasattr(wanted, "forward"):
-        return wanted, tokenizer, "in memory"
+        return wanted, tokenizer, "in memory", ()
     from ..backends.load import load_model  # heavy, and only needed for files
     from ..models.checkpoint import open_checkpoint
 
@@ -172,9 +199,10 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str]:
     if space.tokenizer is not None and not same_vocabulary(tokenizer, space.tokenizer):
         length = min(TOKENS_PER_TARGET_TOKEN * length, checkpoint.config.context_length)
     loaded: Any = load_model(checkpoint, dtype, length, device=device)
-    if checkpoint.config.encoder is not None and loaded.reader is not None:
-        _fit_to_target(loaded, DraftFacts.of(checkpoint.path, checkpoint.config.vocab_size), space)
-    return loaded.as_drafter(), tokenizer, checkpoint.name
+    facts = DraftFacts.of(checkpoint.path, checkpoint.config.vocab_size)
+    if loaded.reader is not None:
+        _fit_to_target(loaded, facts, space)
+    return loaded.as_drafter(), tokenizer, checkpoint.name, facts.acceptance
 
 
 def _fit_to_target(model: Model, facts: DraftFacts, space: Workspace) -> None:

@@ -301,6 +301,7 @@ class DraftFacts:
 
     target_hash: str | None = None  # of the model whose encoder it reads
     draft_ids: tuple[int, ...] = ()  # what it can draft, ascending; empty: every token
+    acceptance: tuple[float, ...] = ()  # by depth, as its training measured it; empty: unknown
 
     @classmethod
     def of(cls, folder: Path, vocabulary: int) -> DraftFacts:
@@ -311,7 +312,7 @@ class DraftFacts:
         ids = data.get("draft_ids") or ()
         if not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids) or list(ids) != sorted(set(ids)):
             raise ModelError(f"{folder / DRAFT_FACTS} does not fit the model: draft_ids are not ascending token ids.")
-        return cls(data.get("target_hash"), tuple(ids))
+        return cls(data.get("target_hash"), tuple(ids), tuple(map(float, data.get("acceptance") or ())))
 
 
 def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -175,6 +175,7 @@ class _TrainingRun:
             form = (tokenizer, DTYPES[recipe.store], model_card(result))
             if encoder:
                 drafts = {"target_hash": self.identity, "draft_ids": None if net.ids is None else net.ids.tolist()}
+                drafts["acceptance"] = loop.evaluations[-1]["kinds"][ALL]["alpha_by_position"]
                 write_encoder_decoder(recipe.out, self.checkpoint.path, net.config, net, *form, drafts)
             else:
                 write_folder(recipe.out, net.config, InMemory(net.state_dict()), *form)
