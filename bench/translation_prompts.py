@@ -4,9 +4,10 @@
     python bench/translation_prompts.py --through EN_FR --answers DRAFTER/training/answers.jsonl --out french.jsonl
 
 FILES are JSON lists or JSONL; every text of a record is used (questions and answers), but no code: a paragraph with few
-letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The second form makes
-sources of the other direction: the answers of `outrider train` for the model EN_FR, which are its plain translations. The same files and seed give the same passages.
-Evaluation sets must not be among the files; `outrider train --exclude` leaves their prompts out too.
+letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The second
+form makes sources of the other direction: the answers of `outrider train` for the model EN_FR, which are its plain
+translations. The same files and seed give the same passages. Evaluation sets must not be among the files; `outrider train
+--exclude` leaves their prompts out too.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ def main() -> None:
     parser.add_argument("--through", type=Path, help="a model that has translated passages")
     parser.add_argument("--answers", type=Path, help="its answers, as `outrider train` writes them")
     given = parser.parse_args()
-    found = list(answered(given.through, given.answers)) if given.through else made(given.files, given.longest, given.seed)
+    if given.through:
+        found = list(answered(given.through, given.answers))
+    else:
+        found = made(given.files, given.longest, given.seed)
     pairs = [(kind, passage) for kind, passage in found[: given.limit or None] if passage]
     with open(given.out, "w", encoding="utf-8") as file:
         for kind, passage in pairs:

@@ -200,8 +200,8 @@ class Engine:
 
     def _encode(self, turns: list[Turn]) -> None:
         """Read new sources before anything is drafted: a drafter that shares the encoder is not charged for them."""
-        rows = [(turn.seq.source, self.cache.rows[turn.seq.id].source) for turn in turns]
-        new = [(ids, torch.tensor(slots)) for ids, slots in rows if slots and not self.target.plane.has_source(slots[0])]
+        rows, known = [(turn.seq.source, self.cache.rows[turn.seq.id].source) for turn in turns], self.target.plane
+        new = [(ids, torch.tensor(slots)) for ids, slots in rows if slots and not known.has_source(slots[0])]
         if new:
             with self.clock.time("encode"):
                 self.target.encode(new)

@@ -273,7 +273,13 @@ def named_weights(source: Any, config: ModelConfig) -> Any:
 
 
 def write_encoder_decoder(
-    folder: Path, origin: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = "",
+    folder: Path,
+    origin: Path,
+    config: ModelConfig,
+    source: Source,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    card: str = "",
     drafts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model with another number of decoder layers than the one in `origin`, which it is a part of.

@@ -9,6 +9,7 @@ B texts of L rows, sources of S tokens, H hidden size, h heads of d dimensions, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,32 +164,34 @@ class EncoderDecoderObjective(ModelObjective):
     def precision(self) -> torch.dtype | None:
         return torch.bfloat16 if multiplies_bfloat16() else None
 
+    @property
+    def _nets(self) -> tuple[EncoderDecoderNet, EncoderDecoderNet]:
+        """The smaller model and the target."""
+        nets: Any = (self.net, self.target)
+        return nets  # type: ignore[no-any-return]
+
     def losses(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        ids = self.net.ids  # type: ignore[attr-defined]
+        net, target = self._nets
         with torch.no_grad():
-            labels = (
-                soft_labels(self._logits(self.target, batch)) if self.soft else hard_labels(batch.next_tokens, ids)
-            )
-        divergences = divergence(labels, self._logits(self.net, batch))
+            labels = soft_labels(self._scores(target, batch)) if self.soft else hard_labels(batch.next_tokens, net.ids)
+        divergences = divergence(labels, self._scores(net, batch))
         return [(divergences, torch.ones_like(divergences))]
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
-        return by_root([at_rows(self._guesses(batch) == batch.next_tokens, batch)] * self.k, batch)
+        net, _ = self._nets
+        best = self._scores(net, batch).argmax(-1)  # [M]
+        guesses = best if net.ids is None else net.ids[best]
+        return by_root([at_rows(guesses == batch.next_tokens, batch)] * self.k, batch)
 
-    def _guesses(self, batch: Batch) -> Tensor:
-        """[M] the likeliest token of each row."""
-        best, ids = self._logits(self.net, batch).argmax(-1), self.net.ids  # type: ignore[attr-defined]
-        return best if ids is None else ids[best]  # type: ignore[no-any-return]
-
-    def _logits(self, net: EncoderDecoderNet, batch: Batch) -> Tensor:  # type: ignore[override]
-        """[M, D]"""
+    def _scores(self, net: EncoderDecoderNet, batch: Batch) -> Tensor:
+        """Of the draft vocabulary: [M, D]"""
         last = net(batch.tokens[:, 1:], self._states(batch), batch.source_lengths)  # [B, n-1, H]
-        return net.logits(last.flatten(0, 1)[batch.rows], self.net.ids)  # type: ignore[arg-type]
+        return net.logits(last.flatten(0, 1)[batch.rows], self._nets[0].ids)
 
     @torch.no_grad()
     def _states(self, batch: Batch) -> Tensor:
-        target: EncoderDecoderNet = self.target  # type: ignore[assignment]
+        _, target = self._nets
         if self._read is None or self._read[0] is not batch:
             self._read = batch, target.states(batch.sources, batch.source_lengths)
         return self._read[1]

@@ -305,9 +305,7 @@ class NativeBartPass(NativePass):
         layers = self._keep(b"".join(self._pack_source_layer(i) for i in range(c.layers)))
         vectors = (self._positions, *((None, None) if norm is None else norm))
         activation = ops.ACTIVATIONS.index(c.activation)
-        return self._keep(
-            struct.pack(native.BART, layers, *ops.addresses_of(*vectors), c.embedding_scale, activation)
-        )
+        return self._keep(struct.pack(native.BART, layers, *ops.addresses_of(*vectors), c.embedding_scale, activation))
 
     def _pack_source_layer(self, i: int) -> bytes:
         at, t = f"layers.{i}.", self.tensors

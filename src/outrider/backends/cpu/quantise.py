@@ -103,7 +103,8 @@ class Quantised:
     def only(self, ids: Tensor) -> Quantised:
         """The product with these outputs alone [n]; not for a gated pair."""
         padding = (0, -len(ids) % OUTPUTS)
-        weight, high = (_blocks(part[ids // OUTPUTS, :, ids % OUTPUTS].flatten(1).short() - 128) for part in (self.weight, self.high))
+        block, lane = ids // OUTPUTS, ids % OUTPUTS
+        weight, high = (_blocks(part[block, :, lane].flatten(1).short() - 128) for part in (self.weight, self.high))
         bias = None if self.bias is None else F.pad(self.bias[ids], padding)
         scale = F.pad(self.scale[ids], padding)
         return Quantised(weight, high, scale, bias, self.outliers, len(ids), self.inputs)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import PlaneShape, ops, with_index
+from ...backends import Chain, PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
 from ...backends.cpu.int8 import Addresses, ChainBuffers, Int8Linear, NativeRows, Words
