@@ -3,11 +3,11 @@
     python bench/translation_prompts.py alpaca.json gsm8k_train.jsonl … --out passages.jsonl
     python bench/translation_prompts.py --through EN_FR --answers DRAFTER/training/answers.jsonl --out french.jsonl
 
-FILES are JSON lists or JSONL; every text of a record is used (questions and answers), but no code: a paragraph with few
-letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The second
-form makes sources of the other direction: the answers of `outrider train` for the model EN_FR, which are its plain
-translations. The same files and seed give the same passages. Evaluation sets must not be among the files; `outrider train
---exclude` leaves their prompts out too.
+FILES are JSON lists or JSONL; every text of a record is used (questions and answers), but no code: a paragraph with
+few letters or with code's brackets is left out. A passage is 1 to 4 sentences and at most `--longest` characters. The
+second form makes sources of the other direction: the answers of `outrider train` for the model EN_FR, which are its
+plain translations. The same files and seed give the same passages. Evaluation sets must not be among the files;
+`outrider train --exclude` leaves their prompts out too.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ class Adaptive(Controller):
     FULL = 64  # prompt rows from which on a pass has no row to spare
     HELD = 16  # steps before a drafter is looked at again for which there was no use and no credit: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
+    FORESEEN = 8  # drafts that a forecast of acceptance counts as
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
     prices: StepPrices
@@ -178,6 +179,8 @@ class Adaptive(Controller):
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if not self.traits.weighs_cost:
             if not calls.count:
+                self._foresee(calls)
+            if not calls.count:
                 return self._try(seqs)
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
@@ -190,6 +193,15 @@ class Adaptive(Controller):
             return self._explain(f"{self.name} has found little lately and is asked now and then")
         self.idle = 0
         return dict.fromkeys((seq.id for seq in seqs), free)
+
+    def _foresee(self, calls: DraftCosts) -> None:
+        """Begin with what is known of the drafter's calls: a single first one may be several times slower."""
+        forecast = self.traits.forecast
+        if forecast is not None and forecast.calls:
+            for k, seconds in forecast.calls:
+                calls.add(1, k, seconds)
+            if not self.overall.added:
+                self.overall.foresee(forecast.survival, self.FORESEEN)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a

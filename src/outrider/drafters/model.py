@@ -7,7 +7,6 @@ of its own, and its drafts are translated (`translate/`).
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from itertools import accumulate
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 SCRATCH = -3_000_000  # id of the sequence that passes are timed with
 SCRATCH_CALLS = 3
-FORESEEN = 3  # tokens of a draft that is timed: a usual number
+FORESEEN = (1, 4)  # tokens of the drafts that are timed
 
 
 @register("model")
@@ -95,19 +94,22 @@ class SmallModel(Drafter):
     def _forecast(self) -> Forecast | None:
         """Its acceptance as its folder states it, and the seconds of its calls, measured with a scratch token. They
         bring its weights into memory, too: the first draft of a text would seem slower than it is."""
-        cache, seq, seconds = self.space.cache, Sequence(SCRATCH, [1]), math.inf
+        cache, seq, calls = self.space.cache, Sequence(SCRATCH, [1]), list[tuple[int, float]]()
         cache.open(seq)
         try:
-            if not cache.reserve(seq, 1, FORESEEN - 1):
+            if not cache.reserve(seq, 1, max(FORESEEN)):
                 return None
-            for _ in range(SCRATCH_CALLS):
-                begin = time.perf_counter()
-                self.rollout.chains([seq], [FORESEEN])
-                seconds = min(seconds, time.perf_counter() - begin)
+            for tokens in FORESEEN:
+                calls.append((tokens, min(self._call_seconds(seq, tokens) for _ in range(SCRATCH_CALLS))))
         finally:
             cache.free(seq)
         survival = tuple(accumulate(self.acceptance, mul))
-        return Forecast(survival, seconds, 0.0) if survival else None
+        return Forecast(survival, calls[-1][1], 0.0, tuple(calls)) if survival else None
+
+    def _call_seconds(self, seq: Sequence, tokens: int) -> float:
+        begin = time.perf_counter()
+        self.rollout.chains([seq], [tokens])
+        return time.perf_counter() - begin
 
     def record(self, rounds: Any) -> None:
         if self.traits.unread and not self.padded:
