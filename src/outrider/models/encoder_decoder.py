@@ -316,7 +316,8 @@ class DraftFacts:
             return cls()
         data = read_json(folder / DRAFT_FACTS)
         ids = data.get("draft_ids") or ()
-        if not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids) or list(ids) != sorted(set(ids)):
+        known = all(isinstance(i, int) and 0 <= i < vocabulary for i in ids)
+        if not known or list(ids) != sorted(set(ids)):
             raise ModelError(f"{folder / DRAFT_FACTS} does not fit the model: draft_ids are not ascending token ids.")
         return cls(data.get("target_hash"), tuple(ids), tuple(map(float, data.get("acceptance") or ())))
 
