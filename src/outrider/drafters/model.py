@@ -1,7 +1,8 @@
 """A draft model: a smaller model drafts chains or trees; a different tokenizer is translated automatically.
 
 With the target's vocabulary its K/V lives in a plane over the target's slots, so acceptance, preemption and prefix
-reuse need no code here: before each draft the plane is brought up to date. With another vocabulary it drafts in slots
+reuse need no code here: before each draft the plane is brought up to date. A smaller decoder that was trained for an
+encoder–decoder reads with the target's encoder and drafts a short list of tokens (`models.encoder_decoder.DraftFacts`). With another vocabulary it drafts in slots
 of its own, and its drafts are translated (`translate/`).
 """
 
