@@ -2,8 +2,8 @@
 
 With the target's vocabulary its K/V lives in a plane over the target's slots, so acceptance, preemption and prefix
 reuse need no code here: before each draft the plane is brought up to date. A smaller decoder that was trained for an
-encoder–decoder reads with the target's encoder and drafts a short list of tokens (`models.encoder_decoder.DraftFacts`). With another vocabulary it drafts in slots
-of its own, and its drafts are translated (`translate/`).
+encoder–decoder reads with the target's encoder and drafts a short list of tokens (`models.encoder_decoder.DraftFacts`).
+With another vocabulary a model drafts in slots of its own, and its drafts are translated (`translate/`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class SmallModel(Drafter):
 
     def __init__(self, space: Workspace) -> None:
         super().__init__(space)
-        self.model, tokenizer, self.model_name, self.acceptance = _draft_model(space)
+        self.model, tokenizer, self.model_name, facts = _draft_model(space)
+        self.acceptance = facts.acceptance
+        _fit_to_target(self.model, facts, space)
         self.translated: TranslatedRollout | None = None
         if _needs_translation(self.model, tokenizer, space):
             if self.model.encoder:
@@ -178,15 +180,15 @@ def opened(space: Workspace, wanted: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def _draft_model(space: Workspace) -> tuple[Model, Any, str, tuple[float, ...]]:
-    """The draft model, its tokenizer (None if unknown), its name, and its acceptance by depth (empty if unknown)."""
+def _draft_model(space: Workspace) -> tuple[Model, Any, str, DraftFacts]:
+    """The draft model, its tokenizer (None if unknown), its name, and what its folder says about it."""
     wanted = space.option("draft_model", "assistant_model", default=None)
     if wanted is None:
         raise ConfigError("The drafter 'model' needs a draft model: give --draft-model PATH (or draft_model=…).")
     tokenizer = space.option("draft_tokenizer", "assistant_tokenizer", default=None)
     tokenizer = None if tokenizer is None else tokenizer_of(tokenizer)
     if not isinstance(wanted, str) and hasattr(wanted, "forward"):
-        return wanted, tokenizer, "in memory", ()
+        return wanted, tokenizer, "in memory", DraftFacts()
     from ..backends.load import load_model  # heavy, and only needed for files
     from ..models.checkpoint import open_checkpoint
 
@@ -203,15 +205,14 @@ def _draft_model(space: Workspace) -> tuple[Model, Any, str, tuple[float, ...]]:
         length = min(TOKENS_PER_TARGET_TOKEN * length, checkpoint.config.context_length)
     loaded: Any = load_model(checkpoint, dtype, length, device=device)
     facts = DraftFacts.of(checkpoint.path, checkpoint.config.vocab_size)
-    if loaded.reader is not None:
-        _fit_to_target(loaded, facts, space)
-    return loaded.as_drafter(), tokenizer, checkpoint.name, facts.acceptance
+    return loaded.as_drafter(), tokenizer, checkpoint.name, facts
 
 
 def _fit_to_target(model: Model, facts: DraftFacts, space: Workspace) -> None:
     """A smaller decoder of this target reads with the target's encoder, and on a CPU drafts from its short list."""
     target, host = space.target, torch.device("cpu")
-    if target.reader is None or not model.device == target.device == host or model.dtype != target.dtype:
+    alike = model.device == target.device == host and model.dtype == target.dtype
+    if not alike or model.reader is None or target.reader is None:
         return
     if facts.target_hash is not None and facts.target_hash == target.identity():
         model.reader.share(target.reader)
