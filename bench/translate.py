@@ -86,8 +86,9 @@ def contenders(llm: LLM, given: argparse.Namespace) -> dict[str, LLM]:
         copied = {"draft_model": str(given.folder), "draft_dtype": "int8", "draft_vocab": given.draft_vocab}
         found[f"int8 copy, K = {k}"] = llm.using(drafter="model", k="auto" if k == "auto" else int(k), **copied)
     for k in given.draft_k if given.draft_model else ():
-        name, length = f"model, K = {k}", "auto" if k == "auto" else int(k)
-        found[name] = llm.using(drafter="model", k=length, draft_model=given.draft_model)
+        name, (length, _, floor) = f"model, K = {k}", k.partition("/")
+        options = {"draft_model": given.draft_model, "stop_below": float(floor or 0)}
+        found[name] = llm.using(drafter="model", k="auto" if length == "auto" else int(length), **options)
     return found
 
 
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--through", type=Path, help="a model that translates the sources first")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--draft-model", help="another encoder-decoder with the same vocabulary")
-    parser.add_argument("--draft-k", action="append", help="K of its drafts, or auto; repeatable")
+    parser.add_argument("--draft-k", action="append", help="K of its drafts, auto, or K/stop_below; repeatable")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")

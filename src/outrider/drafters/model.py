@@ -47,12 +47,12 @@ FORESEEN = (1, 4)  # tokens of the drafts that are timed
 class SmallModel(Drafter):
     """Options: draft_model (a path, a name or a model), draft_tokenizer (of a model in memory), translate (auto, tli,
     slem), draft_dtype, draft_device, draft_vocab (draft only the first so many ids, which are the frequent ones), tree,
-    tree_width, tree_depth."""
+    tree_width, tree_depth, stop_below (end a draft where its survival is below that; K is then the most)."""
 
     traits = Traits(
         options=(
             "draft_model", "assistant_model", "draft_tokenizer", "assistant_tokenizer", "translate", "draft_dtype",
-            "draft_device", "draft_vocab", "tree", "tree_width", "tree_depth",
+            "draft_device", "draft_vocab", "tree", "tree_width", "tree_depth", "stop_below",
         ),
         auto=lambda workspace: workspace.option("draft_model", "assistant_model", default=None) is not None,
         trial=lambda target: {"draft_model": target},  # always accepted, never faster: enough for a trial run
@@ -84,6 +84,7 @@ class SmallModel(Drafter):
         self.rollout.record_guesses = space.record_guesses
         self.unread: Any = None  # the device's drafts, where its rounds make them
         self.tree = bool(space.option("tree", default=False))
+        self.floor = float(space.option("stop_below", default=0.0))
         self.width = int(space.option("tree_width", default=3))
         self.depth = int(space.option("tree_depth", default=5))
         self.traits = replace(
@@ -125,7 +126,7 @@ class SmallModel(Drafter):
         seqs, budgets = request.seqs, request.budgets
         if request.in_round:
             return request.asked(self.unread, self.name)
-        self.rollout.stop_below = request.stop_below
+        self.rollout.stop_below = max(request.stop_below, self.floor)
         tree = self.tree and all(seq.rule == "match" for seq in seqs)
         if self.translated is not None:
             return self.translated.propose(seqs, budgets, self.width if tree else 0, self.depth)
