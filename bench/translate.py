@@ -14,8 +14,8 @@
 
 Contenders translate each text in turn, greedily or with a seed, each time with a drafter without memory. `transformers`
 is the model's own `generate` with one beam, in float32 (or bfloat16, with `--dtype bfloat16`). Seconds are CPU time of
-this process, on a GPU or with `--clock wall` the wall's; medians of the rounds, in each of which contenders take turns
-text by text. All ids are compared with plain decoding. The last line is one JSON object. A large
+this process, on a GPU or with `--clock wall` the wall's; for each text the median of the rounds, in each of which
+contenders take turns text by text. All ids are compared with plain decoding. The last line is one JSON object. A large
 model of the same function on a GPU is measured by `gpu.py --model 11b`.
 """
 
@@ -42,7 +42,6 @@ class Tally:
     """One contender."""
 
     name: str
-    seconds: list[float] = field(default_factory=list)  # of each round
     by_text: dict[int, list[float]] = field(default_factory=dict)  # of each round
     tokens: int = 0
     steps: int = 0
@@ -57,13 +56,18 @@ class Tally:
         self.reached += stats.reached
         self.accepted += stats.accepted
 
+    @property
+    def whole(self) -> float:
+        """Of all texts: the sum of each one's median."""
+        return sum(map(median, self.by_text.values()))
+
     def row(self, plain: Tally) -> dict[str, Any]:
         texts = sorted(median(plain.by_text[i]) / median(own) for i, own in self.by_text.items())
         return {
             "name": self.name,
             "tokens": self.tokens,
-            "seconds": round(median(self.seconds), 4),
-            "speed_against_plain": round(median(plain.seconds) / median(self.seconds), 3),
+            "seconds": round(self.whole, 4),
+            "speed_against_plain": round(plain.whole / self.whole, 3),
             "speed_of_texts": [round(ratio, 3) for ratio in (texts[0], median(texts), texts[-1])],
             "alpha": round(self.accepted / self.reached, 3) if self.reached else None,
             "tau": round(self.tokens / self.steps, 3) if self.steps else None,
@@ -129,30 +133,32 @@ def hf_generate(module: Any, llm: LLM, text: str, given: argparse.Namespace) -> 
 
 
 def measure(llm: LLM, texts: list[str], given: argparse.Namespace) -> list[Tally]:
+    """Whoever comes after transformers finds cold caches, so that the first one changes from text to text."""
     every, module = contenders(llm, given), hf_module(given)
     tallies = {name: Tally(name) for name in (*every, "transformers")}
-    for _ in range(given.rounds):
-        for tally in tallies.values():
-            tally.seconds.append(0.0)
+    expected = [translate(llm, text, 1000 + number, given)[0] for number, text in enumerate(texts)]
+    for turn in range(given.rounds):
         for number, text in enumerate(texts):
-            expected: list[int] = []
-            for name, one in every.items():
-                ids, stats, seconds = translate(one, text, 1000 + number, given)
-                expected = ids if name == "plain" else expected
+            for name in _rotated(list(every), turn + number):
+                ids, stats, seconds = translate(every[name], text, 1000 + number, given)
                 tallies[name].add(stats)
-                _count(tallies[name], ids, expected, seconds, number)
+                _count(tallies[name], ids, expected[number], seconds, number)
             if given.temperature == 0:
                 ids, seconds = hf_generate(module, llm, text, given)
-                _count(tallies["transformers"], ids, expected, seconds, number)
+                _count(tallies["transformers"], ids, expected[number], seconds, number)
             print(f"\r{number + 1}/{len(texts)}", end="", flush=True)
     print("\r", end="")
     return [tally for tally in tallies.values() if tally.tokens]
 
 
+def _rotated(names: list[str], by: int) -> list[str]:
+    first = by % len(names)
+    return names[first:] + names[:first]
+
+
 def _count(tally: Tally, ids: list[int], expected: list[int], seconds: float, number: int) -> None:
     tally.tokens += len(ids)
     tally.differ += ids != expected
-    tally.seconds[-1] += seconds
     tally.by_text.setdefault(number, []).append(seconds)
 
 
